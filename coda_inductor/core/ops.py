@@ -1,0 +1,72 @@
+"""The scalar vocabulary of an epilogue: one row per operation, with its meaning and its spelling on the device.
+
+Rows are the only place that knows an operation: the interpreter calls `torch`, code generation formats `cute`, the
+verifier reads `arity`. A new operation is one new row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """`torch` maps tensors or floats to a tensor; `cute` is a CuTeDSL expression over float32 values {0}, {1}, {2}.
+
+    `at_zero` is the value where every argument is 0 (None: not finite or not defined); it decides which sums need a
+    mask where a tile hangs over the edge of the matrix, since hardware fills those places with 0.
+    """
+
+    arity: int
+    torch: Callable[..., Tensor]
+    cute: str
+    at_zero: float | None
+
+
+def _round(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.to(dtype).to(x.dtype)
+
+
+# fmt: off
+OPS: dict[str, Op] = {
+    "add":     Op(2, torch.add,                       "({0} + {1})",                           0.0),
+    "sub":     Op(2, torch.sub,                       "({0} - {1})",                           0.0),
+    "mul":     Op(2, torch.mul,                       "({0} * {1})",                           0.0),
+    "neg":     Op(1, torch.neg,                       "(-{0})",                                0.0),
+    "rcp":     Op(1, torch.reciprocal,                "cute.arch.rcp_approx({0})",             None),
+    "sqrt":    Op(1, torch.sqrt,                      "cute.math.sqrt({0}, fastmath=True)",    0.0),
+    "rsqrt":   Op(1, torch.rsqrt,                     "cute.math.rsqrt({0}, fastmath=True)",   None),
+    "exp":     Op(1, torch.exp,                       "cute.math.exp({0}, fastmath=True)",     1.0),
+    "log":     Op(1, torch.log,                       "cute.math.log({0}, fastmath=True)",     None),
+    "tanh":    Op(1, torch.tanh,                      "cute.math.tanh({0}, fastmath=True)",    0.0),
+    "erf":     Op(1, torch.erf,                       "cute.math.erf({0})",                    0.0),
+    "sigmoid": Op(1, torch.sigmoid,                   "sigmoid({0})",                          0.5),
+    "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0})",             0.0),
+    "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1})",  0.0),
+    "min":     Op(2, lambda a, b: _pairwise(torch.minimum, a, b), "cute.arch.fmin({0}, {1})",  0.0),
+    "bf16":    Op(1, _round(torch.bfloat16),          "{0}.to(BFloat16).to(Float32)",          0.0),
+    "f16":     Op(1, _round(torch.float16),           "{0}.to(Float16).to(Float32)",           0.0),
+}
+# fmt: on
+
+
+def _pairwise(f: Callable[[Tensor, Tensor], Tensor], a: Tensor | float, b: Tensor | float) -> Tensor:
+    """torch.maximum and torch.minimum take tensors only; an epilogue also compares with a literal."""
+    like = a if isinstance(a, Tensor) else b
+    assert isinstance(like, Tensor)
+    return f(*(x if isinstance(x, Tensor) else torch.full_like(like, x) for x in (a, b)))
+
+
+def at_zero(op: str, args: tuple[float | None, ...]) -> float | None:
+    """The value of `op` at known scalar arguments, None if unknown or not finite."""
+    if any(a is None for a in args):
+        return None
+    if op == "mul" and 0.0 in args:
+        return 0.0
+    value = float(OPS[op].torch(*(torch.tensor(a, dtype=torch.float64) for a in args)))
+    return value if math.isfinite(value) else None

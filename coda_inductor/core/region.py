@@ -1,0 +1,126 @@
+"""The Region: one output tile space [M, N], the products that share it, and everything done to it before it leaves.
+
+What the derivation decided and what code generation consumes: one frozen, flat record for legality, cost, explain, cache
+key and launch. M, names of call sites and source lines are not part of it. Its meaning is core/interpret.py. It is a record
+and has no optimiser.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+Extent = Literal["token", "feature", "tile"]
+"""What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The accumulator `name`[M, N] = A[M, K] @ B, in float32 (float64 for float64 operands).
+
+    A is row-major. `b_layout` "nk" means that the tensor B is [N, K] (nn.Linear's weight), "kn" that it is [K, N]
+    (Conv1D's); both with their last dimension contiguous. `a` and `b` index the operation's matrix inputs: products that
+    share an `a` share its tensor.
+    """
+
+    name: str
+    a: int
+    b: int
+    k: int
+    b_layout: Literal["nk", "kn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An epilogue input `name`, of `dtype` and `extent`, read as float32 (float64 in a float64 region)."""
+
+    name: str
+    extent: Extent
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Let:
+    """name = op(*args). `op` is a key of core.ops.OPS; args are names defined earlier, or Python floats."""
+
+    name: str
+    op: str
+    args: tuple[str | float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The value `value` leaves as a contiguous [M, N] tensor of `dtype`."""
+
+    value: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The sum of `value` over N, finished: a float32 [M] vector (float64 in a float64 region)."""
+
+    value: str
+    over: Literal["N"] = "N"
+
+
+@dataclass(frozen=True)
+class Region:
+    """products -> lets -> stores and reductions, all over one [M, N].
+
+    The operation's inputs are the matrices (as many as the products index), then the operands, in this order; its
+    outputs are the stores, then the reductions. `dtype` is that of all matrices.
+    """
+
+    n: int
+    dtype: str
+    products: tuple[Product, ...]
+    operands: tuple[Operand, ...]
+    lets: tuple[Let, ...]
+    stores: tuple[Store, ...]
+    reductions: tuple[Reduction, ...]
+
+    @property
+    def matrices(self) -> int:
+        """How many of the inputs are matrices."""
+        return 1 + max(max(p.a, p.b) for p in self.products)
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of accumulators and of all arithmetic between product and store."""
+        return torch.float64 if self.dtype == "f64" else torch.float32
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: equal text, equal kernel. `parse` is its inverse."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def parse(text: str) -> Region:
+    """The Region that `Region.text` wrote."""
+    d: dict[str, Any] = json.loads(text)
+    return Region(
+        n=d["n"],
+        dtype=d["dtype"],
+        products=tuple(Product(**p) for p in d["products"]),
+        operands=tuple(Operand(**o) for o in d["operands"]),
+        lets=tuple(Let(x["name"], x["op"], tuple(x["args"])) for x in d["lets"]),
+        stores=tuple(Store(**s) for s in d["stores"]),
+        reductions=tuple(Reduction(**r) for r in d["reductions"]),
+    )

@@ -1,0 +1,42 @@
+"""Is this Region well formed? Run on every Region that is made; a complaint is a bug of ours."""
+
+from __future__ import annotations
+
+from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.core.ops import OPS
+from coda_inductor.core.region import DTYPES, Region
+
+
+def verify(region: Region) -> Region:
+    """Returns the Region, or raises BrokenInvariant with the expected and the found."""
+
+    def check(holds: bool, message: str) -> None:
+        if not holds:
+            raise BrokenInvariant(f"region {region.digest}: {message}")
+
+    check(bool(region.products), "no product")
+    check(bool(region.stores or region.reductions), "nothing leaves it")
+    check(region.n > 0 and all(p.k > 0 for p in region.products), f"n={region.n}, k={[p.k for p in region.products]}")
+    used = {i for p in region.products for i in (p.a, p.b)}
+    check(used == set(range(region.matrices)), f"matrices {sorted(used)} are not 0..{region.matrices - 1}")
+    check(all(p.a != p.b for p in region.products), "a matrix multiplied by itself")
+    for dtype in (region.dtype, *(o.dtype for o in region.operands), *(s.dtype for s in region.stores)):
+        check(dtype in DTYPES, f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    tiles, defined = set(), set()
+    for name, extent in [(p.name, "tile") for p in region.products] + [(o.name, o.extent) for o in region.operands]:
+        check(name.isidentifier() and name not in defined, f"name {name!r} is taken or no identifier")
+        check(extent in ("token", "feature", "tile"), f"extent {extent!r} of {name}")
+        defined.add(name)
+        tiles |= {name} if extent == "tile" else set()
+    for let in region.lets:
+        check(let.name.isidentifier() and let.name not in defined, f"name {let.name!r} is taken or no identifier")
+        check(let.op in OPS, f"unknown operation {let.op!r}")
+        check(len(let.args) == OPS[let.op].arity, f"{let.op} takes {OPS[let.op].arity} arguments, found {len(let.args)}")
+        names = [a for a in let.args if isinstance(a, str)]
+        check(bool(names), f"{let.name} is a constant")
+        check(all(a in defined for a in names), f"{let.name} = {let.op}{let.args} uses what is not defined before it")
+        defined.add(let.name)
+        tiles |= {let.name} if tiles.intersection(names) else set()
+    for value in [s.value for s in region.stores] + [r.value for r in region.reductions]:
+        check(value in tiles, f"{value!r} leaves the region but is not a tile")
+    return region
