@@ -1,0 +1,162 @@
+"""What the user may choose: one frozen record, read from the environment and from torch.compile's options.
+
+The only place that reads the environment. The environment sets, options override, an unknown name in either is an error
+that suggests the nearest known one. Options named `inductor.X` are not ours: they come back as X for Inductor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+from coda_inductor.core.errors import CodaError
+
+Numerics = Literal["strict", "default", "fast"]
+Tune = Literal["off", "quick", "full"]
+Target = Literal["auto", "sm_90a", "reference"]
+
+PREFIX = "CODA_INDUCTOR"
+PASSED_ON = "inductor."
+
+
+class SettingError(CodaError, ValueError):
+    """The user named a setting that does not exist, or gave it a value that is not allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`read` makes it from the environment and the options; the defaults are those of an empty environment."""
+
+    enabled: bool = True
+    """False: the graph goes to Inductor untouched."""
+    disable: frozenset[str] = frozenset()
+    """Laws and region kinds that are not used."""
+    only: frozenset[str] = frozenset()
+    """If not empty: the only laws and region kinds that are used."""
+    numerics: Numerics = "default"
+    """strict: rounds where the original does. default: fewer or moved roundings. fast: approximate functions too."""
+    tune: Tune = "quick"
+    """How much is measured before a Region is kept: nothing (the cost model decides), little, everything."""
+    target: Target = "auto"
+    """The machine that kernels are made for; "reference" runs every Region on torch instead."""
+    cache_dir: str | None = None
+    """Where kernels and measurements are kept; None: beside Inductor's own cache."""
+    debug_dir: str | None = None
+    """Where graphs, Regions and sources are written for people to read; None: nowhere."""
+    strict: bool = False
+    """True: a failure of ours is raised instead of falling back to Inductor with a warning."""
+
+    @classmethod
+    def read(
+        cls, environ: Mapping[str, str] = os.environ, options: Mapping[str, Any] | None = None
+    ) -> tuple[Settings, dict[str, Any]]:
+        """The settings, and the options meant for Inductor without their prefix. Raises SettingError."""
+        values: dict[str, Any] = {}
+        for variable, text in environ.items():
+            if variable == PREFIX or variable.startswith(f"{PREFIX}_"):
+                name = VARIABLES.get(variable) or _unknown("environment variable", variable, VARIABLES)
+                if text:  # an empty variable is an unset one
+                    values[name] = _value(variable, name, text)
+        inductor: dict[str, Any] = {}
+        for option, value in (options or {}).items():
+            if option.startswith(PASSED_ON):
+                inductor[option.removeprefix(PASSED_ON)] = value
+            else:
+                name = option if option in KINDS else _unknown("option", option, KINDS, f"{PASSED_ON}{option}")
+                values[name] = _value(f"option {option!r}", name, value)
+        return cls(**values), inductor
+
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """What a cached result depends on: everything except the two folders, in the same order in every process."""
+        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if not f.name.endswith("_dir"))
+        return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
+
+    def allows(self, kind: str) -> bool:
+        """May the law or region kind `kind` be used?"""
+        return kind not in self.disable and (not self.only or kind in self.only)
+
+    def check_kinds(self, known: Collection[str]) -> None:
+        """Raises SettingError if `disable` or `only` names a law or region kind that is not among `known`."""
+        for kind in sorted(self.disable | self.only):
+            if kind not in known:
+                _unknown("law or region kind", kind, known)
+
+
+def _boolean(value: object) -> bool:
+    """True and False, or how an environment spells them."""
+    if isinstance(value, bool):
+        return value
+    return {"0": False, "1": True}[str(value)]
+
+
+def _names(value: object) -> frozenset[str]:
+    """A comma-separated text, or a collection of texts."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise ValueError(value)
+    return frozenset(name.strip() for name in names if name.strip())
+
+
+def _folder(value: object) -> str | None:
+    """A path, "~" allowed; an empty one is none."""
+    if not (value is None or isinstance(value, str | os.PathLike)):
+        raise ValueError(value)
+    return os.path.abspath(os.path.expanduser(value)) if value else None
+
+
+def _one_of(choices: Iterable[str]) -> Callable[[object], str]:
+    allowed = {choice: choice for choice in choices}
+    return lambda value: allowed[str(value)]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a setting is read, and the words that say what it allows. `read` raises KeyError or ValueError."""
+
+    read: Callable[[object], Any]
+    allowed: str
+
+
+def _choice(literal: Any) -> Kind:
+    return Kind(_one_of(get_args(literal)), ", ".join(get_args(literal)))
+
+
+BOOLEAN = Kind(_boolean, "0 or 1")
+NAMES = Kind(_names, "names separated by commas")
+FOLDER = Kind(_folder, "a path")
+
+KINDS: dict[str, Kind] = {
+    "enabled": BOOLEAN,
+    "disable": NAMES,
+    "only": NAMES,
+    "numerics": _choice(Numerics),
+    "tune": _choice(Tune),
+    "target": _choice(Target),
+    "cache_dir": FOLDER,
+    "debug_dir": FOLDER,
+    "strict": BOOLEAN,
+}
+"""One row per field of Settings."""
+
+VARIABLES = {PREFIX if name == "enabled" else f"{PREFIX}_{name.upper()}": name for name in KINDS}
+"""Environment variable to field."""
+
+
+def _value(where: str, name: str, value: object) -> Any:
+    try:
+        return KINDS[name].read(value)
+    except (KeyError, ValueError):
+        raise SettingError(f"{value!r} is not allowed", where=where, hint=f"allowed: {KINDS[name].allowed}") from None
+
+
+def _unknown(what: str, name: str, known: Iterable[str], inductor: str = "") -> NoReturn:
+    """Raises; suggests the nearest of `known`, or lists them, and says how Inductor's own options are written."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    if inductor:
+        hint += f"; for Inductor, write {inductor!r}"
+    raise SettingError(f"unknown {what} {name!r}", hint=hint)

@@ -1,0 +1,33 @@
+"""What all tests share: reproducible examples, no settings from the shell, and GPU tests only with a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None, derandomize=True, print_blob=False)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test sees the settings that it makes, not those of the shell it was started from."""
+    for variable in [v for v in os.environ if v.startswith("CODA_INDUCTOR")]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random tensors in every run and in every order of tests."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))

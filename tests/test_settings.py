@@ -1,0 +1,131 @@
+"""Settings: the environment sets, options override, what is unknown or not allowed is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from coda_inductor.core.errors import CodaError
+from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings
+
+DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
+
+
+def test_names_are_the_designed_ones() -> None:
+    assert set(VARIABLES) == {f"CODA_INDUCTOR{v}" for v in DESIGNED}
+    assert list(KINDS) == [f.name for f in dataclasses.fields(Settings)]
+
+
+def test_empty_environment_gives_the_defaults() -> None:
+    assert Settings.read({}) == (Settings(), {})
+    assert Settings.read({"CODA_INDUCTOR_STRICT": "", "CODA_OTHER": "x", "PATH": "y"}) == (Settings(), {})
+
+
+def test_reads_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_TUNE", "full")
+    assert Settings.read()[0].tune == "full"
+
+
+VALUES: list[tuple[str, Any, Any]] = [
+    ("enabled", "0", False),
+    ("enabled", "1", True),
+    ("enabled", False, False),
+    ("disable", "row_scale, rope,", frozenset({"row_scale", "rope"})),
+    ("disable", ["row_scale", "rope"], frozenset({"row_scale", "rope"})),
+    ("only", "row_scale", frozenset({"row_scale"})),
+    ("only", (), frozenset()),
+    ("strict", "1", True),
+    ("cache_dir", "/a/../b", "/b"),
+    ("cache_dir", Path("/b"), "/b"),
+    ("debug_dir", "~/b", str(Path.home() / "b")),
+    ("debug_dir", None, None),
+    *((name, c, c) for name, type_ in get_type_hints(Settings).items() for c in get_args(type_) if isinstance(c, str)),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "expected"), VALUES)
+def test_value(name: str, given: Any, expected: Any) -> None:
+    assert getattr(Settings.read({}, {name: given})[0], name) == expected
+    if isinstance(given, str):
+        variable = next(v for v, n in VARIABLES.items() if n == name)
+        assert getattr(Settings.read({variable: given})[0], name) == expected
+
+
+def test_options_override_the_environment() -> None:
+    environ = {"CODA_INDUCTOR_NUMERICS": "fast", "CODA_INDUCTOR_TUNE": "off"}
+    settings, _ = Settings.read(environ, {"numerics": "strict"})
+    assert (settings.numerics, settings.tune) == ("strict", "off")
+
+
+def test_inductor_options_are_passed_on() -> None:
+    options = {"inductor.max_autotune": True, "inductor.triton.cudagraphs": False, "tune": "off"}
+    assert Settings.read({}, options) == (Settings(tune="off"), {"max_autotune": True, "triton.cudagraphs": False})
+
+
+ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"CODA_INDUCTOR_TUNES": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
+    ({"CODA_INDUCTOR_AUTOTUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
+    ({}, {"numeric": "fast"}, "did you mean 'numerics'"),
+    ({}, {"NUMERICS": "fast"}, "known: cache_dir, debug_dir, disable, enabled"),
+    ({}, {"epilogue_fusion": True}, "'inductor.epilogue_fusion'"),
+    ({"CODA_INDUCTOR_TUNE": "fast"}, {}, "CODA_INDUCTOR_TUNE: 'fast' is not allowed (allowed: off, quick, full)"),
+    ({"CODA_INDUCTOR": "yes"}, {}, "'yes' is not allowed (allowed: 0 or 1)"),
+    ({}, {"strict": 2}, "option 'strict': 2 is not allowed"),
+    ({}, {"numerics": None}, "allowed: strict, default, fast"),
+    ({}, {"target": "sm_70"}, "allowed: auto, sm_90a, reference"),
+    ({}, {"disable": 3}, "allowed: names separated by commas"),
+    ({}, {"only": [3]}, "allowed: names separated by commas"),
+    ({}, {"cache_dir": 3}, "allowed: a path"),
+]
+
+
+@pytest.mark.parametrize(("environ", "options", "said"), ERRORS)
+def test_error_says_what_is_allowed(environ: dict[str, str], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        Settings.read(environ, options)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, CodaError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Settings)])
+def test_key_holds_everything_but_the_folders(field: str) -> None:
+    other: dict[str, Any] = {
+        "enabled": False,
+        "disable": frozenset("a"),
+        "only": frozenset("a"),
+        "numerics": "fast",
+        "tune": "off",
+        "target": "reference",
+        "cache_dir": "/a",
+        "debug_dir": "/a",
+        "strict": True,
+    }
+    changed = dataclasses.replace(Settings(), **{field: other[field]})
+    assert (hash(changed.key()) == hash(Settings().key())) == (changed.key() == Settings().key())
+    assert (changed.key() == Settings().key()) == field.endswith("_dir")
+    assert pickle.loads(pickle.dumps(changed)) == changed
+
+
+def test_key_is_the_same_in_every_process() -> None:
+    code = "from coda_inductor.core.settings import Settings; print(Settings(disable=frozenset('abcdefgh')).key())"
+    keys = {subprocess.check_output([sys.executable, "-c", code], env={"PYTHONHASHSEED": s}) for s in "12"}
+    assert keys == {f"{Settings(disable=frozenset('abcdefgh')).key()}\n".encode()}
+
+
+def test_allows() -> None:
+    assert Settings().allows("rope")
+    assert not Settings(disable=frozenset({"rope"})).allows("rope")
+    only = Settings(only=frozenset({"rope", "norm"}), disable=frozenset({"norm"}))
+    assert [only.allows(kind) for kind in ("rope", "norm", "bias")] == [True, False, False]
+
+
+def test_check_kinds_suggests_the_nearest() -> None:
+    Settings(disable=frozenset({"triangle"})).check_kinds(["triangle", "adjoint"])
+    with pytest.raises(SettingError, match="did you mean 'triangle'"):
+        Settings(only=frozenset({"triangel"})).check_kinds(["triangle", "adjoint"])
