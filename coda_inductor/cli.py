@@ -1,0 +1,129 @@
+"""The command `coda-inductor`: one verb per row of VERBS, each printing facts as text or, with --json, as JSON.
+
+A verb loads what it needs when it runs, so that --help, --version and a mistyped argument answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any, get_args
+
+from coda_inductor import __version__
+from coda_inductor.core.errors import CodaError, Unsupported
+from coda_inductor.core.settings import Settings, Target
+
+VERSIONS = ("torch", "quack-kernels", "nvidia-cutlass-dsl", "triton")
+"""The distributions whose versions a bug report needs."""
+
+Answer = tuple[dict[str, Any], Callable[[], str]]
+"""What a verb found: the facts for --json, and how to say them as text."""
+
+
+def explain(arguments: Namespace) -> Answer:
+    """Which Regions the model becomes, what passes are left, and why."""
+    chosen, model = settings(arguments), subject(arguments.subject)
+    module = import_module("coda_inductor.explain")
+    report = module.explain(*model, arguments.mode, chosen)
+    return report, lambda: str(module.render(report))
+
+
+def graph(arguments: Namespace) -> Answer:
+    """The model's graph as a program, after the rewriting or before it."""
+    chosen, model = settings(arguments), subject(arguments.subject)
+    texts = import_module("coda_inductor.inductor.joint").program(*model, arguments.mode, chosen)
+    return texts, lambda: str(texts["before" if arguments.before else "after"])
+
+
+def a_model(parser: ArgumentParser) -> None:
+    """The arguments of a verb about one model."""
+    parser.add_argument("subject", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
+    parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="default: %(default)s")
+    parser.add_argument("--target", choices=get_args(Target), help="default: CODA_INDUCTOR_TARGET, or auto")
+
+
+def a_side(parser: ArgumentParser) -> None:
+    """The arguments of `graph`."""
+    a_model(parser)
+    parser.add_argument("--before", action="store_true", help="show the graph as it was captured")
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A row of the command: its help, its arguments besides --json, and what it does."""
+
+    help: str
+    arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], Answer]
+
+
+VERBS: dict[str, Verb] = {
+    "explain": Verb("what would be fused, what would not, and why", a_model, explain),
+    "graph": Verb("the rewritten program of a model", a_side, graph),
+}
+
+
+def settings(arguments: Namespace) -> Settings:
+    """The environment's settings; a flag that was given wins."""
+    return Settings.read(options={"target": arguments.target} if arguments.target else {})[0]
+
+
+def subject(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) from the function that "MODULE:FUNCTION" names."""
+    capture = import_module("coda_inductor.inductor.capture")
+    try:
+        model, args, kwargs = capture.load(spec)
+    except ImportError as error:
+        raise Unsupported(f"cannot import it: {error}", where=spec) from error
+    return model, args, kwargs
+
+
+def versions() -> str:
+    """One line with our version and those of what we stand on."""
+    found = [f"Python {platform.python_version()}"]
+    for name in VERSIONS:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return f"coda-inductor {__version__} ({', '.join(found)})"
+
+
+def parser() -> ArgumentParser:
+    """The command line, made from VERBS."""
+    top = ArgumentParser("coda-inductor", description="What the torch.compile backend coda does to a model.")
+    top.add_argument("--version", action="store_true", help="print versions and exit")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB")
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(name, help=verb.help, description=verb.help)
+        verb.arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print the facts as JSON")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 when the request cannot be answered (said in one line on stderr)."""
+    command = parser()
+    arguments = command.parse_args(argv)
+    if arguments.version:
+        print(versions())
+        return 0
+    if arguments.verb is None:
+        command.print_usage(sys.stderr)
+        return 2
+    try:
+        facts, text = VERBS[arguments.verb].run(arguments)
+    except CodaError as error:
+        print(f"coda-inductor: error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(facts, indent=2) if arguments.json else text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""The command: each verb with what is behind it replaced, each mistake said in one line, the real thing once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coda_inductor import __version__, cli
+from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported
+from coda_inductor.core.settings import Settings
+
+SUBJECT = ("model", (1,), {"key": 2})
+MODEL = """
+import torch
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)), (torch.randn(4, 8),)
+
+def wrong():
+    return 3
+
+def needs():
+    import no_such_library
+
+number = 3
+"""
+
+
+class Calls:
+    """Stands for the modules behind the command and remembers what they were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def explain(self, *asked: Any) -> dict[str, Any]:
+        self.asked.append(asked)
+        return {"schema": 1, "graphs": []}
+
+    def program(self, *asked: Any) -> dict[str, str]:
+        self.asked.append(asked)
+        return {"before": "as it was", "after": "as it is"}
+
+    def load(self, spec: str) -> Any:
+        self.asked.append(spec)
+        return SUBJECT
+
+    def render(self, report: dict[str, Any]) -> str:
+        return f"report of schema {report['schema']}"
+
+    def module(self, name: str) -> Any:
+        functions = {"explain": ("explain", "render"), "inductor.joint": ("program",), "inductor.capture": ("load",)}
+        return SimpleNamespace(**{f: getattr(self, f) for f in functions[name.removeprefix("coda_inductor.")]})
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    stand_in = Calls()
+    monkeypatch.setattr(cli, "import_module", stand_in.module)
+    return stand_in
+
+
+def test_explain(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "m:f", "--mode", "train", "--target", "sm_90a"]) == 0
+    assert calls.asked == ["m:f", (*SUBJECT, "train", Settings(target="sm_90a"))]
+    assert capsys.readouterr().out == "report of schema 1\n"
+
+
+def test_defaults(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_TARGET", "reference")
+    assert cli.main(["explain", "m:f"]) == 0
+    assert calls.asked[1] == (*SUBJECT, "infer", Settings(target="reference"))
+
+
+def test_a_flag_wins_over_the_environment(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_TARGET", "reference")
+    assert cli.main(["graph", "m:f", "--target", "sm_90a"]) == 0
+    assert calls.asked[1][-1].target == "sm_90a"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [([], "as it is"), (["--before"], "as it was"), (["--json"], {"before": "as it was", "after": "as it is"})],
+)
+def test_graph(calls: Calls, capsys: pytest.CaptureFixture[str], arguments: list[str], said: object) -> None:
+    assert cli.main(["graph", "m:f", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert (json.loads(out) if "--json" in arguments else out.strip()) == said
+
+
+def test_explain_as_json(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "m:f", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "graphs": []}
+
+
+@pytest.mark.parametrize("kind", [Unsupported, BrokenInvariant])
+def test_errors_say_what_where_and_what_to_do(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[CodaError]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise kind("strides (1, 4096)", where="model.py:41", hint="call .contiguous()")
+
+    monkeypatch.setattr(calls, "explain", fail)
+    assert cli.main(["explain", "m:f"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "coda-inductor: error: model.py:41: strides (1, 4096) (call .contiguous())\n"
+    assert said.out == ""
+
+
+def test_a_bug_of_ours_keeps_its_traceback(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("v12")
+
+    monkeypatch.setattr(calls, "explain", fail)
+    with pytest.raises(KeyError):
+        cli.main(["explain", "m:f"])
+
+
+def test_an_unknown_setting_is_an_error(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_TUNES", "off")
+    assert cli.main(["explain", "m:f"]) == 2
+    assert "did you mean 'CODA_INDUCTOR_TUNE'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["explode", "m:f"], ["explain"], ["explain", "m:f", "--mode", "fly"]])
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: coda-inductor" in capsys.readouterr().err
+
+
+def test_no_verb_prints_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: coda-inductor" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "VERSIONS", ("torch", "no-such-library"))
+    assert cli.main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"coda-inductor {__version__} (Python 3") and "torch 2" in said
+    assert "no no-such-library" in said
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said and verb.help in said for name, verb in cli.VERBS.items())
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a module `their_model`."""
+    (tmp_path / "their_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "their_model", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("their_model", "'their_model' names no function (write MODULE:FUNCTION"),
+        ("no_such_module:f", "no_such_module:f: cannot import it: No module named 'no_such_module'"),
+        ("their_model:missing", "module 'their_model' has no function 'missing'"),
+        ("their_model:number", "module 'their_model' has no function 'number'"),
+        ("their_model:wrong", "their_model:wrong returned int (return (model, args)"),
+        ("their_model:needs", "their_model:needs: cannot import it: No module named 'no_such_library'"),
+    ],
+)
+def test_a_wrong_subject_is_one_line(here: Path, spec: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", spec]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("coda-inductor: error: ") and error.count("\n") == 1
+
+
+@pytest.fixture
+def command(here: Path) -> Callable[..., str]:
+    """Runs the command in its own process, as a user does."""
+
+    def run(*arguments: str) -> str:
+        return subprocess.check_output([sys.executable, "-m", "coda_inductor.cli", *arguments], text=True, cwd=here)
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_explain_a_real_model(command: Callable[..., str], mode: str) -> None:
+    pytest.importorskip("coda_inductor.explain")
+    report = json.loads(command("explain", "their_model:build", "--mode", mode, "--json"))
+    assert report["schema"] == 1
+    assert [g["kind"] for g in report["graphs"]] == [{"infer": "inference", "train": "joint"}[mode]]
+
+
+def test_graph_of_a_real_model(command: Callable[..., str]) -> None:
+    pytest.importorskip("coda_inductor.inductor.joint")
+    texts = json.loads(command("graph", "their_model:build", "--json"))
+    assert {"before", "after"} <= set(texts)
+    assert "aten" in texts["before"]
