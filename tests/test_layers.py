@@ -1,0 +1,194 @@
+"""The rules of the house, read off the source: who may import whom, who reads the environment, how long things are."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "coda_inductor"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": {"core"},
+    "patterns": {"core", "patterns"},
+    "rewrite": {"core", "patterns", "rewrite"},
+    "codegen": {"core", "codegen"},
+    "inductor": {"core", "patterns", "rewrite", "codegen", "inductor"},
+    "": {"", "core", "patterns", "rewrite", "codegen", "inductor", "backend", "explain"},
+}
+"""Layer to the layers it may import; "" is what stands in the package's own folder."""
+
+LATE_IMPORTS: dict[str, str] = {
+    "__init__.py": "importing the package must not import torch",
+    "cli.py": "--help, --version and usage errors answer before torch is loaded",
+}
+"""Files that may import our own modules inside a function, each with the reason. codegen may do so once."""
+
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "quack": ("codegen/",),
+    "cutlass": ("codegen/",),
+    "triton": ("codegen/",),
+    "cuda": ("codegen/",),
+}
+"""Third-party modules to the only places that may import them."""
+
+NEVER_IN: dict[str, tuple[str, ...]] = {
+    "torch.fx": ("core/", "codegen/"),
+    "torch._dynamo": ("core/", "patterns/", "rewrite/", "codegen/"),
+    "torch._inductor": ("core/", "patterns/", "rewrite/"),
+}
+"""Modules to the layers that may not import them."""
+
+FILE_LINES, FUNCTION_LINES = 400, 60
+
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def layer(module: str) -> str:
+    """core of coda_inductor.core.ops, backend of coda_inductor.backend, nothing of coda_inductor."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """(module, late) for each import, also by `import_module("...")` and `__import__("...")`; late: in a function."""
+    late = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        inside = id(node) in late
+        match node:
+            case ast.Import(names):
+                yield from ((alias.name, inside) for alias in names)
+            case ast.ImportFrom(module, names, 0) if module:
+                package = PACKAGE.parent.joinpath(*module.split("."))
+                for alias in names:  # `from coda_inductor.core import ops` imports a module, not a name
+                    is_module = package.joinpath(f"{alias.name}.py").exists() or module == "torch"
+                    yield f"{module}.{alias.name}" if is_module else module, inside
+            case ast.ImportFrom(level=level) if level:
+                yield "relative", inside
+            case ast.Call(func, [ast.Constant(str(module)), *_]) if _name(func) in ("import_module", "__import__"):
+                yield module, inside
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def inside(module: str, of: str) -> bool:
+    return module == of or module.startswith(f"{of}.")
+
+
+def complaints(name: str, source: str) -> list[str]:
+    """What the file `name` (relative to the package) with this source does that it must not."""
+    tree, found = ast.parse(source), []
+    mine = name.split("/")[0] if "/" in name else ""
+    late = 0
+    for module, is_late in imports(tree):
+        if module == "relative":
+            found.append("relative import")
+        if inside(module, "coda_inductor"):
+            if layer(module) not in MAY_IMPORT[mine]:
+                found.append(f"imports {module}")
+            late += is_late
+        found += [f"imports {module}" for m, ok in ONLY_IN.items() if inside(module, m) and not name.startswith(ok)]
+        found += [f"imports {module}" for m, bad in NEVER_IN.items() if inside(module, m) and name.startswith(bad)]
+    if late and name not in LATE_IMPORTS and mine != "codegen":
+        found.append("imports our own package inside a function")
+    if name != "core/settings.py":
+        reads = [n for n in ast.walk(tree) if isinstance(n, ast.expr) and _name(n) in ("environ", "getenv")]
+        found += [f"line {n.lineno}: reads the environment" for n in reads]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            found += [f"{node.name} has {lines} lines, limit {FUNCTION_LINES}"] * (lines > FUNCTION_LINES)
+    lines = source.count("\n")
+    return found + [f"{lines} lines, limit {FILE_LINES}"] * (lines > FILE_LINES)
+
+
+@each_file
+def test_file_keeps_the_rules(path: Path) -> None:
+    assert complaints(relative(path), path.read_text()) == []
+
+
+def test_codegen_imports_late_once() -> None:
+    """Kernels must be importable without the libraries that make them, through a single door."""
+    doors = [
+        f"{relative(path)}: {module}"
+        for path in FILES
+        if relative(path).startswith("codegen/")
+        for module, late in imports(ast.parse(path.read_text()))
+        if late and inside(module, "coda_inductor")
+    ]
+    assert len(doors) <= 1, doors
+
+
+def test_allow_list_is_not_longer_than_needed() -> None:
+    for name in LATE_IMPORTS:
+        source = (PACKAGE / name).read_text()
+        assert "import_module" in source or any(late for _, late in imports(ast.parse(source))), name
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("core/a.py", "import coda_inductor.patterns.terms"),
+        ("core/a.py", "from coda_inductor import codegen"),
+        ("core/a.py", "from torch import fx"),
+        ("core/a.py", "from coda_inductor.backend import coda"),
+        ("patterns/a.py", "from coda_inductor.rewrite import laws"),
+        ("patterns/a.py", "from coda_inductor.codegen.launch import run"),
+        ("patterns/a.py", "from . import terms"),
+        ("rewrite/a.py", "from coda_inductor.codegen import configs"),
+        ("rewrite/a.py", "import quack.gemm"),
+        ("codegen/a.py", "from coda_inductor.patterns import terms"),
+        ("codegen/a.py", "import torch.fx as fx"),
+        ("inductor/a.py", "import coda_inductor.backend"),
+        ("inductor/a.py", "import triton"),
+        ("inductor/a.py", "def f():\n    import coda_inductor.rewrite.laws"),
+        ("inductor/a.py", "def f():\n    importlib.import_module('coda_inductor.rewrite.laws')"),
+        ("explain.py", "def f():\n    from coda_inductor.core import ops"),
+        ("explain.py", "import os\nx = os.environ.get('CODA_INDUCTOR')"),
+        ("explain.py", "from os import environ\nx = environ['HOME']"),
+        ("explain.py", "def f():\n" + "    pass\n" * FUNCTION_LINES),
+        ("explain.py", "pass\n" * (FILE_LINES + 1)),
+    ],
+)
+def test_a_planted_offence_is_seen(name: str, source: str) -> None:
+    assert complaints(name, source)
+
+
+def test_import_is_cheap() -> None:
+    code = "import sys, coda_inductor, coda_inductor.cli; coda_inductor.__version__; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert "coda_inductor.core.settings" in loaded
+    assert {"torch", "cutlass", "quack", "triton", "sympy", "numpy"} & set(loaded) == set()
+
+
+def test_core_does_not_load_the_kernel_libraries() -> None:
+    modules = [f"coda_inductor.core.{p.stem}" for p in FILES if p.parent.name == "core" and p.stem != "__init__"]
+    code = f"import sys, {', '.join(modules)}; print(*{{'cutlass', 'quack', 'torch._inductor'}} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []
+
+
+@pytest.mark.parametrize("name", ["backend", "explain"])
+def test_the_package_loads_its_modules_at_first_use(name: str) -> None:
+    if importlib.util.find_spec(f"coda_inductor.{name}") is None:
+        pytest.skip(f"coda_inductor.{name} is not written yet")
+    code = f"import coda_inductor; print(coda_inductor.{name}.__name__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1] == f"coda_inductor.{name}"
+
+
+def test_the_package_knows_no_other_names() -> None:
+    import coda_inductor
+
+    with pytest.raises(AttributeError, match="no attribute 'bakend'"):
+        _ = coda_inductor.bakend
+    assert {"backend", "explain"} <= set(dir(coda_inductor))
