@@ -1,0 +1,112 @@
+"""What the lift asks of an FX node: its tensor, dtype, sizes, source line, and whether it only rearranges."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from coda_inductor.patterns.sizes import Size, size_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+VIEWS: frozenset[object] = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.clone.default,
+    aten.alias.default, aten.detach.default, aten.contiguous.default,
+})  # fmt: skip
+"""Operations that keep every value and change only its layout."""
+
+PRODUCTS: frozenset[object] = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
+
+
+def tensor(node: object) -> torch.Tensor | None:
+    """The node's fake tensor, None if it has no single one."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def sizes(node: fx.Node) -> tuple[Size, ...]:
+    """The node's sizes."""
+    value = tensor(node)
+    assert value is not None
+    return tuple(size_of(n) for n in value.shape)
+
+
+def floating(node: fx.Node) -> bool:
+    """Is the node one real floating-point tensor with at least one element, as far as is known?"""
+    value = tensor(node)
+    return value is not None and value.dtype.is_floating_point and all(s.static != 0 for s in sizes(node))
+
+
+def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """(input, dimension, lanes, index) if the node is one of a few equal parts of a dimension of its input."""
+    cut = _cut(node)
+    if cut is None:
+        return None
+    source, dim, start, length = cut
+    value = tensor(source)
+    if value is None or not isinstance(whole := value.shape[dim], int) or not isinstance(length, int):
+        return None
+    if length == 0 or length == whole or whole % length or start % length:
+        return None
+    return source, dim % value.dim(), whole // length, start // length
+
+
+def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """(input, dimension, start, length) of a slice, a select or an item of a split."""
+    a = node.args
+    if node.target is aten.slice.Tensor and len(a) < 5:
+        source, dim = a[0], a[1] if len(a) > 1 else 0
+        start = a[2] if len(a) > 2 and a[2] is not None else 0
+        value = tensor(node)
+        assert isinstance(source, fx.Node) and value is not None
+        extent = tensor(source).shape[dim]  # type: ignore[union-attr]
+        if not isinstance(start, int) or not isinstance(extent, int):
+            return None
+        return source, dim, min(max(start + extent if start < 0 else start, 0), extent), value.shape[dim]
+    if node.target is aten.select.int and isinstance(a[2], int):
+        extent = tensor(a[0]).shape[a[1]]  # type: ignore[union-attr]
+        return (a[0], a[1], a[2] % extent, 1) if isinstance(extent, int) else None
+    if node.target is operator.getitem and isinstance(a[0], fx.Node) and a[0].target in (
+        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    ):  # fmt: skip
+        split = a[0]
+        if split.target is aten.unbind.int:
+            return split.args[0], split.args[1] if len(split.args) > 1 else 0, a[1], 1
+        dim = split.args[2] if len(split.args) > 2 else 0
+        parts = [t.shape[dim] for t in split.meta["val"]]
+        return split.args[0], dim, sum(parts[: a[1]]), parts[a[1]]
+    return None
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line "file:line" outside torch that made the node; empty if unknown."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    mine = [(f, n) for f, n in frames if "/torch/" not in f]
+    return "{}:{}".format(*(mine or frames)[-1]) if frames else ""
+
+
+def root(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
+    """Follows first arguments while `through` holds."""
+    while through(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does the node only rearrange its first argument?"""
+    return node.op == "call_function" and node.target in VIEWS
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Does the node only change its first argument's dtype?"""
+    return node.op == "call_function" and node.target in (prims.convert_element_type.default, aten._to_copy.default)
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Is the node an input of the graph, up to layout and dtype?"""
+    return root(node, lambda n: is_view(n) or is_cast(n)).op in ("placeholder", "get_attr")

@@ -1,0 +1,145 @@
+"""The graph lifted to terms: every floating-point node gets the term that it computes.
+
+Second pass of reading, over final axes. Casts between floating-point dtypes vanish (the algebra is exact; values are rounded
+where the program stores them), unless `rounding` asks to keep every rounding of the original as an operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.infer import REDUCTIONS, Reading, read_axes
+from coda_inductor.patterns.pointwise import POINTWISE
+from coda_inductor.patterns.terms import Term, Terms
+
+ROUNDINGS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+@dataclass(slots=True)
+class Product:
+    """A matrix product of the graph, acc[rows, columns] = x[rows, K] @ w[K, columns], as the contraction `con`."""
+
+    node: fx.Node
+    con: Term
+    x: fx.Node
+    w: fx.Node
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Lifted:
+    """A graph read: the term of each understood node, and the contractions that every node waits for."""
+
+    graph: fx.Graph
+    reading: Reading
+    terms: Terms
+    term: dict[fx.Node, Term]
+    deps: dict[fx.Node, int]
+    products: dict[Term, Product]
+
+    def extents(self, ids: tuple[int, ...]) -> dict[int, int]:
+        """The static sizes of axes."""
+        sizes = {i: self.reading.axes.size[i].static for i in ids}
+        return {i: s for i, s in sizes.items() if s is not None}
+
+
+def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
+    """Reads a functional ATen graph with fake tensors in meta["val"]. Adds no guard and changes nothing."""
+    lifted = Lifted(graph, read_axes(graph), Terms(), {}, {}, {})
+    for node in graph.nodes:
+        deps = 0
+        for a in node.all_input_nodes:
+            deps |= lifted.deps[a]
+        if node in lifted.reading.dims:
+            term = _understood(lifted, node) if node not in lifted.reading.opaque else None
+            if term is None:
+                term = lifted.terms.leaf(node.name, (i for d in lifted.reading.roots(node) for i in d), deps)
+            elif rounding and not g.is_view(node) and g.lane(node) is None:
+                name = ROUNDINGS.get(g.tensor(node).dtype)  # type: ignore[union-attr]
+                term = lifted.terms.fn(name, term) if name else term
+            lifted.term[node] = term
+            deps |= term.deps
+        lifted.deps[node] = deps
+    return lifted
+
+
+def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
+    """The node's term, None if a detail of it is not understood after all."""
+    ts, reading = lifted.terms, lifted.reading
+    if (part := g.lane(node)) is not None:
+        lane, index = reading.lanes[node]
+        term = lifted.term[part[0]]
+        for axis, digit in _digits(lifted, lane, index):
+            term = ts.select(term, axis, digit)
+        return term
+    if node.target in POINTWISE:
+        return _pointwise(lifted, node)
+    if node.target in g.VIEWS:
+        return lifted.term[node.args[0]]  # type: ignore[index]
+    if node.target in g.PRODUCTS:
+        return _product(lifted, node)
+    if node.target in REDUCTIONS:
+        return _reduction(lifted, node)
+    if node.target in (aten.cat.default, aten.stack.default):
+        over = reading.axes.roots((reading.lanes[node][0],))
+        return ts.cat(over, lifted.extents(over), [lifted.term[p] for p in node.args[0]])  # type: ignore[union-attr,index]
+    try:
+        return ts.const(node.args[-1] if node.target is aten.full.default else node.args[0])  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        return None
+
+
+def _digits(lifted: Lifted, lane: int, index: int) -> list[tuple[int, int]]:
+    """The index of a lane axis in the atomic axes that it was split into since."""
+    out = []
+    for axis in reversed(lifted.reading.axes.roots((lane,))):
+        size = lifted.reading.axes.size[axis].static
+        assert size is not None
+        out.append((axis, index % size))
+        index //= size
+    return out
+
+
+def _pointwise(lifted: Lifted, node: fx.Node) -> Term | None:
+    if node.target is prims.convert_element_type.default:
+        return lifted.term[node.args[0]]  # type: ignore[index]
+    try:
+        args = [lifted.term[a] if isinstance(a, fx.Node) else lifted.terms.const(a) for a in node.args]  # type: ignore[arg-type]
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha != 1:
+            args[1] = lifted.terms.mul(args[1], lifted.terms.const(alpha))  # type: ignore[arg-type]
+        return POINTWISE[node.target](lifted.terms, *args)
+    except (ValueError, TypeError, KeyError):  # infinite literals, symbolic scalars, unusual exponents
+        return None
+
+
+def _product(lifted: Lifted, node: fx.Node) -> Term:
+    *bias, x, w = node.args
+    assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
+    over = lifted.reading.roots(x)[-1]
+    con = lifted.terms.con(lifted.term[x], lifted.term[w], over)
+    dims = lifted.reading.roots(node)
+    if node.target is not aten.bmm.default:
+        lifted.products.setdefault(con, Product(node, con, x, w, dims[0], dims[1]))
+    return lifted.terms.add(con, *(lifted.term[b] for b in bias)) if bias else con  # type: ignore[index]
+
+
+def _reduction(lifted: Lifted, node: fx.Node) -> Term:
+    source, over = node.args[0], node.args[1]
+    assert isinstance(source, fx.Node)
+    dims = lifted.reading.roots(source)
+    gone = tuple(i for d in (over or range(len(dims))) for i in dims[int(d)])  # type: ignore[union-attr,arg-type]
+    name = REDUCTIONS[node.target]
+    term = lifted.terms.red("max" if name == "max" else "sum", lifted.term[source], gone, lifted.extents(gone))
+    if name == "mean":
+        count = 1
+        for size in lifted.extents(gone).values():
+            count *= size
+        term = lifted.terms.mul(term, lifted.terms.power(lifted.terms.const(float(count)), lifted.terms.const(-1.0).coefficient))
+    return term

@@ -1,0 +1,75 @@
+"""Pointwise ATen operations as terms: one row each. What is not in the table is opaque."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.terms import Term, Terms
+
+Meaning = Callable[..., Term]
+
+
+def _number(t: Term) -> Fraction:
+    """The value of a literal exponent. Raises ValueError for anything that is no number."""
+    if t.kind != "mul" or t.args:
+        raise ValueError("an exponent that is no number")
+    return t.coefficient
+
+
+def _power(ts: Terms, x: Term, p: Term) -> Term:
+    exponent = _number(p)
+    if exponent.denominator > 8:
+        raise ValueError(f"the power {exponent}")
+    return ts.const(1.0) if exponent == 0 else ts.power(x, exponent)
+
+
+def _sigmoid(ts: Terms, x: Term) -> Term:
+    return ts.power(ts.add(ts.const(1.0), ts.fn("exp", ts.mul(ts.const(-1.0), x))), Fraction(-1))
+
+
+def _divide(ts: Terms, x: Term, y: Term) -> Term:
+    return ts.mul(x, ts.power(y, Fraction(-1)))
+
+
+def _minus(ts: Terms, x: Term, y: Term) -> Term:
+    return ts.add(x, y, signs=[Fraction(1), Fraction(-1)])
+
+
+def _fn(name: str) -> Meaning:
+    return lambda ts, *args: ts.fn(name, *args)
+
+
+# fmt: off
+POINTWISE: dict[object, Meaning] = {
+    aten.add.Tensor:            Terms.add,
+    aten.add.Scalar:            Terms.add,
+    aten.sub.Tensor:            _minus,
+    aten.sub.Scalar:            _minus,
+    aten.rsub.Scalar:           lambda ts, x, y: _minus(ts, y, x),
+    aten.mul.Tensor:            Terms.mul,
+    aten.mul.Scalar:            Terms.mul,
+    aten.div.Tensor:            _divide,
+    aten.div.Scalar:            _divide,
+    aten.neg.default:           lambda ts, x: ts.mul(ts.const(-1.0), x),
+    aten.reciprocal.default:    lambda ts, x: ts.power(x, Fraction(-1)),
+    aten.sqrt.default:          lambda ts, x: ts.power(x, Fraction(1, 2)),
+    aten.rsqrt.default:         lambda ts, x: ts.power(x, Fraction(-1, 2)),
+    aten.square.default:        lambda ts, x: ts.power(x, Fraction(2)),
+    aten.pow.Tensor_Scalar:     _power,
+    aten.sigmoid.default:       _sigmoid,
+    aten.silu.default:          lambda ts, x: ts.mul(x, _sigmoid(ts, x)),
+    aten.exp.default:           _fn("exp"),
+    aten.log.default:           _fn("log"),
+    aten.tanh.default:          _fn("tanh"),
+    aten.erf.default:           _fn("erf"),
+    aten.abs.default:           _fn("abs"),
+    aten.relu.default:          lambda ts, x: ts.fn("max", x, ts.const(0.0)),
+    aten.maximum.default:       _fn("max"),
+    aten.minimum.default:       _fn("min"),
+    aten.clamp_min.default:     _fn("max"),
+    aten.clamp_max.default:     _fn("min"),
+    prims.convert_element_type.default: lambda ts, x, _=None: x,
+}
+# fmt: on

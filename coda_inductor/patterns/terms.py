@@ -1,0 +1,271 @@
+"""Terms: what a value is, as a function of its axes. Hash-consed, so that equal terms are one object.
+
+A term knows nothing of layout: views, permutes, expands and casts have vanished. Products carry rational powers, which is
+how all spellings of rsqrt, division and sigmoid fall together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+Kind = Literal["leaf", "mul", "add", "fn", "con", "red", "lanes"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """One node. Equality is identity: terms are made by Terms only.
+
+    leaf   `name`: a tensor of the graph, at fixed `lanes` ((axis, index), ...).
+    mul    coefficient * product of args[i] ** powers[i].
+    add    coefficient + sum of powers[i] * args[i].
+    fn     the pointwise operation `name` of args.
+    con    sum over the axes `over` of args[0] * args[1]; a matrix product.
+    red    the reduction `name` ("sum", "max") of args[0] over the axes `over`.
+    lanes  args[i] at the i-th index of the one axis `over`.
+    """
+
+    id: int
+    kind: Kind
+    name: str
+    args: tuple[Term, ...]
+    coefficient: Fraction
+    powers: tuple[Fraction, ...]
+    over: tuple[int, ...]
+    lanes: tuple[tuple[int, int], ...]
+    axes: frozenset[int] = field(repr=False)
+    deps: int = field(repr=False)  # bit set of the contractions that must have run before this is known
+    hosts: int = field(repr=False)  # bit set of the contractions reached without crossing a reduction or another contraction
+
+    def __repr__(self) -> str:
+        return show(self)
+
+
+ZERO, ONE = Fraction(0), Fraction(1)
+
+
+class Terms:
+    """The table of all terms of a graph, and their constructors, which normalise."""
+
+    def __init__(self) -> None:
+        self._table: dict[object, Term] = {}
+        self.cons: list[Term] = []
+        """Contractions in the order of their bits."""
+        self._selected: dict[tuple[Term, int, int], Term] = {}
+        self.origin: dict[Term, tuple[Term, int, int]] = {}
+        """A contraction made by fixing a lane of another one: (that one, axis, index)."""
+
+    def _make(
+        self, kind: Kind, name: str = "", args: tuple[Term, ...] = (), coefficient: Fraction = ONE,
+        powers: tuple[Fraction, ...] = (), over: tuple[int, ...] = (), lanes: tuple[tuple[int, int], ...] = (),
+        axes: frozenset[int] | None = None, deps: int = 0,
+    ) -> Term:  # fmt: skip
+        key = (kind, name, args, coefficient, powers, over, lanes)
+        if (found := self._table.get(key)) is not None:
+            return found
+        hosts = 0
+        for a in args:
+            deps |= a.deps
+            hosts |= a.hosts
+        if axes is None:
+            axes = frozenset().union(*(a.axes for a in args))
+            axes = axes | set(over) if kind == "lanes" else axes - set(over)
+        if kind == "red":
+            hosts = 0
+        if kind == "con":
+            hosts = 1 << len(self.cons)
+            deps |= hosts
+        term = Term(len(self._table), kind, name, args, coefficient, powers, over, lanes, axes, deps, hosts)
+        self._table[key] = term
+        if kind == "con":
+            self.cons.append(term)
+        return term
+
+    def leaf(self, name: str, axes: Iterable[int], deps: int = 0, lanes: tuple[tuple[int, int], ...] = ()) -> Term:
+        """A tensor of the graph; `deps` are the contractions that it waits for."""
+        return self._make("leaf", name, lanes=lanes, axes=frozenset(axes) - {a for a, _ in lanes}, deps=deps)
+
+    def const(self, value: float | Fraction) -> Term:
+        """A number; floats by their shortest decimal, so that 1e-05 is 1/100000."""
+        if not isinstance(value, Fraction):
+            value = Fraction(str(float(value)))  # inf and nan raise ValueError: the caller leaves such nodes opaque
+        return self._make("mul", coefficient=value)
+
+    def mul(self, *args: Term) -> Term:
+        """The product, flat; equal bases merge where that changes no domain."""
+        coefficient, powers = ONE, dict[tuple[Term, bool], Fraction]()
+        for a in args:
+            pairs = zip(a.args, a.powers, strict=True) if a.kind == "mul" else [(a, ONE)]
+            coefficient *= a.coefficient if a.kind == "mul" else ONE
+            for base, p in pairs:
+                key = (base, p > 0 or positive(base))  # x * x**-1 stays as it is, unless x > 0
+                if key in powers and p.denominator > 1 and not positive(base):
+                    key = (self._make("mul", args=(base,), powers=(p,)), True)  # sqrt(x) * sqrt(x) is not x for x < 0
+                    p = ONE
+                powers[key] = powers.get(key, ZERO) + p
+        pairs = sorted(((b, p) for (b, _), p in powers.items() if p), key=lambda bp: (bp[0].id, bp[1]))
+        if coefficient == 0:
+            return self.const(ZERO)
+        if len(pairs) == 1 and pairs[0][1] == 1 and coefficient == 1:
+            return pairs[0][0]
+        return self._make("mul", args=tuple(b for b, _ in pairs), coefficient=coefficient, powers=tuple(p for _, p in pairs))
+
+    def power(self, x: Term, p: Fraction) -> Term:
+        """x ** p. (x ** q) ** p merges where that changes no domain."""
+        if p == 1 or (x.kind == "mul" and not x.args and p == ZERO):
+            return x if p == 1 else self.const(ONE)
+        if x.kind == "mul":
+            whole = all(positive(b) or (p.denominator == 1 and (q.denominator == 1 or nonnegative(b)))
+                        for b, q in zip(x.args, x.powers, strict=True))  # fmt: skip
+            root = _root(x.coefficient, p)
+            if whole and root is not None:
+                factors = [self._make("mul", args=(b,), powers=(q * p,)) if q * p != 1 else b
+                           for b, q in zip(x.args, x.powers, strict=True)]  # fmt: skip
+                return self.mul(self.const(root), *factors)
+        return self._make("mul", args=(x,), powers=(p,))
+
+    def add(self, *args: Term, signs: Sequence[Fraction] | None = None) -> Term:
+        """The sum of signs[i] * args[i]. Sums of several values stay nested: they are what a program stores."""
+        total, weights = ZERO, dict[Term, Fraction]()
+        for a, sign in zip(args, signs or [ONE] * len(args), strict=True):
+            inner = [(a, ONE)]
+            if a.kind == "mul" and not a.args:
+                total, inner = total + sign * a.coefficient, []
+            elif a.kind == "add" and sum(bool(t.axes) for t in a.args) < 2:
+                total, inner = total + sign * a.coefficient, list(zip(a.args, a.powers, strict=True))
+            for t, w in inner:
+                if t.kind == "mul" and t.coefficient != 1:
+                    t, w = self.mul(t, self.const(1 / t.coefficient)), w * t.coefficient
+                weights[t] = weights.get(t, ZERO) + sign * w
+        pairs = sorted(((t, w) for t, w in weights.items() if w), key=lambda tw: tw[0].id)
+        if not pairs:
+            return self.const(total)
+        if total == 0 and len(pairs) == 1:
+            return self.mul(self.const(pairs[0][1]), pairs[0][0])
+        return self._make("add", args=tuple(t for t, _ in pairs), coefficient=total, powers=tuple(w for _, w in pairs))
+
+    def fn(self, name: str, *args: Term) -> Term:
+        """A pointwise function that the algebra does not look into. Rounding twice is rounding once."""
+        if name in ("bf16", "f16") and args[0].kind == "fn" and args[0].name == name:
+            return args[0]
+        return self._make("fn", name, args)
+
+    def con(self, a: Term, b: Term, over: Iterable[int]) -> Term:
+        """The contraction of a and b over the axes."""
+        return self._make("con", args=(a, b), over=tuple(sorted(over)))
+
+    def red(self, name: str, x: Term, over: Iterable[int], extents: dict[int, int]) -> Term:
+        """A reduction; a sum over axes that x does not vary over multiplies by their `extents`."""
+        over = tuple(sorted(over))
+        inside = tuple(i for i in over if i in x.axes)
+        if name == "sum":
+            for i in over:
+                x = x if i in x.axes else self.mul(x, self.const(extents[i]))
+            if x.kind == "mul":  # numbers leave a sum
+                outside = self.const(x.coefficient)
+                inner = self.mul(x, self.const(1 / x.coefficient)) if x.coefficient else x
+                return self.mul(outside, self._make("red", name, (inner,), over=inside)) if inside else x
+        return self._make("red", name, (x,), over=inside) if inside else x
+
+    def cat(self, over: Sequence[int], extents: dict[int, int], parts: Sequence[Term]) -> Term:
+        """The value whose i-th lane is parts[i], i counting the axes `over` (of `extents`), major to minor."""
+        if not over:
+            return parts[0]
+        inner = len(parts) // extents[over[0]]
+        lanes = [self.cat(over[1:], extents, parts[i : i + inner]) for i in range(0, len(parts), inner)]
+        return self._make("lanes", args=tuple(lanes), over=(over[0],))
+
+    def rebuild(self, t: Term, args: Sequence[Term]) -> Term:
+        """t with other arguments, through the constructors."""
+        if t.kind == "mul":
+            factors = [self.power(a, p) for a, p in zip(args, t.powers, strict=True)]
+            return self.mul(self.const(t.coefficient), *factors)
+        if t.kind == "add":
+            return self.add(self.const(t.coefficient), *args, signs=[ONE, *t.powers])
+        if t.kind == "fn":
+            return self.fn(t.name, *args)
+        if t.kind == "con":
+            return self.con(*args, over=t.over)
+        if t.kind in ("red", "lanes"):
+            return self._make(t.kind, t.name, tuple(args), over=t.over)
+        return t
+
+    def select(self, t: Term, axis: int, index: int) -> Term:
+        """t at one index of an axis (of a few lanes); pushed down to the leaves."""
+        todo = [t]
+        while todo:
+            x = todo[-1]
+            if (x, axis, index) in self._selected:
+                todo.pop()
+            elif axis not in x.axes:
+                self._selected[todo.pop(), axis, index] = x
+            elif x.kind == "leaf":
+                lanes = tuple(sorted((*x.lanes, (axis, index))))
+                self._selected[todo.pop(), axis, index] = self.leaf(x.name, x.axes | {a for a, _ in lanes}, x.deps, lanes)
+            elif missing := [a for a in x.args if (a, axis, index) not in self._selected]:
+                todo += missing
+            else:
+                self._selected[todo.pop(), axis, index] = self._select(x, axis, index)
+        return self._selected[t, axis, index]
+
+    def _select(self, x: Term, axis: int, index: int) -> Term:
+        args = [self._selected[a, axis, index] for a in x.args]
+        if x.kind == "lanes" and axis in x.over:
+            return args[index]
+        picked = self.rebuild(x, args)
+        if x.kind == "con" and picked.kind == "con":
+            self.origin.setdefault(picked, (x, axis, index))
+        return picked
+
+
+def _root(c: Fraction, p: Fraction) -> Fraction | None:
+    """c ** p if that is a rational number."""
+    if p.denominator == 1:
+        return c**p.numerator if c else None
+    return c if c == 1 else None
+
+
+def positive(t: Term) -> bool:
+    """Is t > 0 wherever it is finite? Sound, not complete: sums of squares plus eps, exp, sigmoid's 1 + exp(-x)."""
+    if t.kind == "mul":
+        return t.coefficient > 0 and all(positive(b) for b in t.args)
+    if t.kind == "add":
+        return t.coefficient > 0 and all(w > 0 and nonnegative(a) for a, w in zip(t.args, t.powers, strict=True))
+    return t.kind == "fn" and t.name in ("exp", "sigmoid")
+
+
+def nonnegative(t: Term) -> bool:
+    """Is t >= 0? Sound, not complete."""
+    if t.kind == "mul":
+        even = all(nonnegative(b) or (p.denominator == 1 and p.numerator % 2 == 0) for b, p in zip(t.args, t.powers, strict=True))
+        return t.coefficient >= 0 and even
+    if t.kind == "red":
+        return nonnegative(t.args[0])
+    return positive(t) or (t.kind == "fn" and t.name == "abs")
+
+
+def show(t: Term, depth: int = 6) -> str:
+    """One line; deep arguments become %id."""
+    if depth == 0 and t.args:
+        return f"%{t.id}"
+    args = [show(a, depth - 1) for a in t.args]
+    if t.kind == "leaf":
+        return t.name + "".join(f"[{i}]" for _, i in t.lanes)
+    if t.kind == "mul":
+        factors = [a if p == 1 else f"{a}^{p}" for a, p in zip(args, t.powers, strict=True)]
+        number = [] if t.coefficient == 1 and factors else [_number(t.coefficient)]
+        return "*".join(number + factors)
+    if t.kind == "add":
+        words = [a if w == 1 else f"{_number(w)}*{a}" for a, w in zip(args, t.powers, strict=True)]
+        return "(" + " + ".join(([_number(t.coefficient)] if t.coefficient else []) + words) + ")"
+    if t.kind == "con":
+        return f"({args[0]} @ {args[1]})"
+    if t.kind == "red":
+        return f"{t.name}[{args[0]}]"
+    return f"{t.name or t.kind}({', '.join(args)})"
+
+
+def _number(c: Fraction) -> str:
+    return str(c.numerator) if c.denominator == 1 else f"{float(c):.6g}"
