@@ -1,0 +1,258 @@
+"""What Inductor computes where: which values of a graph become loops of their own, and what each loop reads.
+
+The first half of the byte model (schedule.py is the second). Inductor lowers node by node; a pointwise value stays a
+formula that every consumer repeats, until something forces it into memory: a consumer that is no loop (a product,
+attention, the end of the graph), a reduction, or its own size (config's thresholds on reads and operations).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor, fx
+
+Path = tuple[str, ...]
+"""Which part of a buffer: the slices taken of it, outermost first; () is all of it."""
+Reads = dict[fx.Node, dict[Path, int]]
+"""For every buffer that a value is made of, the parts read and their numbers of elements."""
+Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
+
+KINDS: dict[str, Kind] = {
+    name: kind
+    for kind, names in {
+        "view": "view permute expand unsqueeze squeeze alias t transpose detach reshape _unsafe_view view_as_real lift_fresh",
+        "part": "slice select split split_with_sizes unbind chunk diagonal as_strided",
+        "loop": "cat stack clone convert_element_type _to_copy where slice_scatter select_scatter constant_pad_nd flip "
+        "repeat copy copy_ tril triu fill masked_fill roll glu view_as_complex",
+        "gather": "embedding index gather index_select _unsafe_index _unsafe_masked_index",
+        "source": "full iota arange scalar_tensor empty zeros ones new_zeros new_ones new_full new_empty eye linspace "
+        "full_like zeros_like ones_like empty_like",
+        "random": "rand randn randint rand_like randn_like bernoulli",
+        "reduction": "sum mean var var_mean amax amin argmax argmin any all prod max min std",
+        "scan": "cumsum cumprod logcumsumexp cummax cummin",
+        "scatter": "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add "
+        "_unsafe_masked_index_put_accumulate",
+    }.items()
+    for name in names.split()
+}  # type: ignore[misc]
+
+
+@dataclass(eq=False, slots=True)
+class Loop:
+    """One loop nest before fusion: `numel` points, each over `rnumel` (1: no reduction) elements.
+
+    `inner` says that the reduced elements of one point lie together in memory. `nodes` are the operations it performs,
+    `out` the value it writes, `written` how many elements of it.
+    """
+
+    out: fx.Node
+    nodes: tuple[fx.Node, ...]
+    reads: Reads
+    numel: int
+    rnumel: int
+    inner: bool
+    written: int
+    additive: bool = False
+
+
+@dataclass(slots=True)
+class Formula:
+    """A value that is not in memory: what it reads, and which nodes a consumer has to repeat."""
+
+    reads: Reads
+    nodes: tuple[fx.Node, ...]
+    cost: int
+
+
+@dataclass(eq=False, slots=True)
+class Extern:
+    """An operation that is no loop (a product, attention): the node, and the buffers it takes."""
+
+    out: fx.Node
+    reads: tuple[fx.Node, ...]
+
+
+@dataclass(slots=True)
+class Lowered:
+    """What a graph computes, in order, and the buffers that something other than a loop takes."""
+
+    order: list[Loop | Extern] = field(default_factory=list)
+    needed: set[fx.Node] = field(default_factory=set)
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """How Inductor treats the operation of a call_function node."""
+    target = node.target
+    if target is operator.getitem:
+        source = node.args[0]
+        return "part" if isinstance(source, fx.Node) and kind_of(source) == "part" else "output"
+    if not isinstance(target, torch._ops.OpOverload):
+        return "extern"
+    kind = KINDS.get(target._schema.name.split("::")[1])
+    if kind is None and target.namespace in ("aten", "prims"):
+        kind = "loop" if torch.Tag.pointwise in target.tags else None
+        kind = "view" if kind is None and target.is_view else kind
+    if kind == "reduction" and target._schema.name in ("aten::max", "aten::min") and len(node.all_input_nodes) > 1:
+        kind = "loop"
+    return kind or "extern"
+
+
+def owner(buffer: fx.Node) -> fx.Node:
+    """The node whose operation writes `buffer`: of several outputs, each is a buffer."""
+    is_output = buffer.op == "call_function" and kind_of(buffer) == "output"
+    return buffer.all_input_nodes[0] if is_output else buffer
+
+
+def hint(size: Any) -> int:
+    """The extent that torch traced a symbolic size with; Inductor's own fallback where there was none."""
+    known = size.node.hint if isinstance(size, torch.SymInt) else size
+    return int(known) if known is not None else 8192
+
+
+def elements(node: fx.Node) -> int:
+    """Elements of the (first) tensor that the node computes, 0 if it computes none."""
+    val = node.meta.get("val")
+    tensors = [v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)]
+    return math.prod(hint(s) for s in tensors[0].shape) if tensors else 0
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Does the node compute a tensor, and not a size?"""
+    return elements(node) > 0
+
+
+def lower(graph: fx.Graph) -> Lowered:
+    """`graph` is functional, decomposed ATen, forward or backward or inference."""
+    return _Lowering().run(graph)
+
+
+class _Lowering:
+    """Inductor's GraphLowering.run_node and StorageBox heuristics, on nodes instead of IR."""
+
+    def __init__(self) -> None:
+        self.result = Lowered()
+        self.formulas: dict[fx.Node, Formula] = {}
+
+    def run(self, graph: fx.Graph) -> Lowered:
+        for node in graph.nodes:
+            if node.op == "output":
+                for value in node.all_input_nodes:
+                    self.result.needed |= set(self.realize(value))
+            elif node.op == "call_function" and is_tensor(node):
+                self.call(node, kind_of(node))
+            elif node.op == "call_function":
+                self.extern(node)
+        return self.result
+
+    def call(self, node: fx.Node, kind: Kind) -> None:
+        if kind in ("loop", "gather", "source", "random"):
+            self.formulas[node] = self.pointwise(node, kind)
+            if kind == "random" or node.target is torch.ops.aten.copy_.default:
+                self.realize(node)
+        elif kind in ("reduction", "scan", "scatter"):
+            self.result.order.append(self.big_loop(node, kind))
+        elif kind == "extern":
+            self.extern(node)
+        if kind in ("view", "part", "loop", "gather", "source", "random"):
+            self.maybe_realize(node)
+
+    def extern(self, node: fx.Node) -> None:
+        buffers = [b for value in node.all_input_nodes for b in self.realize(value)]
+        self.result.order.append(Extern(node, tuple(buffers)))
+        self.result.needed |= set(buffers)
+
+    def maybe_realize(self, node: fx.Node) -> None:
+        """Inductor's reasons to keep in memory what several nodes use."""
+        formula = self.value(node)
+        reads, large = len(formula.reads), formula.cost > 30
+        users = list(node.users)
+        if len(users) > 1 and formula.nodes:
+            taken = any(u.op == "call_function" and kind_of(u) == "extern" for u in users)
+            left = any(u.op == "output" for u in users)
+            if (taken and reads > 1) or (left and reads > 0) or large or reads > inductor_config.realize_reads_threshold:
+                self.realize(node)
+                return
+        if formula.nodes and reads > 1 and (large or reads > 8) and kind_of(node) not in ("view", "part"):
+            self.realize(node)
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The value that `node` is a view of."""
+        while node.op == "call_function" and kind_of(node) in ("view", "part"):
+            node = node.all_input_nodes[0]
+        return node
+
+    def realize(self, node: fx.Node) -> list[fx.Node]:
+        """Puts the value behind `node` into memory, if it is not there; returns its buffer."""
+        base = self.base(node)
+        if (formula := self.formulas.pop(base, None)) is not None:
+            written = elements(base)
+            self.result.order.append(Loop(base, formula.nodes, formula.reads, written, 1, True, written))
+        return [base] if is_tensor(base) else []
+
+    def value(self, node: fx.Node) -> Formula:
+        """What a consumer of `node` reads now."""
+        if node.op == "call_function" and (kind := kind_of(node)) in ("view", "part"):
+            source = self.value(node.all_input_nodes[0])
+            if kind == "view":
+                return source
+            count = elements(node)
+            part = {b: {(*p, _part(node)): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
+            return Formula(part, source.nodes, source.cost + 1)
+        if (formula := self.formulas.get(node)) is not None:
+            return formula
+        return Formula({node: {(): elements(node)}} if is_tensor(node) else {}, (), 1)
+
+    def inputs(self, nodes: list[fx.Node]) -> Formula:
+        """Several values, read together."""
+        values = [self.value(n) for n in nodes]
+        reads: Reads = {}
+        for v in values:
+            for buffer, paths in v.reads.items():
+                reads[buffer] = {**reads.get(buffer, {}), **paths}
+        return Formula(reads, tuple(dict.fromkeys(n for v in values for n in v.nodes)), sum(v.cost for v in values))
+
+    def pointwise(self, node: fx.Node, kind: Kind) -> Formula:
+        if kind in ("source", "random"):
+            return Formula({}, (node,), 1)
+        got = self.inputs(node.all_input_nodes)
+        if kind == "gather":
+            table = self.value(node.all_input_nodes[0]).reads
+            for buffer in table:
+                got.reads[buffer] = {(node.name,): elements(node)}
+        nodes = (*got.nodes, node)
+        return Formula(got.reads, nodes, len(nodes) + len(got.reads))
+
+    def big_loop(self, node: fx.Node, kind: Kind) -> Loop:
+        """A reduction, a scan or a scatter: always in memory."""
+        if kind == "scatter":
+            self.realize(node.all_input_nodes[0])
+            got = self.inputs(node.all_input_nodes[1:])
+            written = max(elements(n) for n in node.all_input_nodes[1:])
+            return Loop(node, (*got.nodes, node), got.reads, written, 1, True, written)
+        source = node.all_input_nodes[0]
+        got, out, total = self.inputs(node.all_input_nodes), elements(node), elements(source)
+        nodes = (*got.nodes, node)
+        if kind == "scan":
+            return Loop(node, nodes, got.reads, total, 1, True, out)
+        additive = "sum" in str(node.target) or "mean" in str(node.target)
+        return Loop(node, nodes, got.reads, out, max(total // out, 1), _is_inner(node), out, additive)
+
+
+def _part(node: fx.Node) -> str:
+    """Names a slice, so that the same slice taken twice is read once."""
+    return f"{node.target}{[a for a in node.args[1:] if not isinstance(a, fx.Node)]}{sorted(node.kwargs)}"
+
+
+def _is_inner(node: fx.Node) -> bool:
+    """Does the reduction run over the last dimensions, as the tensor lies in memory?"""
+    source = node.all_input_nodes[0].meta["val"]
+    dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple, int)) else range(source.dim())
+    reduced = {int(d) % source.dim() for d in ([dims] if isinstance(dims, int) else dims)}  # type: ignore[union-attr]
+    kept = [hint(source.stride(d)) for d in range(source.dim()) if d not in reduced and hint(source.shape[d]) > 1]
+    inside = [hint(source.stride(d)) for d in reduced if hint(source.shape[d]) > 1]
+    return not kept or not inside or max(inside) < min(kept)

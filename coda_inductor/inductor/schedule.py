@@ -1,0 +1,249 @@
+"""A model of Inductor's schedule: the memory-bound kernels that stock Inductor would launch, and the bytes they move.
+
+Loops (lowering.py) are fused greedily, the pair that shares most bytes first, under Inductor's rules: equal iteration
+spaces, or a reduction with pointwise work over its rows; no cycle; not too far apart. Every tensor counts once per kernel
+that touches it, what a broadcast repeats counts once, a gather counts what it uses, views are free. Products, attention
+and other extern operations are not memory-bound kernels. bench/inductor_bytes.py holds the model against Inductor itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from coda_inductor.inductor.lowering import Extern, Loop, Lowered, Path, elements, lower, owner
+
+FAR = 64
+"""Inductor does not fuse kernels that are further apart than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A memory-bound kernel: the operations it performs, the bytes it reads and writes of each tensor."""
+
+    nodes: tuple[fx.Node, ...]
+    reads: dict[fx.Node, int]
+    writes: dict[fx.Node, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+
+def kernels(graph: fx.Graph) -> list[Kernel]:
+    """The kernels of a functional, decomposed ATen graph. A joint graph is partitioned first, as Inductor would."""
+    halves = partition(graph)
+    if halves is None:
+        return _kernels(graph)
+    names = {n.name: n for n in graph.nodes}
+
+    def original(half: fx.Graph, kernel: Kernel) -> Kernel:
+        nodes = tuple(names[n.name] for n in kernel.nodes if n.name in names)
+        reads, writes = ({names.get(n.name, n): b for n, b in d.items()} for d in (kernel.reads, kernel.writes))
+        return Kernel(nodes, reads, writes)
+
+    return [original(half, k) for half in halves for k in _kernels(half)]
+
+
+def partition(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph] | None:
+    """Forward and backward of a joint graph, by Inductor's own min-cut; None if the graph is not joint."""
+    if not any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes):
+        return None
+    output = graph.output_node()
+    described = output.meta.get("desc", [])
+    forward = sum(not isinstance(d, GradAOTOutput) for d in described)
+    owner_module = graph.owning_module or torch.nn.Module()
+    twin = fx.GraphModule(owner_module, copy.deepcopy(graph))
+    first, second = min_cut_rematerialization_partition(twin, [], compiler="inductor", num_fwd_outputs=forward)
+    return first.graph, second.graph
+
+
+def _kernels(graph: fx.Graph) -> list[Kernel]:
+    lowered = lower(graph)
+    groups = _Fusion(lowered).run()
+    readers: dict[fx.Node, set[_Group]] = defaultdict(set)
+    for group in groups:
+        for buffer in group.reads():
+            readers[buffer].add(group)
+    return [k for g in groups if (k := _kernel(g, lowered.needed, readers)).bytes]
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Loops that share a kernel: `first` and `last` are positions in the graph, the space is the reduction's, if any."""
+
+    loops: list[Loop]
+    first: int
+    last: int
+    numel: int
+    rnumel: int
+    inner: bool
+
+    def reads(self) -> set[fx.Node]:
+        return {buffer for loop in self.loops for buffer in loop.reads}
+
+
+class _Fusion:
+    """Greedy fusion in rounds, as Inductor's Scheduler.fuse_nodes: the best scored pairs first, until nothing changes."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.unit: dict[fx.Node, _Group | Extern] = {}
+        self.position: dict[Extern, int] = {}
+        self.groups: list[_Group] = []
+        for i, op in enumerate(lowered.order):
+            if isinstance(op, Extern):
+                self.unit[op.out], self.position[op] = op, i
+            else:
+                group = _Group([op], i, i, op.numel, op.rnumel, op.inner)
+                self.unit[op.out] = group
+                self.groups.append(group)
+
+    def run(self) -> list[_Group]:
+        for _ in range(10):
+            fused = 0
+            for _, a, b in sorted(self.candidates(), key=lambda c: -c[0]):
+                a, b = self.current(a), self.current(b)
+                if a is not b and self.score(a, b) > 0 and not self.cycle(a, b):
+                    self.fuse(a, b)
+                    fused += 1
+            if not fused:
+                break
+        return self.groups
+
+    def current(self, group: _Group) -> _Group:
+        """The group that the first loop of `group` belongs to by now."""
+        found = self.unit[group.loops[0].out]
+        assert isinstance(found, _Group)
+        return found
+
+    def candidates(self) -> list[tuple[int, _Group, _Group]]:
+        """Pairs that touch a common buffer and are near each other."""
+        touching: dict[fx.Node, list[_Group]] = defaultdict(list)
+        for group in self.groups:
+            for buffer in group.reads() | {loop.out for loop in group.loops}:
+                touching[owner(buffer)].append(group)
+        pairs = {
+            (a, b)
+            for groups in touching.values()
+            for i, a in enumerate(groups)
+            for b in groups[i + 1 : i + 1 + FAR]
+            if a is not b and b.first - a.last <= FAR
+        }
+        return [(score, a, b) for a, b in pairs if (score := self.score(a, b)) > 0]
+
+    def score(self, a: _Group, b: _Group) -> int:
+        """Bytes that one kernel instead of two would not move again; 0 if the two cannot be one kernel."""
+        if not _same_space(a, b):
+            return 0
+        made = {loop.out: group for group in (a, b) for loop in group.loops}
+        of_a, of_b = _parts(a), _parts(b)
+        for parts, group in ((of_a, a), (of_b, b)):
+            if any(path and made.get(owner(buffer), group) is not group for buffer, path in parts):
+                return 0
+        shared = of_a.keys() & of_b.keys()
+        shared |= {key for key in of_a.keys() | of_b.keys() if key not in shared and owner(key[0]) in made}
+        return sum({**of_a, **of_b}[key] * itemsize(key[0]) for key in shared)
+
+    def cycle(self, a: _Group, b: _Group) -> bool:
+        """Would something outside have to run both after and before the fused kernel?"""
+        return self.leads(a, b) or self.leads(b, a)
+
+    def leads(self, source: _Group, target: _Group) -> bool:
+        """Is there a way from `source` to `target` through something else?"""
+        stack = [u for u in self.before(target) if u is not source]
+        seen = set(stack)
+        while stack:
+            for unit in self.before(stack.pop()):
+                if unit is source:
+                    return True
+                last = unit.last if isinstance(unit, _Group) else self.position[unit]
+                if unit not in seen and last >= source.first:
+                    seen.add(unit)
+                    stack.append(unit)
+        return False
+
+    def before(self, unit: _Group | Extern) -> set[_Group | Extern]:
+        """The units whose buffers `unit` reads."""
+        reads = unit.reads() if isinstance(unit, _Group) else unit.reads
+        return {u for buffer in reads if (u := self.unit.get(owner(buffer))) is not None and u is not unit}
+
+    def fuse(self, a: _Group, b: _Group) -> None:
+        space = a if a.rnumel >= b.rnumel else b
+        fused = _Group(
+            a.loops + b.loops, min(a.first, b.first), max(a.last, b.last), space.numel, space.rnumel, space.inner
+        )
+        for loop in fused.loops:
+            self.unit[loop.out] = fused
+        self.groups = [g for g in self.groups if g is not b]
+        self.groups[self.groups.index(a)] = fused
+
+
+def _parts(group: _Group) -> dict[tuple[fx.Node, Path], int]:
+    """Every part of a buffer that a group reads, with its number of elements."""
+    return {
+        (buffer, path): n for loop in group.loops for buffer, paths in loop.reads.items() for path, n in paths.items()
+    }
+
+
+def _same_space(a: _Group, b: _Group) -> bool:
+    """Can the two share loops? Two reductions, a reduction and pointwise work, or pointwise work of one size."""
+    if a.rnumel == 1 and b.rnumel == 1:
+        return a.numel == b.numel
+    if a.rnumel > 1 and b.rnumel > 1:
+        return (a.numel, a.rnumel, a.inner) == (b.numel, b.rnumel, b.inner) or _mixed_order(a, b)
+    pointwise, reduction = (a, b) if a.rnumel == 1 else (b, a)
+    return pointwise.numel == reduction.numel or (
+        pointwise.numel == reduction.numel * reduction.rnumel and reduction.inner
+    )
+
+
+def _mixed_order(a: _Group, b: _Group) -> bool:
+    """Sums over the rows beside a reduction along them, as triton.mix_order_reduction allows since torch 2.13."""
+    rows, columns = (a, b) if a.inner else (b, a)
+    return (
+        getattr(inductor_config.triton, "mix_order_reduction", False)
+        and rows.inner
+        and not columns.inner
+        and (rows.numel, rows.rnumel) == (columns.rnumel, columns.numel)
+        and rows.numel >= max(4096, 2 * rows.rnumel)
+        and rows.numel * rows.rnumel >= 5 << 20
+        and rows.rnumel <= 16384
+        and all(loop.additive for loop in columns.loops if loop.rnumel > 1)
+    )
+
+
+def _kernel(group: _Group, needed: set[fx.Node], readers: dict[fx.Node, set[_Group]]) -> Kernel:
+    """Adds up what the loops of one group touch."""
+    made = {loop.out: loop for loop in group.loops}
+    parts: dict[fx.Node, dict[Path, int]] = defaultdict(dict)
+    for (buffer, path), n in _parts(group).items():
+        if owner(buffer) not in made:
+            parts[buffer][path] = n
+    reads = {buffer: _touched(paths, elements(buffer)) * itemsize(buffer) for buffer, paths in parts.items()}
+    outputs = [n for loop in group.loops for n in (loop.out, *loop.out.users) if owner(n) is loop.out]
+    writes = {
+        n: (made[n].written if n in made else elements(n)) * itemsize(n)
+        for n in dict.fromkeys(outputs)
+        if n in needed or readers.get(n, set()) - {group}
+    }
+    return Kernel(tuple(dict.fromkeys(n for loop in group.loops for n in loop.nodes)), reads, writes)
+
+
+def _touched(paths: dict[Path, int], size: int) -> int:
+    """Elements read of one buffer: a slice of a slice that is read anyway adds nothing."""
+    outer = [n for p, n in paths.items() if not any(p[:i] in paths for i in range(len(p)))]
+    return min(sum(outer), size)
+
+
+def itemsize(node: fx.Node) -> int:
+    """Bytes of one element of the tensor (of the first tensor) that `node` computes."""
+    val = node.meta["val"]
+    first = next(v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor))
+    return first.dtype.itemsize
