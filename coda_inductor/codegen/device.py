@@ -1,0 +1,74 @@
+"""What quack 0.6.5 lacks: a masked sum, a feature vector for two lanes, two products in one tile.
+
+Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64
+from quack.epilogue.frontend import EpiMod
+from quack.epilogue.ops import ColVecReduce, RowVecLoad, Scalar
+
+
+class MaskedSum(ColVecReduce):  # type: ignore[misc]
+    """A sum over N that leaves out the columns past N, whatever is in them."""
+
+    def _mask_oob_active(self) -> bool:
+        return True
+
+    @cute.jit
+    def _mask_oob(self, frag, coords, limit, tile_shape_mn):  # type: ignore[no-untyped-def]
+        """frag: this subtile's values; coords: their (m, n) in the tile; limit: the tile's columns before N."""
+        for i in cutlass.range(cute.size(frag), unroll_full=True):
+            frag[i] = cutlass.select_(coords[i][1] < limit, frag[i], Float32(0.0))
+
+
+class LaneVector(RowVecLoad):  # type: ignore[misc]
+    """A feature vector [N] f32 beside two products: entry n serves both lanes of pair n, by a stride of 0."""
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        vector = getattr(args, self.name)
+        lanes = cute.make_layout(((2, cute.size(vector)),), stride=((0, 1),))
+        return {self.name: cute.make_tensor(vector.iterator, lanes)}
+
+
+class _TwoProducts:
+    """Mixed into a GEMM class: B, given as one weight [n, K], is read as [(2, n), K], the second lane `lane_offset`
+    elements away. One TMA descriptor spans both allocations, so adjacent accumulators 2n and 2n + 1 are column n of the
+    first and of the second product."""
+
+    def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):  # type: ignore[no-untyped-def]
+        mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
+            mA, mB, mD, mC, epilogue_args, append_batch_if_2d
+        )
+        offset = cute.assume(epilogue_args.lane_offset, divby=8)  # 16 bytes, as TMA strides are encoded
+        (n, k, l), (stride_n, stride_k, stride_l) = mB.shape, mB.stride  # noqa: E741
+        lanes = cute.make_layout(((2, n), k, l), stride=((offset, stride_n), stride_k, stride_l))
+        return mA, cute.make_tensor(mB.iterator, lanes), mD, mC, epilogue_args
+
+
+class TwoProductsMod(EpiMod):  # type: ignore[misc]
+    """An epilogue over pairs (first product, second product); every class it mints reads B in two lanes."""
+
+    def _mint(self, *mint_key: Any) -> type:
+        minted = super()._mint(*mint_key)
+        lanes: dict[type, type] = self.__dict__.setdefault("_lanes", {})
+        if minted not in lanes:
+            lanes[minted] = type(f"{minted.__name__}_lanes", (_TwoProducts, minted), {"__module__": __name__})
+        return lanes[minted]
+
+
+def two_products(outputs: tuple[str, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
+    """Decorator for the epilogue of two products, as quack's `gemm_epilogue` is for one."""
+    return lambda fn: TwoProductsMod(
+        fn, outputs=outputs, ops=ops, reduces=reduces, mode="acc_pair", extra_ops=(Scalar("lane_offset", Int64),)
+    )
+
+
+def along_n(epilogue_args: Any) -> bool:
+    """Stands in for `resolve_epi_m_major`: walk the epilogue's subtiles along N first."""
+    return False

@@ -1,0 +1,129 @@
+"""A Region on CUDA tensors: the kernel of the tile that suits M, or the interpreter with one warning.
+
+What the compiler needs is imported when the first kernel is built, so that this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.codegen import legality, record
+from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.store import open_store
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import Region, parse
+
+LAUNCHES: collections.Counter[str] = collections.Counter()
+"""Kernel launches by region digest."""
+FALLBACKS: collections.Counter[str] = collections.Counter()
+"""Launches that did not run as one kernel on the tensors given, by reason; each reason is warned about once."""
+
+REACH = 1 << 40  # bytes between two weights that one TMA descriptor can span; beyond, the hardware wraps silently
+
+
+class Kernel:
+    """Runs one Region at any M >= 1. Compiled kernels are shared by all token counts and kept for the process."""
+
+    def __init__(self, region: Region, directory: Path) -> None:
+        self.region, self.directory = region, directory
+        self._digest = region.digest
+        self._chosen: dict[int, Config] = {}
+        self._compiled: dict[tuple[Config, bool], Any] = {}
+        self._pair = tuple(p.b for p in region.products) if len(region.products) == 2 else None
+        self._a = region.products[0].a
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] sums, contiguous; None if unread."""
+        if not inputs[self._a].shape[0]:
+            return
+        if inputs[0].get_device() != torch.cuda.current_device():
+            with torch.cuda.device(inputs[0].device):
+                self._launch(inputs, outs)
+        else:
+            self._launch(inputs, outs)
+
+    def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """About 5 us of Python: addresses, lanes, the bucket's kernel."""
+        for t in inputs:
+            if t.data_ptr() & 15 or t.stride(-1) != 1 or (t.dim() == 2 and t.stride(0) * t.element_size() & 15):
+                inputs = [aligned(t) for t in inputs]
+                break
+        swapped = False
+        if self._pair is not None:
+            gate, up = inputs[self._pair[0]], inputs[self._pair[1]]
+            distance = up.data_ptr() - gate.data_ptr()
+            if not 0 < abs(distance) < REACH or gate.stride() != up.stride():
+                fall_back(self.region, inputs, outs, "two weights too far apart, or of different pitch")
+                return
+            swapped = distance < 0
+        size = legality.bucket(inputs[self._a].shape[0])
+        config = self._chosen.get(size) or self.choose(size)
+        compiled = self._compiled.get((config, swapped)) or self.compiled(config, swapped=swapped)
+        LAUNCHES[self._digest] += 1
+        compiled(inputs, outs)
+
+    def choose(self, size: int) -> Config:
+        """The configuration for a bucket: the one measured, else the one that is likely best."""
+        config = record.remembered(self.directory, self.region, size)
+        if config is None:
+            legal = legality.candidates(self.region, size)
+            if not legal:
+                legality.check(self.region)
+            config = legal[0]
+        self._chosen[size] = config
+        return config
+
+    def use(self, size: int, config: Config) -> None:
+        """Runs this bucket in `config` from now on."""
+        self._chosen[size] = config
+
+    def compiled(self, config: Config, *, swapped: bool = False) -> Any:
+        """The kernel of one configuration, compiled at the first call. Raises Unsupported."""
+        key = (config, swapped)
+        if key not in self._compiled:
+            build = importlib.import_module("coda_inductor.codegen.kernel").Compiled
+            self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
+        return self._compiled[key]
+
+
+KERNELS: dict[tuple[str, str | None], Kernel] = {}
+
+
+def kernel(region_text: str, cache_dir: str | None = None) -> Kernel:
+    """The Kernel of a Region's text, one per process and cache directory. Raises Unsupported if none can exist."""
+    key = (region_text, cache_dir)
+    if key not in KERNELS:
+        region = parse(region_text)
+        legality.check(region)
+        KERNELS[key] = Kernel(region, open_store(cache_dir))
+    return KERNELS[key]
+
+
+def aligned(t: Tensor) -> Tensor:
+    """`t`, or a copy whose rows are contiguous and 16-byte aligned."""
+    if not t.data_ptr() & 15 and t.stride(-1) == 1 and (t.dim() < 2 or not t.stride(0) * t.element_size() & 15):
+        return t
+    _report("an input was copied: its rows are not contiguous or not 16-byte aligned")
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def fall_back(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
+    """Computes the Region on torch instead."""
+    _report(f"a region ran as separate operations: {reason}")
+    for out, value in zip(outs, interpret(region, inputs), strict=True):
+        if out is not None:
+            out.copy_(value)
+
+
+def _report(reason: str) -> None:
+    if not FALLBACKS[reason]:
+        warnings.warn(f"coda_inductor: {reason}", RuntimeWarning, stacklevel=3)
+    FALLBACKS[reason] += 1

@@ -1,0 +1,219 @@
+"""Which Regions can become a kernel, and in which tile configurations. Pure arithmetic: no compiler, no GPU.
+
+One predicate, `require`, says whether a Region runs in a Config and names the first condition that fails; `check` and
+`candidates` are loops over it. The shared-memory model follows the stage rule of quack 0.6.5 (gemm_sm90.py,
+`_compute_stages`); a test compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import Operand, Region
+
+BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
+TILE_K = 64  # four wgmma instructions of 16-bit operands
+MIN_STAGES = 3  # below three the mainloop starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
+MAX_OPERANDS = 12  # vectors and tiles together; eight row vectors already spill 700 registers in 128x192
+
+
+class Config(NamedTuple):
+    """A tile of `tile_m` x `tile_n` accumulators per block, `cluster_m` x `cluster_n` blocks sharing loads.
+
+    `pingpong`: two warp groups take turns on tiles (epilogue of one under the mainloop of the other) instead of halving
+    one tile. `order` "n" walks the epilogue's subtiles along N first whatever the operands prefer: it frees registers
+    in epilogues with feature vectors and costs them in others, so both are timed.
+    """
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    cluster_n: int
+    pingpong: bool
+    order: Literal["auto", "n"] = "auto"
+
+    def __str__(self) -> str:
+        kind = "pp" if self.pingpong else "co"
+        order = "" if self.order == "auto" else "n"
+        return f"{self.tile_m}x{self.tile_n}{kind}{self.cluster_m}x{self.cluster_n}{order}"
+
+
+# Best first. Measured on one H200: (128, 256) cooperative 1x2 wins most light epilogues, pingpong the heavy ones.
+LARGE = (
+    Config(128, 256, 1, 2, False),
+    Config(128, 192, 2, 1, True),
+    Config(128, 128, 2, 1, True),
+    Config(128, 160, 2, 1, True),
+    Config(128, 192, 2, 1, True, "n"),
+    Config(256, 128, 2, 1, False),
+    Config(256, 192, 2, 1, False),
+    Config(128, 256, 2, 1, False),
+    Config(256, 128, 1, 2, False),
+)
+MIDDLE = (  # up to 1024 rows: few tiles, so smaller ones fill the machine
+    Config(128, 128, 1, 2, True),
+    Config(128, 128, 2, 1, True),
+    Config(128, 256, 1, 2, False),
+    Config(128, 192, 2, 1, True),
+    Config(128, 64, 1, 2, True),
+    Config(128, 64, 1, 1, False),
+)
+SMALL = (  # up to 256 rows: the weight is read once, at the memory's speed
+    Config(128, 64, 1, 1, False),
+    Config(128, 128, 1, 1, False),
+    Config(64, 64, 1, 1, False),
+    Config(64, 128, 1, 1, False),
+    Config(128, 256, 1, 2, False),
+)
+TINY = (  # up to 64 rows
+    Config(64, 64, 1, 1, False),
+    Config(64, 128, 1, 1, False),
+    Config(64, 32, 1, 1, False),
+    Config(64, 256, 1, 1, False),
+)
+ALL = tuple(dict.fromkeys(LARGE + MIDDLE + SMALL + TINY))
+
+
+def bucket(m: int) -> int:
+    """The token counts that share a tile choice: the next power of two from 64 to 32768."""
+    return min(max(64, 1 << (m - 1).bit_length()), 32768) if m > 1 else 64
+
+
+def candidates(region: Region, m: int) -> tuple[Config, ...]:
+    """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
+    size = bucket(m)
+    table = TINY if size <= 64 else SMALL if size <= 256 else MIDDLE if size <= 1024 else LARGE
+    return tuple(c for c in table if is_legal(region, c)) or tuple(c for c in LARGE if is_legal(region, c))
+
+
+def check(region: Region) -> None:
+    """Raises Unsupported, with the reason of the last hope, if no large tile can run this Region. What fits only into
+    small tiles would lose to separate operations wherever they take time."""
+    require_shape(region)
+    if not any(is_legal(region, c) for c in LARGE):
+        require(region, max(LARGE, key=lambda c: stages(region, c).ab))
+
+
+def is_legal(region: Region, config: Config) -> bool:
+    """`require` as a question."""
+    try:
+        require(region, config)
+    except Unsupported:
+        return False
+    return True
+
+
+def require(region: Region, config: Config) -> None:
+    """Raises Unsupported naming the first condition that keeps `region` from running in `config`."""
+    require_shape(region)
+    _need(_tile_exists(config), f"no mainloop for tiles of {config}")
+    lanes = len(region.products)
+    _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
+    found = stages(region, config).ab
+    _need(found >= MIN_STAGES, f"{config} leaves {found} stages in shared memory, {MIN_STAGES} are needed",
+          "fewer tile operands or stores in one region")  # fmt: skip
+
+
+def require_shape(region: Region) -> None:
+    """The conditions that no configuration can mend, cheapest first."""
+    _need(region.dtype in ("bf16", "f16"), f"matrices of {region.dtype}", "kernels multiply bf16 or f16")
+    _need(region.n % 8 == 0, f"n = {region.n} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
+    for p in region.products:
+        _need(p.k % 8 == 0, f"k = {p.k} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
+    for o in region.operands:
+        _need(o.dtype in BYTES, f"operand {o.name} of {o.dtype}")
+    for s in region.stores:
+        _need(s.dtype in BYTES, f"store of {s.dtype}")
+    _need(len(region.operands) <= MAX_OPERANDS, f"{len(region.operands)} operands, {MAX_OPERANDS} at most")
+    _need(all(r.over == "N" for r in region.reductions), "a reduction over another axis than N")
+    _need(len(region.products) <= 2, f"{len(region.products)} products share the tile, two at most")
+    if len(region.products) == 2:
+        _require_lanes(region)
+
+
+def _require_lanes(region: Region) -> None:
+    """Two products become adjacent columns of one: same A, same K, both weights [N, K]."""
+    p, q = region.products
+    _need(p.a == q.a, "two products of different left operands in one tile")
+    _need(p.b != q.b, "two products of the same weight")
+    _need(p.k == q.k, f"two products with k = {p.k} and {q.k}")
+    _need(p.b_layout == q.b_layout == "nk", "two products of [K, N] weights", "lanes need a weight stored [N, K]")
+    _need(all(s.dtype != "f32" for s in region.stores), "an f32 store beside two products", "store 16 bits")
+    tiles = [o.name for o in region.operands if o.extent == "tile"]
+    _need(not tiles, f"tile operand {', '.join(tiles)} beside two products")
+
+
+def _need(holds: bool, what: str, hint: str = "") -> None:
+    if not holds:
+        raise Unsupported(what, hint=hint)
+
+
+def _tile_exists(c: Config) -> bool:
+    """Accumulators must fit the registers of one (pingpong) or all warp groups (GemmSm90.__init__)."""
+    if c.pingpong:
+        widest = {64: 256, 128: 208, 192: 128}
+        return c.tile_m in widest and c.tile_n % 16 == 0 and c.tile_n <= widest[c.tile_m]
+    if c.tile_m == 192:
+        return c.tile_n % 32 == 0 and c.tile_n <= 256
+    return c.tile_m in (64, 128, 256) and c.tile_n % 16 == 0 and c.tile_n <= 256 and c.tile_m * c.tile_n <= 256 * 192
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Pipeline depths: `ab` mainloop tiles, `store` and `load` epilogue subtiles; `bytes` of all but the first."""
+
+    ab: int
+    store: int
+    load: int
+
+
+def stages(region: Region, config: Config) -> Stages:
+    """What quack will choose for this Region in this Config."""
+    epi_m, epi_n = _subtile(config)
+    subtiles = config.tile_m * config.tile_n // (epi_m * epi_n)
+    lanes = len(region.products)
+    store_bytes = sum(epi_m * epi_n // lanes * BYTES[s.dtype] for s in region.stores)
+    load_bytes = sum(epi_m * epi_n * BYTES[o.dtype] for o in region.operands if o.extent == "tile")
+    store = min(subtiles, 4 if epi_n <= 16 else 2)
+    load = min(subtiles, 4) if load_bytes else 0
+    fixed = _vector_bytes(region, config)
+    slots = len(region.stores) + sum(o.extent == "tile" for o in region.operands)
+    # One store and one tile load live outside the block of epilogue operands, whose end is padded to 1 KiB.
+    inside = fixed or (slots - (lanes == 1 and bool(region.stores)) - bool(load_bytes)) > 0
+    left = SHARED_MEMORY - 1024 - (1024 if inside else 0) - fixed - store_bytes * store - load_bytes * load
+    per_stage = (config.tile_m + config.tile_n) * TILE_K * BYTES[region.dtype]
+    ab = left // per_stage
+    left -= ab * per_stage
+    if load_bytes:
+        more = max(0, min(left // load_bytes, min(5, subtiles) - load))
+        load, left = load + more, left - more * load_bytes
+    return Stages(ab, store + (left // store_bytes if store_bytes else 0), load)
+
+
+def _vector_bytes(region: Region, config: Config) -> int:
+    """Shared memory of token and feature vectors, and of sums when two warp groups split N (never in our tiles)."""
+    length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0}
+    split_n = not config.pingpong and config.tile_m == 192 and config.tile_n > 128
+    sums = 4 * config.tile_m * len(region.reductions) if split_n else 0
+    return sums + sum(length[o.extent] * _vector_itemsize(region, o) for o in region.operands)
+
+
+def _vector_itemsize(region: Region, operand: Operand) -> int:
+    """Feature vectors beside two products are read as f32 (one value serves both lanes)."""
+    widened = operand.extent == "feature" and len(region.products) == 2
+    return 4 if widened else BYTES[operand.dtype]
+
+
+def _subtile(c: Config) -> tuple[int, int]:
+    """The part of the tile that one turn of the epilogue handles."""
+    groups_m = 1 if c.pingpong or (c.tile_m == 192 and c.tile_n > 128) else min(c.tile_m // 64, 3)
+    groups_m = 2 if c.tile_m == 256 and not c.pingpong else groups_m
+    if c.tile_m % 128 == 0 and groups_m > 1:
+        return 128, math.gcd(32, c.tile_n)
+    if c.tile_m % 192 == 0 and groups_m > 1:
+        return 192, math.gcd(32, c.tile_n)
+    return 64, math.gcd(32, c.tile_n)

@@ -1,0 +1,54 @@
+"""What tuning found, on disk: one JSON record by region, bucket, device and versions, never changed once stored."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coda_inductor.codegen import store, target
+from coda_inductor.codegen.legality import Config, is_legal
+from coda_inductor.core.region import Region
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Names the code that decides what a kernel is: everything in codegen and core."""
+    here = Path(__file__).parent
+    files = sorted([*here.glob("*.py"), *(here.parent / "core").glob("*.py")])
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
+@functools.cache
+def device_name() -> str:
+    """The current GPU's name."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def key(region: Region, size: int) -> str:
+    """The record's file name."""
+    parts = [region.text, str(size), device_name(), sources_digest(), *map(str, target.versions().items())]
+    return f"{region.digest}-{size}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}"
+
+
+def remember(directory: Path, region: Region, size: int, config: Config, ms: float, rows: list[dict[str, Any]]) -> None:
+    """Stores the configuration that won at bucket `size`, with all that was measured."""
+    found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
+    where = {"device": device_name(), "versions": target.versions()}
+    store.write_record(directory, key(region, size), {**found, **where})
+
+
+def remembered(directory: Path, region: Region, size: int) -> Config | None:
+    """The configuration that won at bucket `size`, None if there is no readable record of a legal one."""
+    found = store.read_record(directory, key(region, size))
+    fields = found.get("config") if found else None
+    if not isinstance(fields, dict) or set(fields) != set(Config._fields):
+        return None
+    config = Config(**fields)
+    try:
+        return config if is_legal(region, config) else None
+    except TypeError:  # numbers that are none
+        return None

@@ -1,0 +1,182 @@
+"""Region -> the text of a Python module with one epilogue function over the accumulator. Text only, no compiler.
+
+The function is plain Python over one element (two accumulators if two products share the tile): CuTeDSL traces it into
+the kernel, and tests call it on torch tensors. Operands are always pinned to their kind, because quack's guess from
+shapes is ambiguous when M = N. Names are ours and positional, so that a Region's names can be anything.
+
+The one thing to know: sums over N are not masked where a tile hangs over the edge of the matrix. There accumulators,
+tiles and feature vectors read 0, token vectors do not. `needs_mask` proves the summed value 0 there, or the sum is a
+masked one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from coda_inductor.core.ops import OPS, at_zero
+from coda_inductor.core.region import Let, Region
+
+# Helpers of OPS' spellings, included where used. Relative error about 5e-7; the hardware's tanh.approx has 5e-4.
+HELPERS = {
+    "sigmoid": '''def sigmoid(x):
+    """1 / (1 + exp(-x))"""
+    return cute.arch.rcp_approx(cute.math.exp2(x * -1.4426950408889634, fastmath=True) + 1.0)
+''',
+    "tanh": '''def tanh(x):
+    """(1 - exp(-2|x|)) / (1 + exp(-2|x|)) with x's sign, and near 0, where that cancels, five terms of the series."""
+    s = x * x
+    near = x * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
+    e = cute.math.exp2(cute.arch.fmax(x, -x, nan=True) * -2.8853900817779268, fastmath=True)
+    far = (1.0 - e) * cute.arch.rcp_approx(1.0 + e)
+    return select_(s < 0.0625, near, select_(x < 0.0, -far, far))
+''',
+}
+OPS_OF_EXTENT = {"token": "ColVecLoad", "feature": "RowVecLoad", "tile": "TileLoad"}  # quack's col vector varies over M
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where quack finds the Region's inputs and outputs. One tile operand is "c", one store is "D": both have
+    slots of their own in the mainloop's interface; the others are x0.., y0.., and sums are r0... With two products
+    there is neither (every store is half of the doubled tile)."""
+
+    operands: tuple[str, ...]
+    stores: tuple[str, ...]
+    sums: tuple[str, ...]
+
+
+def slots(region: Region) -> Slots:
+    """The names in the generated module, in the Region's order."""
+    single = len(region.products) == 1
+    tiles = [i for i, o in enumerate(region.operands) if o.extent == "tile"]
+    operands = tuple("c" if single and tiles[:1] == [i] else f"x{i}" for i in range(len(region.operands)))
+    stores = tuple("D" if single and i == 0 else f"y{i}" for i in range(len(region.stores)))
+    return Slots(operands, stores, tuple(f"r{i}" for i in range(len(region.reductions))))
+
+
+def render(region: Region, *, swapped: bool = False) -> str:
+    """The module. `swapped`: the second product's weight lies first in memory, so it is the first lane."""
+    names = slots(region)
+    pair = len(region.products) == 2
+    spelled = dict(zip((o.name for o in region.operands), names.operands, strict=True))
+    lanes = [p.name for p in (reversed(region.products) if swapped else region.products)]
+    body = []
+    if pair:
+        spelled |= {lanes[0]: "a0", lanes[1]: "a1"}
+        body.append(f"a0, a1 = unpack(acc)  # {lanes[0]}, {lanes[1]}")
+        # Feature vectors arrive as pairs too, of one value twice (device.LaneVector).
+        features = {o.name for o in region.operands if o.extent == "feature"}
+        spelled |= {name: f"{spelled[name]}.a" for name in features}
+    else:
+        spelled[lanes[0]] = "acc"
+    for i, let in enumerate(region.lets):
+        body.append(f"t{i} = {_expression(let, spelled)}  # {let.name}")
+        spelled[let.name] = f"t{i}"
+    leaves = [f'"{slot}": {spelled[s.value]}' for slot, s in zip(names.stores, region.stores, strict=True)]
+    sums = []
+    for slot, r in zip(names.sums, region.reductions, strict=True):
+        sink, value = _sum(region, r.value, spelled, pair)
+        sums.append(f'"{slot}": {sink.format(slot)}')
+        leaves.append(f'"{slot}": {value}')
+    pins = [f'"{slot}": {"LaneVector" if pair and o.extent == "feature" else OPS_OF_EXTENT[o.extent]}("{slot}")'
+            for slot, o in zip(names.operands, region.operands, strict=True) if slot != "c"]  # fmt: skip
+    outputs = "".join(f'"{s}", ' for s in names.stores if s != "D")
+    helpers = "\n\n".join(text for name, text in HELPERS.items() if any(f"{name}(" in line for line in body))
+    return TEMPLATE.format(
+        origin=f"region {region.digest}{', lanes swapped' if swapped else ''}, device code {device_digest()}",
+        helpers=f"\n\n{helpers}" if helpers else "",
+        decorator="two_products" if pair else "gemm_epilogue",
+        outputs=f"({outputs})",
+        ops=f"{{{', '.join(pins)}}}",
+        sums=f"{{{', '.join(sums)}}}",
+        args="".join(f", {slot}" for slot in names.operands),
+        body="\n    ".join([*body, f"return {{{', '.join(leaves)}}}"]),
+    )
+
+
+TEMPLATE = '''"""Generated by coda_inductor from {origin}."""
+
+import cutlass.cute as cute
+from coda_inductor.codegen.device import LaneVector, MaskedSum, two_products
+from cutlass import BFloat16, Float16, Float32, select_
+from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.math import unpack
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad, TileLoad
+{helpers}
+
+@{decorator}(
+    outputs={outputs},
+    ops={ops},
+    reduces={sums},
+)
+def epilogue(acc{args}):
+    {body}
+'''
+
+
+def _expression(let: Let, spelled: dict[str, str]) -> str:
+    """`let` in CuTeDSL; literals as Python floats, which survive a round trip through repr."""
+    return OPS[let.op].cute.format(*(spelled[a] if isinstance(a, str) else _literal(a) for a in let.args))
+
+
+def _literal(x: float) -> str:
+    return repr(float(x)) if math.isfinite(x) else f'float("{x}")'
+
+
+def _sum(region: Region, value: str, spelled: dict[str, str], pair: bool) -> tuple[str, str]:
+    """(the sink's constructor, what the function returns for it). A product of two names is returned as its factors:
+    quack folds them with one fma and the product is never rounded. With two products the second lane adds 0."""
+    masked = needs_mask(region, value)
+    factors = next((let.args for let in region.lets if let.name == value and let.op == "mul"), ())
+    if pair:
+        return 'MaskedSum("{0}")' if masked else 'ColVecReduce("{0}")', f"({spelled[value]}, 0.0)"
+    if masked:
+        return 'MaskedSum("{0}")', spelled[value]
+    if len(factors) == 2 and all(isinstance(f, str) for f in factors):
+        return 'ColVecReduce("{0}", scaled=True)', "({}, {})".format(*(spelled[str(f)] for f in factors))
+    return 'ColVecReduce("{0}")', spelled[value]
+
+
+UNKNOWN = "unknown"  # some finite number: it comes from token vectors alone, which are real data in every column
+Outside = float | str | None
+"""A value in a column past N: known, UNKNOWN, or None (not known to be finite)."""
+
+
+def needs_mask(region: Region, value: str) -> bool:
+    """False only if `value` is provably 0 in the columns past N that the last tile covers."""
+    outside: dict[str, Outside] = {p.name: 0.0 for p in region.products}
+    outside |= {o.name: UNKNOWN if o.extent == "token" else 0.0 for o in region.operands}
+    tokens = {o.name for o in region.operands if o.extent == "token"}
+    for let in region.lets:
+        if all(not isinstance(a, str) or a in tokens for a in let.args):
+            tokens.add(let.name)
+        outside[let.name] = _outside(let, outside, let.name in tokens)
+    return outside[value] != 0.0
+
+
+def _outside(let: Let, outside: dict[str, Outside], token_only: bool) -> Outside:
+    """0 times a finite unknown is 0; any other mix of the known and the unknown might overflow, so it is None. What is
+    made of token vectors alone is as finite here as in the columns that count."""
+    args = [outside[a] if isinstance(a, str) else a for a in let.args]
+    if token_only:
+        return UNKNOWN
+    if None in args:
+        return None
+    known = tuple(a for a in args if not isinstance(a, str))
+    if len(known) < len(args):
+        return 0.0 if let.op == "mul" and 0.0 in known else None
+    return at_zero(let.op, known)
+
+
+def device_digest() -> str:
+    """Names the content of the hand-written device code: part of every generated module's text, and so of its name,
+    because quack's fingerprint of a function leaves out what is imported from site-packages."""
+    return hashlib.sha256(Path(__file__).with_name("device.py").read_bytes()).hexdigest()[:16]
+
+
+def module_name(text: str) -> str:
+    """Equal text, equal name."""
+    return f"coda_epilogue_{hashlib.sha256(text.encode()).hexdigest()[:24]}"

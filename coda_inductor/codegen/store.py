@@ -1,0 +1,66 @@
+"""The private directory on disk: generated modules, compiled kernels, tuning records. All are named by content.
+
+What lies here is imported and executed, so the directory must be the user's own and nobody else may write to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from coda_inductor.core.errors import Unsupported
+
+
+def open_store(path: str | None) -> Path:
+    """The directory `path`, or one in the user's cache: made with mode 0700 if missing, refused if not private."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    store = Path(path) if path else Path(cache) / "coda_inductor"
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        store.mkdir(mode=0o700, exist_ok=True)
+        found = store.stat()
+    except OSError as error:
+        raise Unsupported(f"the kernel cache {store} cannot be made: {error.strerror}", hint=HINT) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise Unsupported(f"the kernel cache {store} belongs to user {found.st_uid}, not to you", hint=HINT)
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unsupported(
+            f"others may write to the kernel cache {store} (mode {stat.S_IMODE(found.st_mode):04o})",
+            hint=f"chmod 700 {store}",
+        )
+    return store
+
+
+HINT = "set CODA_INDUCTOR_CACHE_DIR to a private directory"
+
+
+def write(path: Path, text: str) -> None:
+    """All of `text` or nothing, also when several processes write the same file."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_record(store: Path, key: str) -> dict[str, Any] | None:
+    """The record stored under `key`, None if there is none or it cannot be read."""
+    try:
+        record = json.loads((store / "tuning" / f"{key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def write_record(store: Path, key: str, record: dict[str, Any]) -> None:
+    """Stores `record` under `key`, unless a good one is there: what was once decided stays, in every process."""
+    if read_record(store, key) is None:
+        write(store / "tuning" / f"{key}.json", json.dumps(record, indent=1, sort_keys=True) + "\n")

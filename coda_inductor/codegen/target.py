@@ -1,0 +1,57 @@
+"""Is there a machine and a compiler for generated kernels here? Looks at versions, imports nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import PackageNotFoundError, version
+
+from coda_inductor.core.errors import Unsupported
+
+# Tested ranges: lowest, first that was not tested. quack's epilogue interface changed with every minor release so far.
+TESTED = {"nvidia-cutlass-dsl": ((4, 8), (4, 9)), "quack-kernels": ((0, 6, 5), (0, 7))}
+MODULES = ("cutlass", "quack", "triton")
+
+
+def available(capability: tuple[int, int] | None) -> None:
+    """Raises Unsupported unless a device of compute `capability` can run generated kernels (None: no GPU)."""
+    if capability is None:
+        raise Unsupported("no NVIDIA GPU", hint="CODA_INDUCTOR_TARGET=reference runs regions on any device")
+    if capability != (9, 0):
+        raise Unsupported(f"kernels are generated for sm_90 only, found sm_{capability[0]}{capability[1]}")
+    for package, (lowest, beyond) in TESTED.items():
+        found = installed(package)
+        span = f">={_text(lowest)},<{_text(beyond)}"
+        if found is None:
+            raise Unsupported(f"{package} is not installed", hint=f'pip install "{package}{span}"')
+        if not lowest <= _numbers(found) < beyond:
+            raise Unsupported(f"{package} {found} was not tested", hint=f'pip install "{package}{span}"')
+    for module in MODULES:
+        if importlib.util.find_spec(module) is None:
+            raise Unsupported(f"the module {module} cannot be found", hint=f"pip install {module}")
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """What a measurement depends on besides the device."""
+    return {package: installed(package) or "missing" for package in (*TESTED, "torch")}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "4.8.1rc1" is (4, 8)."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _text(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

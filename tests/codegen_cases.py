@@ -1,0 +1,179 @@
+"""Regions that stand for the program, and random ones; random inputs for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from coda_inductor.core.ops import OPS
+from coda_inductor.core.region import DTYPES, Extent, Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.verify import verify
+
+
+def norm_producer(n: int, k: int) -> Region:
+    """o-proj or down with a residual: the new stream, the stream times the next norm's gain, the sum of squares."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),),
+        (Operand("residual", "tile", "bf16"), Operand("gain", "feature", "bf16")),
+        (Let("h", "add", ("acc", "residual")), Let("z", "mul", ("h", "gain")), Let("hh", "mul", ("h", "h"))),
+        (Store("h", "bf16"), Store("z", "bf16")), (Reduction("hh"),),
+    ))  # fmt: skip
+
+
+def token_scale(n: int, k: int) -> Region:
+    """A product after a deferred norm: rsqrt(sum / k + eps) of the row."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),), (Operand("sum", "token", "f32"),),
+        (Let("mean", "mul", ("sum", 1.0 / k)), Let("shifted", "add", ("mean", 1e-5)), Let("r", "rsqrt", ("shifted",)),
+         Let("y", "mul", ("acc", "r"))),
+        (Store("y", "bf16"),), (),
+    ))  # fmt: skip
+
+
+def swiglu(n: int, k: int, *, train: bool = True) -> Region:
+    """gate and up after a deferred norm: silu(gate) * up, and both for the backward."""
+    return verify(Region(
+        n, "bf16", (Product("g", 0, 1, k, "nk"), Product("u", 0, 2, k, "nk")), (Operand("sum", "token", "f32"),),
+        (Let("mean", "mul", ("sum", 1.0 / k)), Let("shifted", "add", ("mean", 1e-5)), Let("r", "rsqrt", ("shifted",)),
+         Let("gate", "mul", ("g", "r")), Let("up", "mul", ("u", "r")), Let("s", "sigmoid", ("gate",)),
+         Let("silu", "mul", ("gate", "s")), Let("y", "mul", ("silu", "up"))),
+        (Store("y", "bf16"), *((Store("gate", "bf16"), Store("up", "bf16")) if train else ())), (),
+    ))  # fmt: skip
+
+
+def lane_sums(n: int, k: int) -> Region:
+    """Two products with a bias for each column, summed: one sum that needs no mask and one that does."""
+    return verify(Region(
+        n, "bf16", (Product("g", 0, 1, k, "nk"), Product("u", 0, 2, k, "nk")), (Operand("bias", "feature", "bf16"),),
+        (Let("biased", "add", ("g", "bias")), Let("y", "mul", ("biased", "u")), Let("yy", "mul", ("y", "y")),
+         Let("t", "tanh", ("u",)), Let("e", "exp", ("t",))),
+        (Store("y", "bf16"),), (Reduction("yy"), Reduction("e")),
+    ))  # fmt: skip
+
+
+def bias_gelu(n: int, k: int) -> Region:
+    """GPT-2's first product (a weight [K, N]) with bias and tanh-GELU."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "kn"),), (Operand("bias", "feature", "bf16"),),
+        (Let("x", "add", ("acc", "bias")), Let("xx", "mul", ("x", "x")), Let("xxx", "mul", ("xx", "x")),
+         Let("c", "mul", ("xxx", 0.044715)), Let("i", "add", ("x", "c")), Let("j", "mul", ("i", 0.7978845608028654)),
+         Let("t", "tanh", ("j",)), Let("t1", "add", ("t", 1.0)), Let("half", "mul", ("x", 0.5)),
+         Let("y", "mul", ("half", "t1"))),
+        (Store("y", "bf16"), Store("x", "bf16")), (),
+    ))  # fmt: skip
+
+
+def plain(n: int, k: int) -> Region:
+    """The bare product, in float32."""
+    return verify(Region(n, "f16", (Product("acc", 0, 1, k, "nk"),), (), (), (Store("acc", "f32"),), ()))
+
+
+def softmax_sum(n: int, k: int) -> Region:
+    """Sums of exp(x - m): at a column past N it would add exp(-m), so it needs the mask. Nothing is stored."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),), (Operand("m", "token", "f32"),),
+        (Let("x", "sub", ("acc", "m")), Let("e", "exp", ("x",))), (), (Reduction("e"), Reduction("acc")),
+    ))  # fmt: skip
+
+
+def norm_backward(n: int, k: int) -> Region:
+    """dz of a deferred norm, with the triangle's statistic: two tile operands, three vectors, one sum."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "kn"),),
+        (Operand("dy", "tile", "bf16"), Operand("h", "tile", "bf16"), Operand("gain", "feature", "bf16"),
+         Operand("r", "token", "f32"), Operand("t", "token", "f32")),
+        (Let("dz", "mul", ("acc", "gain")), Let("scaled", "mul", ("dz", "r")), Let("ht", "mul", ("h", "t")),
+         Let("dh", "sub", ("scaled", "ht")), Let("dx", "add", ("dh", "dy")), Let("p", "mul", ("dx", "h"))),
+        (Store("dx", "bf16"),), (Reduction("p"),),
+    ))  # fmt: skip
+
+
+def every_op(n: int, k: int) -> Region:
+    """One let of each operation in the vocabulary, all added up."""
+    lets = [Let("near", "add", ("acc", "tile")), Let("pos", "abs", ("near",)), Let("one", "add", ("pos", 1.0))]
+    total = "one"
+    for i, (name, op) in enumerate(OPS.items()):
+        argument = "one" if name in ("rcp", "sqrt", "rsqrt", "log") else "near"
+        lets.append(Let(f"o{i}", name, (argument, 0.5)[: op.arity]))
+        lets.append(Let(f"s{i}", "add", (total, f"o{i}")))
+        total = f"s{i}"
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),), (Operand("tile", "tile", "f32"),), tuple(lets),
+        (Store(total, "f32"),), (Reduction(total),),
+    ))  # fmt: skip
+
+
+CASES: tuple[Callable[[int, int], Region], ...] = (
+    norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, norm_backward, every_op,
+)  # fmt: skip
+
+
+def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
+    """A well-formed Region of up to twelve lets over one or two products. Never divides by or takes roots of 0."""
+    rng = random.Random(seed)
+    pair = rng.random() < 0.4
+    products = (Product("g", 0, 1, k, "nk"), Product("u", 0, 2, k, "nk")) if pair else (Product("acc", 0, 1, k, "nk"),)
+    extents: list[Extent] = ["token", "feature"] if pair else ["token", "feature", "tile"]
+    count = rng.randint(0, 4)
+    operands = tuple(Operand(f"in_{i}", rng.choice(extents), rng.choice(["bf16", "f32"])) for i in range(count))
+    names = [p.name for p in products] + [o.name for o in operands]
+    tiles = [p.name for p in products] + [o.name for o in operands if o.extent == "tile"]
+    lets: list[Let] = []
+    for i in range(rng.randint(1, 12)):
+        op = rng.choice([o for o in OPS if o not in ("rcp", "rsqrt", "log", "sqrt")])
+        args: list[str | float] = [rng.choice(names) for _ in range(OPS[op].arity)]
+        if len(args) == 2 and rng.random() < 0.25:
+            args[1] = rng.choice([0.0, 0.5, -1.25])
+        if op == "exp":  # bounded, so that nothing overflows however lets are chained
+            lets.append(Let(f"b{i}", "tanh", (args[0],)))
+            names.append(f"b{i}")
+            args = [f"b{i}"]
+        lets.append(Let(f"let_{i}", op, tuple(args)))
+        names.append(f"let_{i}")
+        tiles += [x.name for x in lets[-2:] if x.name not in tiles and any(a in tiles for a in x.args)]
+    wide = ["bf16"] if pair else ["bf16", "f32"]
+    stores = tuple(Store(rng.choice(tiles), rng.choice(wide)) for _ in range(rng.randint(0, 3)))
+    sums = tuple(Reduction(rng.choice(tiles)) for _ in range(rng.randint(0 if stores else 1, 2)))
+    return verify(Region(n, "bf16", products, operands, tuple(lets), stores, sums))
+
+
+def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_first: bool = False) -> list[Tensor]:
+    """Matrices and operands, about 1 in size; token vectors are positive. `up_first`: the second weight lies lower."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    dtype = DTYPES[region.dtype]
+    matrices: dict[int, Tensor] = {}
+    for p in region.products:
+        matrices[p.a] = normal(m, p.k).to(dtype)
+        weight = normal(region.n, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
+        matrices[p.b] = (weight / p.k**0.5).to(dtype)
+    if len(region.products) == 2:  # both weights inside one allocation, which fixes their order
+        first, second = (p.b for p in (reversed(region.products) if up_first else region.products))
+        both = torch.cat([matrices[first], matrices[second]])
+        matrices[first], matrices[second] = both[: region.n], both[region.n :]
+    operands = []
+    for o in region.operands:
+        shape = {"token": (m,), "feature": (region.n,), "tile": (m, region.n)}[o.extent]
+        value = normal(*shape)
+        operands.append((value.abs() + 0.5 if o.extent == "token" else value).to(DTYPES[o.dtype]))
+    return [matrices[i] for i in range(region.matrices)] + operands
+
+
+def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:
+    """Outputs full of NaN: what a kernel does not write is seen."""
+    nan = float("nan")
+    stores = [torch.full((m, region.n), nan, dtype=DTYPES[s.dtype], device=device) for s in region.stores]
+    return stores + [torch.full((m,), nan, dtype=region.compute, device=device) for _ in region.reductions]
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Frobenius; 0 if both are zero, NaN if anything is."""
+    found, wanted = found.double(), wanted.double()
+    size = wanted.norm()
+    return float((found - wanted).norm() / size) if size else float((found - wanted).norm())

@@ -1,0 +1,296 @@
+"""Code generation without a GPU: legality, the generated functions run on torch tensors, the store."""
+
+from __future__ import annotations
+
+import os
+import stat
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from codegen_cases import (
+    CASES,
+    lane_sums,
+    norm_backward,
+    norm_producer,
+    plain,
+    random_inputs,
+    random_region,
+    relative_error,
+    softmax_sum,
+    swiglu,
+    token_scale,
+)
+from torch import Tensor
+
+from coda_inductor.codegen import launch, legality, record, source, store, target
+from coda_inductor.codegen.legality import Config
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, Region, Store
+
+HANGING = 8  # columns by which the simulated last tile hangs over the edge
+
+
+class Pair(NamedTuple):
+    """quack's value of two lanes."""
+
+    a: Tensor
+    b: Tensor
+
+
+def as_float(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A torch function that takes and ignores CuTeDSL's keyword arguments, and accepts literals."""
+    return lambda *args, **_: f(*(a if isinstance(a, Tensor) else torch.tensor(a, dtype=torch.float32) for a in args))
+
+
+def standin() -> dict[str, Any]:
+    """The names a generated module imports, on torch. Sinks and loads are strings; the decorator keeps them."""
+    math = types.SimpleNamespace(
+        **{name: as_float(getattr(torch, name)) for name in ("sqrt", "rsqrt", "exp", "exp2", "log", "tanh", "erf")}
+    )
+    arch = types.SimpleNamespace(
+        fmax=as_float(torch.maximum), fmin=as_float(torch.minimum), rcp_approx=as_float(torch.reciprocal)
+    )
+    names: dict[str, Any] = {"cute": types.SimpleNamespace(math=math, arch=arch), "select_": as_float(torch.where)}
+    names |= {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32}
+    names["unpack"] = lambda pair: pair
+    for kind in ("LaneVector", "MaskedSum", "ColVecLoad", "ColVecReduce", "RowVecLoad", "TileLoad"):
+        names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
+    names["gemm_epilogue"] = names["two_products"] = lambda **given: lambda fn: (fn, given)
+    return names
+
+
+def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = False) -> list[Tensor]:
+    """A generated module on torch tensors, as the kernel would run it: over tiles that hang HANGING columns over the
+    edge, where hardware fills accumulators, tiles and feature vectors with 0, and plain sums add up what they get."""
+    names = standin()
+    exec("".join(line for line in text.splitlines(keepends=True) if not line.startswith(("import ", "from "))), names)
+    function, given = names["epilogue"]
+
+    def hang(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x.float(), (0, HANGING))
+
+    products = [inputs[p.a].float() @ inputs[p.b].float().t() for p in region.products]
+    m = products[0].shape[0]
+    accumulators = [hang(x) for x in (reversed(products) if swapped else products)]
+    values: dict[str, Any] = {}
+    for slot, o, x in zip(source.slots(region).operands, region.operands, inputs[region.matrices :], strict=True):
+        full = x.float()[:, None].expand(m, region.n + HANGING) if o.extent == "token" else hang(x).expand(m, -1)
+        values[slot] = Pair(full, full) if len(products) == 2 and o.extent == "feature" else full
+    found = function(Pair(*accumulators) if len(products) == 2 else accumulators[0], **values)
+    slots = source.slots(region)
+    stores = [found[y][:, : region.n].to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
+    sums = []
+    for slot in slots.sums:
+        sink, value = given["reduces"][slot], found[slot]
+        if len(products) == 2:
+            value = value[0] + value[1]
+        elif sink.scaled:
+            value = value[0] * value[1]
+        sums.append((value[:, : region.n] if sink.kind == "MaskedSum" else value).sum(1))
+    return stores + sums
+
+
+def agree(region: Region, found: list[Tensor], inputs: list[Tensor]) -> bool:
+    wanted = interpret(region, inputs)
+    return all(relative_error(f, w) < 1e-5 for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_generated_functions_mean_what_the_region_means(seed: int) -> None:
+    region = random_region(seed)
+    inputs = random_inputs(region, 5, "cpu", seed=seed)
+    swapped = len(region.products) == 2 and seed % 2 == 0
+    assert agree(region, run(source.render(region, swapped=swapped), region, inputs, swapped=swapped), inputs)
+
+
+def test_the_mask_is_needed_and_there() -> None:
+    """Both forms of the mask, and in the random regions: without it some sum is wrong."""
+    for make in (softmax_sum, lane_sums):
+        region, swap = make(24, 16), "MaskedSum("
+        inputs = random_inputs(region, 5, "cpu")
+        text = source.render(region)
+        assert swap in text and agree(region, run(text, region, inputs), inputs)
+        assert not agree(region, run(text.replace(swap, "ColVecReduce("), region, inputs), inputs)
+    masked = [r for r in map(random_region, range(120)) if any(source.needs_mask(r, x.value) for x in r.reductions)]
+    broken = 0
+    for region in masked:
+        inputs = random_inputs(region, 5, "cpu")
+        broken += not agree(region, run(source.render(region).replace(swap, "ColVecReduce("), region, inputs), inputs)
+    assert len(masked) > 10 and broken > len(masked) // 2
+
+
+def test_a_sum_of_zeros_past_the_edge_is_not_masked() -> None:
+    for make in (norm_producer, norm_backward):
+        region = make(24, 16)
+        assert not source.needs_mask(region, region.reductions[0].value)
+
+
+@pytest.mark.parametrize("name", source.HELPERS)
+def test_helpers_are_accurate(name: str) -> None:
+    names = standin()
+    exec(source.HELPERS[name], names)
+    x = torch.cat([torch.linspace(-20, 20, 40001), torch.logspace(-8, 0, 1000)])
+    wanted = getattr(torch, name)(x.double())
+    assert float(((names[name](x).double() - wanted) / wanted).abs().nan_to_num().max()) < 3e-6
+
+
+def small(**changes: Any) -> Region:
+    """A legal Region with some fields replaced."""
+    fields: dict[str, Any] = {
+        "n": 256, "dtype": "bf16", "products": (Product("acc", 0, 1, 64, "nk"),), "operands": (),
+        "lets": (), "stores": (Store("acc", "bf16"),), "reductions": (),
+    }  # fmt: skip
+    return Region(**(fields | changes))
+
+
+def two(**changes: Any) -> Region:
+    lanes = {"products": (Product("g", 0, 1, 64, "nk"), Product("u", 0, 2, 64, "nk")), "stores": (Store("g", "bf16"),)}
+    return small(**(lanes | changes))
+
+
+@pytest.mark.parametrize(
+    ("region", "reason"),
+    [
+        (small(dtype="f64", stores=(Store("acc", "f64"),)), "matrices of f64"),
+        (small(n=50257), "n = 50257"),
+        (small(products=(Product("acc", 0, 1, 60, "nk"),)), "k = 60"),
+        (small(operands=(Operand("x", "tile", "f64"),)), "operand x of f64"),
+        (small(operands=tuple(Operand(f"x{i}", "tile", "f32") for i in range(12))), "stages"),
+        (small(operands=tuple(Operand(f"x{i}", "token", "f32") for i in range(13))), "13 operands"),
+        (two(products=(Product("g", 0, 1, 64, "nk"), Product("u", 2, 3, 64, "nk"))), "different left operands"),
+        (two(products=(Product("g", 0, 1, 64, "kn"), Product("u", 0, 2, 64, "kn"))), "[K, N] weights"),
+        (two(stores=(Store("g", "f32"),)), "f32 store"),
+        (two(operands=(Operand("x", "tile", "bf16"),)), "tile operand x"),
+        (two(products=tuple(Product(f"p{i}", 0, 1 + i, 64, "nk") for i in range(3))), "3 products"),
+    ],
+)
+def test_refusals_say_why(region: Region, reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason.replace("[", r"\[")):
+        legality.check(region)
+    assert not legality.candidates(region, 8192)
+
+
+def test_candidates_are_legal_at_every_size() -> None:
+    for make in CASES:
+        region = make(4096, 4096)
+        legality.check(region)
+        for m in (1, 64, 65, 300, 1024, 8192, 100000):
+            found = legality.candidates(region, m)
+            assert found and len(set(found)) == len(found)
+            for config in found:
+                legality.require(region, config)
+                assert legality.stages(region, config).ab >= legality.MIN_STAGES
+
+
+def test_buckets() -> None:
+    assert [legality.bucket(m) for m in (1, 64, 65, 1000, 8192, 8193, 10**9)] == [64, 64, 128, 1024, 8192, 16384, 32768]
+
+
+def test_the_store_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = store.open_store(str(tmp_path / "a" / "kernels"))
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert store.open_store(str(made)) == made
+    made.chmod(0o770)
+    with pytest.raises(Unsupported, match="others may write"):
+        store.open_store(str(made))
+    made.chmod(0o700)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(Unsupported, match="belongs to user"):
+        store.open_store(str(made))
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert store.open_store(None) == tmp_path / "xdg" / "coda_inductor"
+
+
+def test_records_stay_and_corrupted_ones_are_absent(tmp_path: Path) -> None:
+    region, config = token_scale(256, 64), Config(128, 128, 2, 1, True)
+    assert record.remembered(tmp_path, region, 1024) is None
+    record.remember(tmp_path, region, 1024, config, 0.5, [])
+    record.remember(tmp_path, region, 1024, Config(64, 64, 1, 1, False), 0.1, [])
+    assert record.remembered(tmp_path, region, 1024) == config
+    assert record.remembered(tmp_path, region, 2048) is None
+    assert record.remembered(tmp_path, plain(256, 64), 1024) is None
+    (path,) = (tmp_path / "tuning").glob("*.json")
+    wrong_type = path.read_text().replace("128", '"x"')
+    for text in ("", "[]", "{", '{"config": {"tile_m": 1}}', '{"config": null}', wrong_type):
+        path.write_text(text)
+        assert record.remembered(tmp_path, region, 1024) is None
+    record.remember(tmp_path, region, 1024, config, 0.5, [])
+
+
+class FakeKernel:
+    """Stands in for the compiled kernel: the interpreter, with what it was asked."""
+
+    def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
+        self.region, self.config, self.swapped = region, config, swapped
+
+    def __call__(self, inputs: list[Tensor], outs: list[Tensor | None]) -> None:
+        for out, value in zip(outs, interpret(self.region, inputs), strict=True):
+            if out is not None:
+                out.copy_(value)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, region: Region, directory: Path) -> launch.Kernel:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
+    fake = types.SimpleNamespace(Compiled=FakeKernel)
+    monkeypatch.setattr("importlib.import_module", lambda name: fake)
+    return launch.kernel(region.text, str(directory / "kernels"))
+
+
+def test_launch_picks_the_bucket_and_the_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = swiglu(64, 32)
+    k = launched(monkeypatch, region, tmp_path)
+    assert launch.kernel(region.text, str(tmp_path / "kernels")) is k
+    before = launch.LAUNCHES[region.digest]
+    for m, up_first in ((1, False), (300, True), (0, False)):
+        inputs = random_inputs(region, m, "cpu", up_first=up_first)
+        outs = [torch.empty(m, 64, dtype=torch.bfloat16) for _ in region.stores]
+        k(inputs, [outs[0], None, outs[2]])
+        assert torch.equal(outs[2], interpret(region, inputs)[2])
+    assert launch.LAUNCHES[region.digest] == before + 2
+    assert [(c.tile_m, swapped) for c, swapped in k._compiled] == [(64, False), (128, True)]
+
+
+def test_launch_mends_or_falls_back_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch.FALLBACKS.clear()
+    region = swiglu(64, 32, train=False)
+    k = launched(monkeypatch, region, tmp_path)
+    inputs, out = random_inputs(region, 8, "cpu"), torch.empty(8, 64, dtype=torch.bfloat16)
+    inputs[0] = torch.randn(8, 33).bfloat16()[:, 1:]  # rows of 66 bytes, first element at 2
+    with pytest.warns(RuntimeWarning, match="copied"):
+        k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0])
+    inputs[2] = inputs[1]  # one weight twice: no distance to encode
+    with pytest.warns(RuntimeWarning, match="two weights"):
+        k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0])
+    k(inputs, [out])  # counted, not warned about again
+    assert sorted(launch.FALLBACKS.values()) == [2, 3]
+
+
+def test_targets_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, reason in ((None, "no NVIDIA GPU"), ((8, 0), "found sm_80"), ((10, 0), "sm_100")):
+        with pytest.raises(Unsupported, match=reason):
+            target.available(capability)
+    monkeypatch.setattr(target, "installed", lambda package: "0.5.9")
+    with pytest.raises(Unsupported, match="was not tested"):
+        target.available((9, 0))
+    monkeypatch.setattr(target, "installed", lambda package: None)
+    with pytest.raises(Unsupported, match="is not installed"):
+        target.available((9, 0))
+
+
+def test_rendering_is_deterministic_and_by_content() -> None:
+    region = norm_producer(4096, 4096)
+    assert source.render(region) == source.render(region)
+    names = {source.module_name(source.render(make(4096, 4096))) for make in CASES}
+    assert len(names) == len(CASES)
+    lets = (Let("in", "mul", ("acc", float("inf"))),)
+    odd = small(lets=lets, stores=(Store("in", "bf16"),), reductions=(Reduction("in"),))
+    compile(source.render(odd), "odd", "exec")  # a keyword as a name, an infinite literal
