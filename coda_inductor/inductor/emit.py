@@ -1,0 +1,121 @@
+"""A plan written into the graph: one coda.region operation for each Region, in place of the nodes that it supplies."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.inductor.ops import REGION
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.build import Built, Source, Weight
+
+
+@dataclass(slots=True)
+class Emission:
+    """The graph being written, and where the outputs of each Region already stand."""
+
+    graph: fx.Graph
+    target: str
+    anchor: fx.Node
+    made: dict[object, fx.Node] = field(default_factory=dict)
+
+    def call(self, like: fx.Node, target: object, *args: object) -> fx.Node:
+        """A new node with its fake value; origin and source line are those of `like`."""
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+        fakes = fx.map_arg(args, lambda n: n.meta["val"])
+        node.meta["val"] = target(*fakes)  # type: ignore[operator]
+        for key in ("stack_trace", "nn_module_stack", "seq_nr", "original_aten"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+        return node
+
+    def reshape(self, node: fx.Node, shape: Sequence[int | torch.SymInt]) -> fx.Node:
+        """node, viewed in `shape`; symbolic sizes are those of the graph's own nodes."""
+        value = g.tensor(node)
+        assert value is not None
+        if [str(s) for s in value.shape] == [str(s) for s in shape]:
+            return node
+        symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
+        sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
+        return self.call(node, aten.view.default, node, sizes)
+
+    def _size(self, size: torch.SymInt) -> fx.Node:
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+                return node  # type: ignore[no-any-return]
+        raise BrokenInvariant(f"no node of the graph holds the size {size}")
+
+    def input(self, built: Built, index: int, source: Source) -> fx.Node:
+        """The node that a Region reads as its input `index`, in the shape that the Region wants."""
+        if isinstance(source, Weight):
+            if source.stop is None:
+                return source.node
+            dim = 0 if built.region.products[0].b_layout == "nk" else 1
+            return self.call(source.node, aten.slice.Tensor, source.node, dim, source.start, source.stop)
+        node = source if isinstance(source, fx.Node) else self.made[_key(source)]
+        matrices = built.region.matrices
+        if index < matrices:
+            return self.reshape(node, [-1, built.region.products[0].k]) if g.tensor(node).dim() != 2 else node  # type: ignore[union-attr]
+        extent = built.region.operands[index - matrices].extent
+        rank = 2 if extent == "tile" else 1
+        if g.tensor(node).dim() == rank:  # type: ignore[union-attr]
+            return node
+        return self.call(node, aten.view.default, node, [-1, built.region.n] if rank == 2 else [-1])
+
+    def region(self, like: fx.Node, built: Built) -> None:
+        """Writes one Region and records its outputs."""
+        inputs = [self.input(built, i, s) for i, s in enumerate(built.inputs)]
+        node = self.call(like, REGION, inputs, built.region.text, self.target)
+        keys: list[object] = [*built.draft.stores, *(("sum", t) for t in built.draft.sums)]
+        for i, key in enumerate(keys):
+            self.made[_key(key)] = self.call(like, operator.getitem, node, i)
+
+    def supply(self, built: Built) -> None:
+        """Puts the stores in the place of the nodes that they replace."""
+        for node, stored in built.draft.supplies.items():
+            value = g.tensor(node)
+            assert value is not None
+            new = self.reshape(self.made[stored], list(value.shape))
+            found = g.tensor(new)
+            assert found is not None
+            if [str(s) for s in found.shape] != [str(s) for s in value.shape] or found.dtype != value.dtype:
+                raise BrokenInvariant(f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}")
+            node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+
+def _key(source: object) -> object:
+    """Where `made` lists an output: a store under (term, dtype), a sum under ("sum", the summed term)."""
+    return ("sum", source.args[0]) if isinstance(source, Term) else source
+
+
+def emit(graph: fx.Graph, builts: Sequence[Built], products: dict[int, fx.Node], target: str) -> None:
+    """Writes all Regions, sorts, and drops what nobody reads any more."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    emission = Emission(graph, target, output)
+    pending = list(builts)
+    while pending:
+        ready = [b for b in pending if all(_known(emission, s) for s in b.inputs)]
+        if not ready:
+            raise BrokenInvariant("Regions that wait for each other")
+        for built in ready:
+            emission.region(products[built.draft.space.accs[-1].bit], built)
+        pending = [b for b in pending if b not in ready]
+    for built in builts:
+        emission.supply(built)
+    stable_topological_sort(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _known(emission: Emission, source: Source) -> bool:
+    return isinstance(source, fx.Node | Weight) or _key(source) in emission.made

@@ -1,0 +1,157 @@
+"""The joint pass: read, derive, write. All of it or nothing: an error leaves the graph as it was.
+
+Dynamo's graph arrives here after AOTAutograd and Inductor's decompositions, before partitioning and before Inductor's own
+patterns; the no_grad graph passes the same place.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.core.region import Region
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.emit import emit
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.lift import Lifted, lift
+from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.plan import Plan, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One Region in the graph. `absorbed` are the original nodes whose work now happens in it, `outputs` what it supplies."""
+
+    name: str
+    region: Region
+    m: str
+    laws: tuple[str, ...]
+    absorbed: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node that follows a product but stays with Inductor: the first condition that failed, and the user's line."""
+
+    node: str
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rewrite did."""
+
+    sites: tuple[Site, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    seconds: float = 0.0
+
+
+def is_joint(graph: fx.Graph) -> bool:
+    """Does the graph hold a forward and its backward?"""
+    return any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes)
+
+
+def rewrite(
+    graph: fx.Graph,
+    settings: Settings,
+    target: str = "reference",
+    legal: Callable[[Region], None] = lambda region: None,
+    decide: Callable[[Plan, list[Built]], dict[int, str]] = lambda plan, builts: {},
+) -> Report:
+    """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` returns
+    products to leave to Inductor, with reasons (those that a measurement found slower)."""
+    start = time.perf_counter()
+    if is_joint(graph):
+        raise Unsupported("training graphs are not rewritten yet", hint="run under torch.no_grad() or inference_mode()")
+    backup = copy.deepcopy(graph)
+    guards = _guards(graph)
+    try:
+        report = _rewrite(graph, settings, target, legal, decide)
+        if _guards(graph) != guards:
+            raise BrokenInvariant("the rewrite added a guard")
+    except BaseException:
+        graph.owning_module.graph = backup
+        raise
+    return Report(report.sites, report.refused, time.perf_counter() - start)
+
+
+def _rewrite(
+    graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None],
+    decide: Callable[[Plan, list[Built]], dict[int, str]],
+) -> Report:  # fmt: skip
+    lifted = lift(graph, rounding=settings.numerics == "strict")
+    laws = frozenset(law.name for law in LAWS if allowed(law.name, settings) and settings.numerics != "strict")
+    banned: dict[int, str] = {}
+    if not allowed("epilogue", settings):
+        banned = dict.fromkeys(lifted.products, "epilogues are switched off (CODA_INDUCTOR_DISABLE or _ONLY)")
+    while True:
+        made = plan(lifted, laws, banned)
+        builts = [build(made, draft) for draft in made.unique()]
+        losers = _illegal(builts, legal) or decide(made, builts)
+        if not losers.keys() - banned.keys():
+            break
+        banned |= losers
+    names = {n.name: n for n in graph.nodes}
+    lines = {n.name: g.source_line(n) for n in graph.nodes}
+    terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
+    nodes = {bit: product.node for bit, product in lifted.products.items()}
+    fired = {f.product: f.law for f in made.firings}
+    refused = tuple(Refusal(r.node.name, r.reason, lines[r.node.name]) for r in made.refused)
+    sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
+    emit(graph, builts, nodes, target)
+    left = {n.name for n in graph.nodes}
+    return Report(tuple(_absorb(sites, builts, [n for n in names if n in terms and n not in left], terms)), refused)
+
+
+def allowed(kind: str, settings: Settings) -> bool:
+    """May a law or kind of Region be used under _ONLY and _DISABLE?"""
+    return kind not in settings.disable and (not settings.only or kind in settings.only)
+
+
+def _illegal(builts: list[Built], legal: Callable[[Region], None]) -> dict[int, str]:
+    losers = {}
+    for built in builts:
+        try:
+            legal(built.region)
+        except Unsupported as why:
+            losers |= {acc.bit: why.what for acc in built.draft.space.accs}
+    return losers
+
+
+def _site(i: int, built: Built, nodes: dict[int, fx.Node], fired: dict[int, str], lines: dict[str, str]) -> Site:
+    bits = [acc.bit for acc in built.draft.space.accs]
+    value = g.tensor(nodes[bits[-1]])
+    assert value is not None
+    laws = tuple(sorted({fired[b] for b in bits if b in fired}))
+    outputs = tuple(n.name for n in built.draft.supplies)
+    return Site(f"r{i}", built.region, str(value.shape[0]), laws, (), outputs, lines[nodes[bits[-1]].name])
+
+
+def _absorb(sites: list[Site], builts: list[Built], gone: list[str], deps: dict[str, int]) -> list[Site]:
+    """Shares the vanished nodes out: each went into the last Region on which it depends."""
+    masks = [built.draft.space.mask for built in builts]
+    mine: list[list[str]] = [[] for _ in sites]
+    for name in gone:
+        owners = [i for i, mask in enumerate(masks) if deps[name] & mask]
+        if owners:
+            mine[max(owners, key=lambda i: masks[i])].append(name)
+    return [Site(s.name, s.region, s.m, s.laws, tuple(m), s.outputs, s.source) for s, m in zip(sites, mine, strict=True)]
+
+
+def _guards(graph: fx.Graph) -> int:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return len(value.node.shape_env.guards)
+    return 0
+

@@ -1,0 +1,199 @@
+"""A planned draft written down as a Region, with the tensors that it reads.
+
+Statements follow the terms as they are; nothing is simplified. Names count from zero in order of first use, so that equal
+layers give equal Regions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from torch import fx
+
+from coda_inductor.core.region import DTYPE_NAMES, Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.verify import verify
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.terms import Term, positive
+from coda_inductor.rewrite.plan import Draft, Plan, Stored
+from coda_inductor.rewrite.program import weight_of
+
+Value = str | float
+EXTENTS = ("scalar", "token", "feature", "tile")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Rows (or, for "kn", columns) start to stop of a weight node; stop None is all of it."""
+
+    node: fx.Node
+    start: int = 0
+    stop: int | None = None
+
+
+Source = fx.Node | Stored | Term | Weight
+"""Where an input comes from: a node, another Region's store or sum, or a weight."""
+
+
+@dataclass(slots=True)
+class Built:
+    """A Region, its inputs in order, and what each output is: the drafts' stores, then its sums."""
+
+    region: Region
+    inputs: list[Source]
+    draft: Draft
+
+
+@dataclass(slots=True)
+class _Writer:
+    plan: Plan
+    draft: Draft
+    lets: list[Let] = field(default_factory=list)
+    operands: list[Operand] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    values: dict[Term, Value] = field(default_factory=dict)
+    loaded: dict[Source, str] = field(default_factory=dict)
+
+    def let(self, op: str, *args: Value) -> Value:
+        """Appends a statement, or reuses an equal one."""
+        for known in self.lets:
+            if (known.op, known.args) == (op, args):
+                return known.name
+        self.lets.append(Let(f"v{len(self.lets)}", op, args))
+        return self.lets[-1].name
+
+    def value(self, t: Term) -> Value:
+        """The name of t in the epilogue (or its number)."""
+        if t not in self.values:
+            self.values[t] = self._value(t)
+        return self.values[t]
+
+    def _value(self, t: Term) -> Value:
+        space = self.draft.space
+        source = None if t.deps & space.mask else self.plan.source(t, space)
+        if source is not None:
+            return self._load(t, source)
+        if t.kind == "mul":
+            return self._mul(t)
+        if t.kind == "add":
+            return self._add(t)
+        assert t.kind == "fn", t
+        return self.let(t.name, *(self.value(a) for a in t.args))
+
+    def _load(self, t: Term, source: Source) -> str:
+        if source not in self.loaded:
+            if isinstance(source, fx.Node):
+                dtype = DTYPE_NAMES[g.tensor(source).dtype]  # type: ignore[union-attr]
+            elif isinstance(source, Term):
+                dtype = "f64" if self._dtype() == "f64" else "f32"
+            else:
+                dtype = source[1]  # type: ignore[index]
+            name = f"in{len(self.operands)}"
+            self.operands.append(Operand(name, self.draft.space.extent(t), dtype))  # type: ignore[arg-type]
+            self.sources.append(source)
+            self.loaded[source] = name
+        return self.loaded[source]
+
+    def _dtype(self) -> str:
+        x = self.plan.program.product(self.draft.space.accs[0]).x
+        return DTYPE_NAMES.get(g.tensor(x).dtype, "")  # type: ignore[union-attr]
+
+    def _mul(self, t: Term) -> Value:
+        """Vectors are multiplied among themselves before they meet a tile, so that the device may do that once a row."""
+        ranked = sorted(zip(t.args, t.powers, strict=True), key=lambda bp: self._rank(bp[0]))
+        out: Value | None = float(t.coefficient) if t.coefficient not in (1, -1) or not t.args else None
+        for base, p in ranked:
+            factor = self._power(base, p)
+            out = factor if out is None else self.let("mul", out, factor)
+        assert out is not None
+        return self.let("neg", out) if t.coefficient == -1 and t.args else out
+
+    def _rank(self, t: Term) -> tuple[int, bool]:
+        """An order of arguments that does not depend on where in the graph a layer stands."""
+        return EXTENTS.index(self.draft.space.extent(t)), not t.deps & self.draft.space.mask
+
+    def _power(self, base: Term, p: Fraction) -> Value:
+        if (x := self._logistic(base)) is not None and p < 0 and p.denominator == 1:
+            return self._whole(self.let("sigmoid", x), -p.numerator)
+        x = self.value(base)
+        if p == 1:
+            return x
+        if p == -1 and self.draft.space.extent(base) == "token" and positive(base):
+            root = self.let("rsqrt", x)  # which the same row mostly needs as well
+            return self.let("mul", root, root)
+        if p.denominator == 2:
+            x, p = self.let("rsqrt" if p < 0 else "sqrt", x), Fraction(abs(p.numerator))
+        elif p < 0:
+            x, p = self.let("rcp", x), -p
+        if p.denominator != 1:
+            return self.let("exp", self.let("mul", self.let("log", x), float(p)))
+        return self._whole(x, p.numerator)
+
+    def _logistic(self, base: Term) -> Value | None:
+        """x if base is 1 + exp(-x), whose reciprocal the device has a better form for."""
+        if base.kind != "add" or base.coefficient != 1 or base.powers != (1,):
+            return None
+        e = base.args[0]
+        if e.kind != "fn" or e.name != "exp" or e.args[0].kind != "mul" or e.args[0].coefficient >= 0:
+            return None
+        terms = self.plan.program.lifted.terms
+        return self.value(terms.mul(terms.const(Fraction(-1)), e.args[0]))
+
+    def _whole(self, x: Value, n: int) -> Value:
+        """x to the n by squaring."""
+        if n == 1:
+            return x
+        half = self._whole(x, n // 2)
+        square = self.let("mul", half, half)
+        return self.let("mul", square, x) if n % 2 else square
+
+    def _add(self, t: Term) -> Value:
+        out: Value | None = None
+        for a, w in sorted(zip(t.args, t.powers, strict=True), key=lambda aw: self._rank(aw[0])):
+            x = self.value(a)
+            if out is not None and w == -1:
+                out = self.let("sub", out, x)
+                continue
+            x = x if w == 1 else self.let("neg", x) if w == -1 else self.let("mul", x, float(w))
+            out = x if out is None else self.let("add", out, x)
+        assert out is not None
+        return self.let("add", out, float(t.coefficient)) if t.coefficient else out
+
+
+def build(plan: Plan, draft: Draft) -> Built:
+    """Writes the Region of a draft and verifies it."""
+    writer = _Writer(plan, draft)
+    matrices: list[Source] = []
+    products = []
+    for i, acc in enumerate(draft.space.accs):
+        product = plan.program.product(acc)
+        a, b = plan.operand(acc), _weight(plan, acc)
+        for m in (a, b):
+            if m not in matrices:
+                matrices.append(m)
+        k = plan.program.lifted.reading.axes.total(acc.over).static
+        assert k is not None
+        products.append(Product(f"acc{i}", matrices.index(a), matrices.index(b), k, weight_of(product)[1]))  # type: ignore[arg-type]
+        writer.values[acc] = f"acc{i}"
+    stores = tuple(Store(str(writer.value(t)), dtype) for t, dtype in draft.stores)
+    sums = tuple(Reduction(str(writer.value(t))) for t in draft.sums)
+    n = plan.program.lifted.reading.axes.total(draft.space.columns).static
+    assert n is not None
+    region = Region(n, writer._dtype(), tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums)
+    return Built(verify(region), [*matrices, *writer.sources], draft)
+
+
+def _weight(plan: Plan, acc: Term) -> Weight:
+    """The weight of an accumulator: a block of the product's weight if the accumulator is a lane."""
+    product, axes = plan.program.product(acc), plan.program.lifted.reading.axes
+    node = weight_of(product)[0]
+    if not acc.lanes:
+        return Weight(node)
+    index, fixed = 0, dict(acc.lanes)
+    for axis in product.columns[: len(fixed)]:
+        size = axes.size[axis].static
+        assert size is not None
+        index = index * size + fixed[axis]
+    width = axes.total(plan.program.columns(acc)).static
+    assert width is not None
+    return Weight(node, index * width, (index + 1) * width)

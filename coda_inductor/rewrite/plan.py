@@ -1,0 +1,300 @@
+"""Planning: which values leave which epilogue. Demand starts at the outputs and opaque operations and walks back.
+
+A demanded node is supplied by the epilogue of a product where that can make it; otherwise it stays as the user's own
+operation, and its inputs are demanded in turn. A stored value is demanded in one piece: what an epilogue can make from a
+tile and vectors is made there again rather than stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.core.region import DTYPE_NAMES, DTYPES
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.infer import REDUCTIONS
+from coda_inductor.patterns.lift import Lifted
+from coda_inductor.patterns.pointwise import POINTWISE
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.derive import Firing, derive, statistics
+from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.program import Program, Space
+
+Stored = tuple[Term, str]
+"""A value and the dtype in which it is stored."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """A Region in the making: its space, what it stores and sums, and the graph's nodes that its stores replace."""
+
+    space: Space
+    stores: list[Stored] = field(default_factory=list)
+    sums: list[Term] = field(default_factory=list)
+    supplies: dict[fx.Node, Stored] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node that stays with Inductor although it follows a product, and the first condition that failed."""
+
+    node: fx.Node
+    reason: str
+
+
+class Conflict(Exception):
+    """Two decisions exclude each other; planning starts again with these products banned or undeferred."""
+
+    def __init__(self, *, banned: dict[int, str] | None = None, undeferred: int = 0) -> None:
+        super().__init__(str(banned or undeferred))
+        self.banned, self.undeferred = banned or {}, undeferred
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was decided. `loads` and `tokens` say where an epilogue's inputs come from: a node, a store or a sum."""
+
+    program: Program
+    firings: list[Firing]
+    drafts: dict[Term, Draft] = field(default_factory=dict)  # by accumulator
+    kept: set[fx.Node] = field(default_factory=set)
+    refused: list[Refusal] = field(default_factory=list)
+    _todo: list[fx.Node] = field(default_factory=list)
+
+    def unique(self) -> list[Draft]:
+        """The drafts that do more than a bare product, in the order of the graph."""
+        drafts = {id(d): d for d in self.drafts.values() if not self.bare(d)}
+        return sorted(drafts.values(), key=lambda d: d.space.accs[-1].bit)
+
+    def bare(self, draft: Draft) -> bool:
+        """Does the draft only store what its product computes anyway?"""
+        return not draft.sums and all(self._is_product(t) for t, _ in draft.stores)
+
+    def _is_product(self, t: Term) -> bool:
+        """Is t a product of the graph as it stands there (a biased one with its bias)?"""
+        if t.kind == "con":
+            return not t.lanes
+        accs = [a for a in t.args if a.kind == "con"]
+        if t.kind != "add" or len(accs) != 1:
+            return False
+        product = self.program.lifted.products.get(accs[0].bit)
+        return product is not None and self.program.new[self.program.lifted.term[product.node]] is t
+
+    def need(self, node: fx.Node) -> None:
+        """The node's tensor must exist."""
+        if node not in self.kept:
+            self.kept.add(node)
+            self._todo.append(node)
+
+    def run(self) -> None:
+        """Works off all demands."""
+        for node in self.program.lifted.graph.nodes:
+            if node.op == "output" or node.is_impure():
+                self.need(node)
+        while self._todo:
+            node = self._todo.pop()
+            if not self._supply(node):
+                for a in node.all_input_nodes:
+                    self.need(self._base(a) if self._fusible(node) else a)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Finds decisions that exclude each other."""
+        by_product: dict[int, Draft] = {}
+        for acc, draft in self.drafts.items():
+            if by_product.setdefault(acc.bit, draft) is not draft:
+                raise Conflict(banned={acc.bit: "its halves are needed as well as the whole"})
+        supplied = {node for d in self.drafts.values() for node in d.supplies}
+        for firing in self.firings:
+            operand = self.program.lifted.term[self.program.lifted.products[firing.product].x]
+            if any(n in self.kept and n not in supplied and not g.is_view(n) for n in self._holding(operand)):
+                raise Conflict(undeferred=1 << firing.product)
+
+    def _holding(self, term: Term) -> list[fx.Node]:
+        return self.program.nodes.get(self.program.new[term], [])
+
+    def _fusible(self, node: fx.Node) -> bool:
+        """Does Inductor compute the node in a loop of its own, from whatever inputs are cheapest?"""
+        return node.target in POINTWISE or node.target in REDUCTIONS
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        """The tile that a pointwise chain of one tile starts from: cheaper for a kept operation to read than its end."""
+        while node.target in POINTWISE and not self._ends(node):
+            tiles = [a for a in node.all_input_nodes if self._tile(a)]
+            if len(tiles) != 1:
+                break
+            node = tiles[0]
+        return node
+
+    def _ends(self, node: fx.Node) -> bool:
+        term = self.program.lifted.term.get(node)
+        return term is None or not term.hosts
+
+    def _tile(self, node: fx.Node) -> bool:
+        term = self.program.lifted.term.get(node)
+        return term is None or bool(term.hosts) or term.kind == "leaf" and len(term.axes) > 2
+
+    def _supply(self, node: fx.Node) -> bool:
+        """Lets an epilogue make the node, if one can. Products themselves are made by a Region only if it does more."""
+        term = self.program.lifted.term.get(node)
+        if term is None or not (t := self.program.new[term]).hosts or g.is_view(node) or g.lane(node) is not None:
+            return False
+        try:
+            space = self.program.space(t)
+            self.program.check(t, space)
+            if self._order(node) != space.rows + space.columns:
+                raise Unsupported("its memory order is not rows of tokens")
+            draft = self._draft(space)
+            self.program.check(t, draft.space)
+        except Unsupported as why:
+            if node.target in POINTWISE or node.target in g.PRODUCTS:
+                self.refused.append(Refusal(node, why.what))
+            return False
+        value = g.tensor(node)
+        assert value is not None
+        self._store(draft, (t, DTYPE_NAMES.get(value.dtype, str(value.dtype))))
+        draft.supplies[node] = (t, DTYPE_NAMES.get(value.dtype, str(value.dtype)))
+        return True
+
+    def _order(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(i for d in self.program.lifted.reading.roots(node) for i in d)
+
+    def _draft(self, space: Space) -> Draft:
+        """The draft of a space, united with those that already hold one of its accumulators."""
+        old = {id(d): d for a in space.accs if (d := self.drafts.get(a))}
+        accs = sorted({a for d in old.values() for a in d.space.accs} | set(space.accs), key=lambda a: (a.bit, a.lanes))
+        if old and all(d.space.accs == tuple(accs) for d in old.values()):
+            return next(iter(old.values()))
+        if len(accs) > 2:
+            raise Unsupported("more than two products would share one epilogue")
+        draft = Draft(Space(tuple(accs), space.rows, space.columns))
+        for d in old.values():
+            draft.stores += [s for s in d.stores if s not in draft.stores]
+            draft.sums += [s for s in d.sums if s not in draft.sums]
+            draft.supplies |= d.supplies
+        for t in [t for t, _ in draft.stores] + draft.sums:
+            try:
+                self.program.check(t, draft.space)
+            except Unsupported as why:
+                raise Conflict(banned={a.bit: why.what for a in draft.space.accs}) from why
+        for a in accs:
+            self.drafts[a] = draft
+            self._operands(a)
+        return draft
+
+    def _operands(self, acc: Term) -> None:
+        """Demands the matrices of a product: the weight, and the operand as the laws left it."""
+        product = self.program.product(acc)
+        for a in product.node.all_input_nodes:
+            if a is not product.x:
+                self.need(a)
+        self.operand(acc)
+
+    def operand(self, acc: Term) -> fx.Node | Stored:
+        """Where the left operand comes from: a node of the graph, or a store that no node of the graph equals."""
+        product = self.program.product(acc)
+        x = acc.args[0]
+        dtype = g.tensor(product.x).dtype  # type: ignore[union-attr]
+        if self.program.new[self.program.lifted.term[product.x]] is x:
+            self.need(product.x)
+            return product.x
+        order = product.rows + self.program.lifted.reading.roots(product.x)[-1]
+        for node in self.program.nodes.get(x, ()):
+            if self._order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
+                self.need(node)
+                return node
+        try:
+            draft = self._draft(self.program.space(x))
+        except Unsupported as why:
+            raise Conflict(undeferred=acc.hosts) from why
+        self._store(draft, (x, DTYPE_NAMES[dtype]))
+        return x, DTYPE_NAMES[dtype]
+
+    def _store(self, draft: Draft, stored: Stored) -> None:
+        if stored[1] not in DTYPES:
+            raise Conflict(banned={a.bit: f"it would store {stored[1]}" for a in draft.space.accs})
+        if stored not in draft.stores:
+            draft.stores.append(stored)
+            self._inputs(draft, stored[0])
+
+    def _inputs(self, draft: Draft, t: Term) -> None:
+        """Demands what an epilogue reads to make t."""
+        seen, todo = set[Term](), [t]
+        while todo:
+            x = todo.pop()
+            if x in seen or x in draft.space.accs:
+                continue
+            seen.add(x)
+            leaf = None if x.deps & draft.space.mask else self.source(x, draft.space)
+            todo += x.args if leaf is None else ()
+
+    def source(self, x: Term, space: Space) -> fx.Node | Stored | Term | None:
+        """Where an epilogue gets an early x: a node, a store, a sum (its reduction); None if it computes x from x's arguments."""
+        extent = space.extent(x)
+        if extent == "tile":
+            return None if self.program.single_tile(x, space) is not None else self._tile_source(x, space)
+        if x.kind == "red" and self._sum(x):
+            return x
+        if not x.args:
+            return self._vector(x, space) if x.kind == "leaf" else None
+        if x.kind not in ("red", "con") and all(map(self._sum, statistics(x))):
+            return None
+        if x.kind in ("red", "con") or self.program.natural(x, self._axes(x, space)) is not None:
+            return self._vector(x, space)
+        return None
+
+    def _axes(self, x: Term, space: Space) -> tuple[int, ...]:
+        return space.rows if space.extent(x) == "token" else space.columns
+
+    def _vector(self, x: Term, space: Space) -> fx.Node:
+        node = self.program.natural(x, self._axes(x, space))
+        if node is None:
+            raise Conflict(banned={a.bit: f"{x.name or 'a vector'} is not laid out as its rows or columns" for a in space.accs})
+        self.need(node)
+        return node
+
+    def _tile_source(self, x: Term, space: Space) -> fx.Node | Stored:
+        node = self.program.natural(x, space.rows + space.columns)
+        if node is not None:
+            self.need(node)
+            return node
+        draft = self._draft(self.program.space(x))
+        dtype = g.tensor(self.program.product(draft.space.accs[0]).x).dtype  # type: ignore[union-attr]
+        self._store(draft, (x, DTYPE_NAMES[dtype]))
+        return x, DTYPE_NAMES[dtype]
+
+    def _sum(self, x: Term) -> bool:
+        """Lets the epilogue that makes the summed values sum them, if one can."""
+        if x.name != "sum" or not x.args[0].hosts:
+            return False
+        try:
+            space = self.program.space(x.args[0])
+            self.program.check(x.args[0], space)
+            if set(x.over) != set(space.columns) or not x.axes <= set(space.rows):
+                return False
+            draft = self._draft(space)
+        except Unsupported:
+            return False
+        if x.args[0] not in draft.sums:
+            draft.sums.append(x.args[0])
+            self._inputs(draft, x.args[0])
+        return True
+
+
+def plan(lifted: Lifted, laws: frozenset[str] = frozenset(law.name for law in LAWS), banned: dict[int, str] | None = None) -> Plan:
+    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons."""
+    bans, undeferred = dict(banned or {}), 0
+    for _ in range(2 * len(lifted.products) + 1):
+        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
+        made = Plan(program, derive(program, laws))
+        try:
+            made.run()
+            return made
+        except Conflict as conflict:
+            if not (conflict.banned.keys() - bans.keys() or conflict.undeferred & ~undeferred):
+                raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
+            bans |= conflict.banned
+            undeferred |= conflict.undeferred
+    raise BrokenInvariant("planning does not settle")

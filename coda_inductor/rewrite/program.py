@@ -1,0 +1,197 @@
+"""The program under derivation: the lifted graph with each term as the laws have left it.
+
+Answers the one question on which everything turns: can this value be made in the epilogue of a product, and of which?
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.lift import Lifted, Product
+from coda_inductor.patterns.terms import Term
+
+MAX_LANES = 2
+NOT_HALVES = "it combines features that are not two halves of the columns, as rotary embeddings do"
+Extent = str
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """One output tile space: the accumulators that share it, lane by lane, and its axes in memory order."""
+
+    accs: tuple[Term, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def mask(self) -> int:
+        """The products that compute it, as a bit set."""
+        mask = 0
+        for acc in self.accs:
+            mask |= acc.hosts
+        return mask
+
+    def extent(self, t: Term) -> Extent:
+        """What t varies over here: "scalar", "token", "feature", "tile", or "other"."""
+        rows, columns = t.axes & set(self.rows), t.axes & set(self.columns)
+        if t.axes - rows - columns:
+            return "other"
+        if rows and columns:
+            return "tile"
+        return "token" if rows else "feature" if columns else "scalar"
+
+
+@dataclass(slots=True)
+class Program:
+    """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
+
+    `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand stays as
+    the user wrote it.
+    """
+
+    lifted: Lifted
+    banned: dict[int, str] = field(default_factory=dict)
+    undeferred: frozenset[int] = frozenset()
+    new: dict[Term, Term] = field(default_factory=dict)
+    nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
+
+    def columns(self, acc: Term) -> tuple[int, ...]:
+        """The axes of an accumulator's columns."""
+        lanes = {axis for axis, _ in acc.lanes}
+        return tuple(i for i in self.product(acc).columns if i not in lanes)
+
+    def product(self, acc: Term) -> Product:
+        """The graph's product behind an accumulator. Raises Unsupported for a batched one."""
+        if acc.bit not in self.lifted.products:
+            raise Unsupported("it follows a batched product")
+        return self.lifted.products[acc.bit]
+
+    def accumulators(self, t: Term) -> list[Term]:
+        """The contractions that t reaches through pointwise operations."""
+        found, seen, todo = [], set[Term](), [t]
+        while todo:
+            x = todo.pop()
+            if x in seen or not x.hosts:
+                continue
+            seen.add(x)
+            if x.kind == "con":
+                found.append(x)
+            else:
+                todo += x.args
+        return sorted(found, key=lambda c: (c.bit, c.lanes))
+
+    def space(self, t: Term) -> Space:
+        """The tile space whose epilogue could make t: that of the last product that t reaches. Raises Unsupported."""
+        accs = self.accumulators(t)
+        if not accs:
+            raise Unsupported("no product feeds it directly")
+        last = accs[-1]
+        if last.bit in self.banned:
+            raise Unsupported(self.banned[last.bit])
+        weight_of(self.product(last))
+        lanes = [a for a in accs if self._shares(a, last)]
+        columns = {self.columns(a) for a in lanes}
+        if len(lanes) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, lanes)):
+            raise Unsupported(NOT_HALVES)
+        return Space(tuple(lanes), self.product(last).rows, columns.pop())
+
+    def _shares(self, acc: Term, last: Term) -> bool:
+        """Can acc and last be lanes of one product: same operand, same shape, same layout of the weight?"""
+        if acc.args[0] is not last.args[0] or acc.over != last.over or acc.bit not in self.lifted.products:
+            return False
+        if acc.bit in self.banned:
+            return False
+        mine, theirs = self.product(acc), self.product(last)
+        sizes = self.lifted.reading.axes
+        return (
+            mine.rows == theirs.rows
+            and sizes.total(self.columns(acc)) == sizes.total(self.columns(last))
+            and weight_of(mine)[1] == weight_of(theirs)[1]
+            and (acc.bit == last.bit or self._same_features(acc, last))
+        )
+
+    def _same_features(self, acc: Term, last: Term) -> bool:
+        return self.columns(acc) == self.columns(last)
+
+    def _halves(self, acc: Term) -> bool:
+        """Are the lanes of acc whole blocks of the weight's rows, so that the block is a weight of its own?"""
+        return {axis for axis, _ in acc.lanes} == set(self.product(acc).columns[: len(acc.lanes)])
+
+    def check(self, t: Term, space: Space) -> None:
+        """Can the epilogue of `space` make t? Raises Unsupported with the first condition that fails."""
+        seen, todo = set[Term](), [t]
+        while todo:
+            x = todo.pop()
+            if x in seen or x in space.accs:
+                continue
+            seen.add(x)
+            if not x.deps & space.mask:
+                todo += self._early(x, space)
+            elif x.kind == "con":
+                raise Unsupported(NOT_HALVES if x.hosts & space.mask else "it needs a product that runs later")
+            elif x.kind == "red":
+                raise Unsupported("it needs a sum over the row that its own product is still making")
+            elif x.kind == "leaf":
+                raise Unsupported(f"it needs {x.name}, which runs later")
+            elif x.kind == "lanes":
+                raise Unsupported(NOT_HALVES)
+            else:
+                todo += x.args
+
+    def _early(self, x: Term, space: Space) -> list[Term]:
+        """What of an early x must be looked at further: nothing if it can be loaded as it is."""
+        extent = space.extent(x)
+        if extent == "scalar" and x.kind == "mul" and not x.args:
+            return []
+        if extent in ("other", "scalar"):
+            raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")
+        if extent != "tile":
+            return []
+        if (single := self.single_tile(x, space)) is not None:
+            return [single]
+        if self.natural(x, space.rows + space.columns) is None and not self.storable(x, space):
+            raise Unsupported("a tile that it needs is not laid out as rows of tokens")
+        return []
+
+    def single_tile(self, x: Term, space: Space) -> Term | None:
+        """The one tile that a pointwise x is made of with vectors, which is cheaper to load than x is to store."""
+        if x.kind not in ("mul", "add", "fn"):
+            return None
+        tiles = [a for a in x.args if space.extent(a) == "tile"]
+        return tiles[0] if len(tiles) == 1 else None
+
+    def storable(self, t: Term, space: Space) -> bool:
+        """Can an earlier epilogue store t in the memory order of `space`?"""
+        try:
+            own = self.space(t)
+            self.check(t, own)
+        except Unsupported:
+            return False
+        return own.rows == space.rows and own.columns == space.columns
+
+    def natural(self, t: Term, order: tuple[int, ...]) -> fx.Node | None:
+        """The first node of the graph that holds t, contiguous in this order of axes."""
+        reading = self.lifted.reading
+        for node in self.nodes.get(t, ()):
+            if tuple(i for d in reading.roots(node) for i in d) == order:
+                return node
+        return None
+
+
+def weight_of(product: Product) -> tuple[fx.Node, str]:
+    """The tensor that holds a product's weight, and its layout: "nk" for [N, K], "kn" for [K, N]. Raises Unsupported."""
+    w = product.w
+    value = g.tensor(w)
+    assert value is not None
+    if value.stride()[1] == 1:
+        return w, "kn"
+    if value.stride()[0] == 1 and w.target in TRANSPOSES and isinstance(w.args[0], fx.Node):
+        return w.args[0], "nk"
+    raise Unsupported(f"the weight of {product.node} is neither row- nor column-major")
+
+
+TRANSPOSES = frozenset({g.aten.permute.default, g.aten.t.default, g.aten.transpose.int})
