@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from coda_inductor.core.errors import CodaError
-from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings
+from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings, default_cache
 
 DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
 
@@ -129,3 +129,8 @@ def test_check_kinds_suggests_the_nearest() -> None:
     Settings(disable=frozenset({"triangle"})).check_kinds(["triangle", "adjoint"])
     with pytest.raises(SettingError, match="did you mean 'triangle'"):
         Settings(only=frozenset({"triangel"})).check_kinds(["triangle", "adjoint"])
+
+
+def test_default_cache_is_in_the_users_cache() -> None:
+    assert default_cache({"XDG_CACHE_HOME": "/c"}) == "/c/coda_inductor"
+    assert default_cache({}) == default_cache({"XDG_CACHE_HOME": ""}) == str(Path.home() / ".cache/coda_inductor")

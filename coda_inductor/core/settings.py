@@ -44,7 +44,7 @@ class Settings:
     target: Target = "auto"
     """The machine that kernels are made for; "reference" runs every Region on torch instead."""
     cache_dir: str | None = None
-    """Where kernels and measurements are kept; None: beside Inductor's own cache."""
+    """Where kernels and measurements are kept; None: in `default_cache`."""
     debug_dir: str | None = None
     """Where graphs, Regions and sources are written for people to read; None: nowhere."""
     strict: bool = False
@@ -84,6 +84,12 @@ class Settings:
         for kind in sorted(self.disable | self.only):
             if kind not in known:
                 _unknown("law or region kind", kind, known)
+
+
+def default_cache(environ: Mapping[str, str] = os.environ) -> str:
+    """The folder for kernels and measurements when `cache_dir` names none."""
+    caches = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(caches, "coda_inductor")
 
 
 def _boolean(value: object) -> bool:
