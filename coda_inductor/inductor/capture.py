@@ -1,8 +1,8 @@
 """The graphs that Inductor would compile, without a GPU, without memory for the model, and without running it.
 
 `load` builds the user's model on memory that is reserved and never touched; `capture` sends it through Dynamo and
-AOTAutograd as compile_fx does and hands over what a `joint_custom_pre_pass` sees. In the place of compiled code stands a
-stub that returns tensors of the right shape, so what follows a graph break is captured too.
+AOTAutograd as compile_fx does and hands over what a `joint_custom_pre_pass` sees. In the place of compiled code stands
+a stub that returns tensors of the right shape, so what follows a graph break is captured too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def capture(
 ) -> None:
     """Calls `on_graph` with a copy of each functional, decomposed ATen graph of model(*args, **kwargs).
 
-    "train" gives joint graphs, forward and backward in one; "infer" runs in eval mode under no_grad. What Dynamo leaves to
-    eager between two graphs is executed, on uninitialised values.
+    "train" gives joint graphs, forward and backward in one; "infer" runs in eval mode under no_grad. What Dynamo leaves
+    to eager between two graphs is executed, on uninitialised values.
     """
 
     def hand_over(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:
@@ -76,10 +76,10 @@ def capture(
         torch.compile(model, backend=backend)(*args, **kwargs)
 
 
-def stub(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., list[Any]]:
+def stub(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
     """Stands for the code of `gm`: its outputs, shaped for the sizes it was traced at, large ones never written."""
     (outputs,) = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args
-    values = [out.meta["val"] if isinstance(out, fx.Node) else out for out in outputs]  # type: ignore[union-attr]
+    values = [out.meta["val"] if isinstance(out, fx.Node) else out for out in outputs]
 
     def compiled(*_: Any) -> list[Any]:
         return [_empty(v) if isinstance(v, Tensor) else v if v is None else int(v) for v in values]
@@ -94,7 +94,7 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Imports MODULE from "MODULE:FUNCTION" (the working directory included) and calls FUNCTION: (model, args, kwargs)."""
+    """(model, args, kwargs) from the FUNCTION that "MODULE:FUNCTION" names; the working directory is importable."""
     module, _, name = spec.partition(":")
     if not module or not name:
         raise Unsupported(f"{spec!r} names no function", hint="write MODULE:FUNCTION, as in my_model:build")
@@ -103,10 +103,11 @@ def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise Unsupported(f"module {module!r} has no function {name!r}", where=spec)
-    with OnCpu(), Untouched():
+    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
         made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
-        raise Unsupported(f"{spec} returned {type(made).__name__}", hint="return (model, args) or (model, args, kwargs)")
+        hint = "return (model, args) or (model, args, kwargs)"
+        raise Unsupported(f"{spec} returned {type(made).__name__}", hint=hint)
     return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
 
 
@@ -129,8 +130,8 @@ def _cpu_for_cuda(x: Any) -> Any:
 class Untouched(TorchDispatchMode):
     """Tensors of LARGE elements and more have a shape, but no operation writes or reads them.
 
-    The system hands out pages when they are touched, so a model of any size is built in the memory of its small tensors,
-    whose values are right.
+    The system hands out pages when they are touched, so a model of any size is built in the memory of its small
+    tensors, whose values are right.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

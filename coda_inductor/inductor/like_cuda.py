@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._inductor import compile_fx
+from torch._inductor import compile_fx, decomposition
 
 aten = torch.ops.aten
 
@@ -106,7 +106,7 @@ def python_kernel(op: Any, kernel: Callable[..., Tensor]) -> Iterator[None]:
 @contextmanager
 def like_cuda() -> Iterator[None]:
     """Inside, compile_fx traces CPU tensors as if they were CUDA's."""
-    original = compile_fx.select_decomp_table
+    original = decomposition.select_decomp_table
 
     def table() -> dict[Any, Callable[..., Any]]:
         return {**original(), aten.native_layer_norm.default: layer_norm}

@@ -22,24 +22,22 @@ Reads = dict[fx.Node, dict[Path, int]]
 """For every buffer that a value is made of, the parts read and their numbers of elements."""
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 
-KINDS: dict[str, Kind] = {
-    name: kind
-    for kind, names in {
-        "view": "view permute expand unsqueeze squeeze alias t transpose detach reshape _unsafe_view view_as_real lift_fresh",
-        "part": "slice select split split_with_sizes unbind chunk diagonal as_strided",
-        "loop": "cat stack clone convert_element_type _to_copy where slice_scatter select_scatter constant_pad_nd flip "
-        "repeat copy copy_ tril triu fill masked_fill roll glu view_as_complex",
-        "gather": "embedding index gather index_select _unsafe_index _unsafe_masked_index",
-        "source": "full iota arange scalar_tensor empty zeros ones new_zeros new_ones new_full new_empty eye linspace "
-        "full_like zeros_like ones_like empty_like",
-        "random": "rand randn randint rand_like randn_like bernoulli",
-        "reduction": "sum mean var var_mean amax amin argmax argmin any all prod max min std",
-        "scan": "cumsum cumprod logcumsumexp cummax cummin",
-        "scatter": "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add "
-        "_unsafe_masked_index_put_accumulate",
-    }.items()
-    for name in names.split()
-}  # type: ignore[misc]
+_NAMES: dict[Kind, str] = {
+    "view": "view permute expand unsqueeze squeeze alias t transpose detach reshape _unsafe_view view_as_real "
+    "lift_fresh",
+    "part": "slice select split split_with_sizes unbind chunk diagonal as_strided",
+    "loop": "cat stack clone convert_element_type _to_copy where slice_scatter select_scatter constant_pad_nd flip "
+    "repeat copy copy_ tril triu fill masked_fill roll glu view_as_complex",
+    "gather": "embedding index gather index_select _unsafe_index _unsafe_masked_index",
+    "source": "full iota arange scalar_tensor empty zeros ones new_zeros new_ones new_full new_empty eye linspace "
+    "full_like zeros_like ones_like empty_like",
+    "random": "rand randn randint rand_like randn_like bernoulli",
+    "reduction": "sum mean var var_mean amax amin argmax argmin any all prod max min std",
+    "scan": "cumsum cumprod logcumsumexp cummax cummin",
+    "scatter": "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add "
+    "_unsafe_masked_index_put_accumulate",
+}
+KINDS: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 @dataclass(eq=False, slots=True)
@@ -108,6 +106,13 @@ def owner(buffer: fx.Node) -> fx.Node:
     return buffer.all_input_nodes[0] if is_output else buffer
 
 
+def base_of(node: fx.Node) -> fx.Node:
+    """The value that `node` is a view of."""
+    while node.op == "call_function" and kind_of(node) in ("view", "part"):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def hint(size: Any) -> int:
     """The extent that torch traced a symbolic size with; Inductor's own fallback where there was none."""
     known = size.node.hint if isinstance(size, torch.SymInt) else size
@@ -174,21 +179,16 @@ class _Lowering:
         if len(users) > 1 and formula.nodes:
             taken = any(u.op == "call_function" and kind_of(u) == "extern" for u in users)
             left = any(u.op == "output" for u in users)
-            if (taken and reads > 1) or (left and reads > 0) or large or reads > inductor_config.realize_reads_threshold:
+            many = reads > inductor_config.realize_reads_threshold
+            if (taken and reads > 1) or (left and reads > 0) or large or many:
                 self.realize(node)
                 return
         if formula.nodes and reads > 1 and (large or reads > 8) and kind_of(node) not in ("view", "part"):
             self.realize(node)
 
-    def base(self, node: fx.Node) -> fx.Node:
-        """The value that `node` is a view of."""
-        while node.op == "call_function" and kind_of(node) in ("view", "part"):
-            node = node.all_input_nodes[0]
-        return node
-
     def realize(self, node: fx.Node) -> list[fx.Node]:
         """Puts the value behind `node` into memory, if it is not there; returns its buffer."""
-        base = self.base(node)
+        base = base_of(node)
         if (formula := self.formulas.pop(base, None)) is not None:
             written = elements(base)
             self.result.order.append(Loop(base, formula.nodes, formula.reads, written, 1, True, written))
@@ -251,8 +251,9 @@ def _part(node: fx.Node) -> str:
 def _is_inner(node: fx.Node) -> bool:
     """Does the reduction run over the last dimensions, as the tensor lies in memory?"""
     source = node.all_input_nodes[0].meta["val"]
-    dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple, int)) else range(source.dim())
-    reduced = {int(d) % source.dim() for d in ([dims] if isinstance(dims, int) else dims)}  # type: ignore[union-attr]
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    dims = [given] if isinstance(given, int) else given if isinstance(given, (list, tuple)) and given else None
+    reduced = set(range(source.dim())) if dims is None else {int(d) % source.dim() for d in dims}
     kept = [hint(source.stride(d)) for d in range(source.dim()) if d not in reduced and hint(source.shape[d]) > 1]
     inside = [hint(source.stride(d)) for d in reduced if hint(source.shape[d]) > 1]
     return not kept or not inside or max(inside) < min(kept)

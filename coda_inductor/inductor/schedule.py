@@ -1,9 +1,9 @@
 """A model of Inductor's schedule: the memory-bound kernels that stock Inductor would launch, and the bytes they move.
 
 Loops (lowering.py) are fused greedily, the pair that shares most bytes first, under Inductor's rules: equal iteration
-spaces, or a reduction with pointwise work over its rows; no cycle; not too far apart. Every tensor counts once per kernel
-that touches it, what a broadcast repeats counts once, a gather counts what it uses, views are free. Products, attention
-and other extern operations are not memory-bound kernels. bench/inductor_bytes.py holds the model against Inductor itself.
+spaces, or a reduction with pointwise work over its rows; no cycle; not too far apart. Every tensor counts once per
+kernel that touches it, what a broadcast repeats counts once, a gather counts what it uses, views are free. Products,
+attention and other extern operations are not memory-bound kernels. bench/inductor_bytes.py asks Inductor itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from coda_inductor.inductor.lowering import Extern, Loop, Lowered, Path, elements, lower, owner
+from coda_inductor.inductor.lowering import Extern, Loop, Lowered, Path, elements, is_tensor, lower, owner
 
 FAR = 64
 """Inductor does not fuse kernels that are further apart than this."""
@@ -37,9 +37,15 @@ class Kernel:
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
-def kernels(graph: fx.Graph) -> list[Kernel]:
-    """The kernels of a functional, decomposed ATen graph. A joint graph is partitioned first, as Inductor would."""
-    halves = partition(graph)
+Halves = tuple[fx.Graph, fx.Graph]
+
+
+def kernels(graph: fx.Graph, halves: Halves | None = None) -> list[Kernel]:
+    """The kernels of a functional, decomposed ATen graph, forward then backward.
+
+    A joint graph is partitioned as Inductor would; `halves` may hold what `partition` returned for it.
+    """
+    halves = halves or partition(graph)
     if halves is None:
         return _kernels(graph)
     names = {n.name: n for n in graph.nodes}
@@ -52,17 +58,25 @@ def kernels(graph: fx.Graph) -> list[Kernel]:
     return [original(half, k) for half in halves for k in _kernels(half)]
 
 
-def partition(graph: fx.Graph) -> tuple[fx.Graph, fx.Graph] | None:
+def partition(graph: fx.Graph) -> Halves | None:
     """Forward and backward of a joint graph, by Inductor's own min-cut; None if the graph is not joint."""
     if not any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes):
         return None
     output = graph.output_node()
-    described = output.meta.get("desc", [])
-    forward = sum(not isinstance(d, GradAOTOutput) for d in described)
+    described = output.meta["desc"]  # of every output; None for an input that gets no gradient
+    forward = 1 + max(i for i, d in enumerate(described) if d is not None and not isinstance(d, GradAOTOutput))
     owner_module = graph.owning_module or torch.nn.Module()
     twin = fx.GraphModule(owner_module, copy.deepcopy(graph))
     first, second = min_cut_rematerialization_partition(twin, [], compiler="inductor", num_fwd_outputs=forward)
     return first.graph, second.graph
+
+
+def saved(halves: Halves) -> dict[str, int]:
+    """What the forward keeps for the backward, inputs and parameters apart: bytes by name."""
+    forward, backward = halves
+    inputs = {n.name for n in forward.nodes if n.op == "placeholder"}
+    kept = [n for n in backward.nodes if n.op == "placeholder" and "tangents" not in str(n.target) and is_tensor(n)]
+    return {n.name: elements(n) * itemsize(n) for n in kept if n.name not in inputs}
 
 
 def _kernels(graph: fx.Graph) -> list[Kernel]:
@@ -77,7 +91,7 @@ def _kernels(graph: fx.Graph) -> list[Kernel]:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Loops that share a kernel: `first` and `last` are positions in the graph, the space is the reduction's, if any."""
+    """Loops that share a kernel. `first`, `last`: positions in the graph; the space is the reduction's, if any."""
 
     loops: list[Loop]
     first: int
@@ -91,7 +105,7 @@ class _Group:
 
 
 class _Fusion:
-    """Greedy fusion in rounds, as Inductor's Scheduler.fuse_nodes: the best scored pairs first, until nothing changes."""
+    """Greedy fusion in rounds, as Inductor's Scheduler.fuse_nodes: best scored pairs first, until nothing changes."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.unit: dict[fx.Node, _Group | Extern] = {}

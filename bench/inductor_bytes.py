@@ -1,0 +1,251 @@
+"""Two accounts of the same bytes: coda_inductor.inductor.schedule's model, and Inductor's own schedule for an H200.
+
+Inductor lowers and schedules the post-grad graph on fake CUDA tensors; no code is generated and no GPU is needed.
+
+    python bench/inductor_bytes.py                     # Llama-3-8B and GPT-2, inference and training
+    python bench/inductor_bytes.py llama3-8b --mode infer --kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import compile_fx, scheduler
+from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from coda_inductor.inductor.capture import OnCpu, Untouched, capture, stub
+from coda_inductor.inductor.like_cuda import like_cuda
+from coda_inductor.inductor.schedule import Kernel, kernels
+
+H200 = SimpleNamespace(
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30, warp_size=32,
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+    shared_memory_per_block=49152, shared_memory_per_block_optin=232448, gcnArchName="", L2_cache_size=50 << 20,
+)  # fmt: skip
+
+Mode = Literal["infer", "train"]
+Row = dict[str, Any]
+
+
+@contextlib.contextmanager
+def h200() -> Iterator[None]:
+    """Answers what Inductor asks about the device while it lowers and schedules."""
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "get_device_properties", lambda *_: H200),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (CudaInterface, "is_available", staticmethod(lambda: True)),
+        (CudaInterface, "get_compute_capability", staticmethod(lambda *_: 90)),
+        (CudaInterface, "get_device_properties", staticmethod(lambda *_: H200)),
+        (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: H200)),
+        (CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
+        (scheduler, "has_triton", lambda *_: True),
+        (scheduler.Scheduler, "codegen", lambda *_: None),
+    ]
+    DeviceProperties.create.cache_clear()
+    with contextlib.ExitStack() as stack:
+        for owner, name, answer in answers:
+            stack.enter_context(mock.patch.object(owner, name, answer))
+        stack.enter_context(inductor_config.patch(force_disable_caches=True, compile_threads=1))
+        yield
+    DeviceProperties.create.cache_clear()
+
+
+def on_cuda(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
+    """Moves the graph to fake CUDA tensors in place; returns its inputs."""
+    inputs: list[Any] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            val = node.meta["val"]
+            if isinstance(val, torch.Tensor):
+                with mode:
+                    val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cuda")
+            inputs.append(val)
+        elif "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+    return inputs
+
+
+def inductor_kernels(gm: fx.GraphModule, is_inference: bool) -> list[Row]:
+    """Inductor's own memory-bound kernels for a graph as inner_compile receives it."""
+    fake = next(n.meta["val"].fake_mode for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    with h200(), torch.no_grad(), V.set_fake_mode(fake), V.set_debug_handler(DebugContext()):
+        inputs = on_cuda(gm, fake)
+        compile_fx.view_to_reshape(gm)
+        compile_fx.fake_tensor_prop(gm, inputs, force_allow_non_fake_inputs=True)
+        compile_fx._recursive_record_original_output_strides(gm)
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        graph = GraphLowering(gm, example_inputs=inputs, shape_env=fake.shape_env, is_inference=is_inference)
+        with V.set_graph_handler(graph):
+            graph.run(*inputs)
+            graph.init_wrapper_code()
+            graph._update_scheduler()
+            return [row for node in graph.scheduler.nodes if (row := measure(node)) is not None]
+
+
+def measure(node: Any) -> Row | None:
+    """Bytes that one scheduled kernel reads and writes, each buffer once; None for extern and empty kernels."""
+    if isinstance(node, (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode)):
+        return None
+    inside = set(node.get_nodes())
+    touched: dict[str, dict[str, int]] = {"reads": defaultdict(int), "writes": defaultdict(int)}
+    for kind, deps in (("reads", node.read_writes.reads), ("writes", node.read_writes.writes)):
+        for dep in deps:
+            buffer = V.graph.scheduler.name_to_buf.get(dep.name)
+            produced = dep.name in node.get_buffer_names()
+            if produced and (kind == "reads" or all(u.node in inside for u in buffer.users)):  # type: ignore[union-attr]
+                continue
+            touched[kind][dep.name] += elements(dep)
+    sizes = {
+        kind: {b: min(n, hint(V.graph.get_numel(b))) * V.graph.get_dtype(b).itemsize for b, n in buffers.items()}
+        for kind, buffers in touched.items()
+    }
+    origins = sorted({o.name for snode in node.get_nodes() for o in getattr(snode.node, "origins", ())})
+    return {
+        "bytes": int(sum(sizes["reads"].values()) + sum(sizes["writes"].values())),
+        "reads": {k: int(v) for k, v in sizes["reads"].items()},
+        "writes": {k: int(v) for k, v in sizes["writes"].items()},
+        "origins": origins,
+    }
+
+
+def hint(size: Any) -> int:
+    """The extent of a symbolic size at the traced sizes; torch 2.13 renamed the question."""
+    sizes = V.graph.sizevars
+    return int(sizes.optimization_hint(size) if hasattr(sizes, "optimization_hint") else sizes.size_hint(size))
+
+
+def elements(dep: Any) -> int:
+    """How many elements the access `dep` touches: the ranges of the loops its index depends on; for a gather, of all."""
+    if not isinstance(dep, MemoryDep):
+        return hint(dep.get_numel())
+    count = 1
+    for var, size in zip(dep.var_names, dep.size, strict=True):
+        if dep.is_indirect() or var in dep.index.free_symbols:
+            count *= hint(size)
+    return count
+
+
+def own_schedule(model: Callable[..., Any], args: Sequence[Any], mode: Mode) -> list[Row]:
+    """Inductor's kernels for all graphs of model(*args), forward and backward."""
+    rows: list[Row] = []
+
+    def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        rows.extend(inductor_kernels(fx.GraphModule(gm, copy.deepcopy(gm.graph)), bool(kwargs.get("is_inference"))))
+        return stub(gm, inputs)
+
+    torch._dynamo.reset()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(like_cuda())
+        stack.enter_context(inductor_config.patch(force_disable_caches=True))
+        stack.enter_context(
+            functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=mode == "train")
+        )
+        stack.enter_context(torch.set_grad_enabled(mode == "train"))
+        if isinstance(model, torch.nn.Module):
+            model.train(mode == "train")
+        torch.compile(model, backend=functools.partial(compile_fx.compile_fx, inner_compile=inner))(*args)
+    torch._dynamo.reset()
+    return rows
+
+
+def modelled(model: Callable[..., Any], args: Sequence[Any], mode: Mode) -> list[Kernel]:
+    """The byte model's kernels for the same."""
+    found: list[Kernel] = []
+    capture(model, args, {}, mode, lambda graph: found.extend(kernels(graph)))
+    return found
+
+
+def without_mask(config: Any) -> Any:
+    """Transformers builds a [B, 1, S, S] mask when traced; the known measurement ran causal attention without one."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    config._attn_implementation = "causal"
+    return config
+
+
+def llama3_8b(layers: int) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(without_mask(config)).to(torch.bfloat16)
+    return model, (torch.zeros(2, 4096, dtype=torch.long),)
+
+
+def gpt2(layers: int) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(without_mask(GPT2Config(n_layer=layers, use_cache=False))).to(torch.bfloat16)
+    return model, (torch.zeros(8, 1024, dtype=torch.long),)
+
+
+MODELS: dict[str, tuple[Callable[[int], tuple[torch.nn.Module, tuple[torch.Tensor]]], int]] = {
+    "llama3-8b": (llama3_8b, 32),
+    "gpt2": (gpt2, 12),
+}
+
+
+def build(name: str, layers: int) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    """The model at its real widths, without memory for it."""
+    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
+        return MODELS[name][0](layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=" or ".join(MODELS))
+    parser.add_argument("--mode", choices=("infer", "train"), action="append")
+    parser.add_argument("--kernels", action="store_true", help="print every kernel of both, at 2 layers")
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, GB of memory-bound kernels: Inductor's own schedule, the model, model/own")
+    for name in options.models:
+        for mode in options.mode or ("infer", "train"):
+            totals: dict[int, tuple[int, int]] = {}
+            for layers in (2, 4):
+                own = own_schedule(*build(name, layers), mode)
+                ours = modelled(*build(name, layers), mode)
+                totals[layers] = sum(r["bytes"] for r in own), sum(k.bytes for k in ours)
+                if options.kernels and layers == 2:
+                    for row in own:
+                        print(f"  own   {row['bytes'] / 1e6:10.3f} MB  {' '.join(row['origins'])}")
+                    for k in ours:
+                        print(f"  model {k.bytes / 1e6:10.3f} MB  {' '.join(n.name for n in k.nodes)}")
+            depth = MODELS[name][1]
+            pairs = zip(totals[2], totals[4], strict=True)
+            totals[depth] = tuple(two + (four - two) * (depth - 2) // 2 for two, four in pairs)  # type: ignore[assignment]
+            for layers, (own_bytes, model_bytes) in totals.items():
+                ratio = model_bytes / own_bytes
+                print(
+                    f"{name:10} {mode:6} {layers:3} layers {own_bytes / 1e9:9.3f} {model_bytes / 1e9:9.3f} {ratio:7.3f}"
+                )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    main()
