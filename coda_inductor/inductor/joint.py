@@ -90,15 +90,13 @@ def _rewrite(
     decide: Callable[[Plan, list[Built]], dict[int, str]],
 ) -> Report:  # fmt: skip
     lifted = lift(graph, rounding=settings.numerics == "strict")
-    laws = frozenset(law.name for law in LAWS if allowed(law.name, settings) and settings.numerics != "strict")
+    laws = frozenset(law.name for law in LAWS if allowed(law.name, LAW_NAMES, settings) and settings.numerics != "strict")
     banned: dict[int, str] = {}
-    if not allowed("epilogue", settings):
-        banned = dict.fromkeys(lifted.products, "epilogues are switched off (CODA_INDUCTOR_DISABLE or _ONLY)")
     while True:
         made = plan(lifted, laws, banned)
         builts = [build(made, draft) for draft in made.unique()]
-        losers = _illegal(builts, legal) or decide(made, builts)
-        if not losers.keys() - banned.keys():
+        losers = _illegal(builts, legal, settings) or decide(made, builts)
+        if not losers:
             break
         banned |= losers
     names = {n.name: n for n in graph.nodes}
@@ -113,15 +111,28 @@ def _rewrite(
     return Report(tuple(_absorb(sites, builts, [n for n in names if n in terms and n not in left], terms)), refused)
 
 
-def allowed(kind: str, settings: Settings) -> bool:
-    """May a law or kind of Region be used under _ONLY and _DISABLE?"""
-    return kind not in settings.disable and (not settings.only or kind in settings.only)
+LAW_NAMES = frozenset(law.name for law in LAWS)
+REGION_KINDS = frozenset({"pair", "statistic", "pointwise"})
+"""Two products in one tile; an epilogue that sums over its rows; any other."""
 
 
-def _illegal(builts: list[Built], legal: Callable[[Region], None]) -> dict[int, str]:
+def kind(region: Region) -> str:
+    """The region's kind, as _DISABLE and _ONLY name it."""
+    return "pair" if len(region.products) > 1 else "statistic" if region.reductions else "pointwise"
+
+
+def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
+    """May a law (or a kind of Region) be used? _ONLY restricts the laws if it names one, and the kinds if it names one."""
+    only = settings.only & among
+    return name not in settings.disable and (not only or name in only)
+
+
+def _illegal(builts: list[Built], legal: Callable[[Region], None], settings: Settings) -> dict[int, str]:
     losers = {}
     for built in builts:
         try:
+            if not allowed(kind(built.region), REGION_KINDS, settings):
+                raise Unsupported(f"regions of the kind {kind(built.region)!r} are switched off")
             legal(built.region)
         except Unsupported as why:
             losers |= {acc.bit: why.what for acc in built.draft.space.accs}

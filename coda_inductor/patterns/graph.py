@@ -98,8 +98,11 @@ def root(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does the node only rearrange its first argument?"""
-    return node.op == "call_function" and node.target in VIEWS
+    """Does the node only rearrange its first argument? A slice of everything does, too."""
+    if node.op != "call_function":
+        return False
+    whole = node.target is aten.slice.Tensor and tensor(node) is not None and sizes(node) == sizes(node.args[0])  # type: ignore[arg-type]
+    return whole or node.target in VIEWS
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -93,7 +93,7 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
         raise Misfit("it reads integers or empty tensors")
     if node.target in POINTWISE and not node.kwargs.get("rounding_mode"):
         return _broadcast(reading, node, tensors)
-    if node.target in g.VIEWS:
+    if g.is_view(node):
         return _view(reading, node)
     if node.target in g.PRODUCTS:
         return _product(reading, node)
@@ -135,6 +135,8 @@ def _view(reading: Reading, node: fx.Node) -> Dims:
         return tuple(dims[i] for i in order)
     if node.target is aten.expand.default:
         return _broadcast(reading, node, [source])
+    if node.target is aten.slice.Tensor:
+        return dims
     return reading.axes.regroup([i for d in dims for i in d], g.sizes(node))
 
 

@@ -22,10 +22,9 @@ ROUNDINGS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 @dataclass(slots=True)
 class Product:
-    """A matrix product of the graph, acc[rows, columns] = x[rows, K] @ w[K, columns], as the contraction `con`."""
+    """A matrix product of the graph: acc[rows, columns] = x[rows, K] @ w[K, columns]. Batched ones are not listed."""
 
     node: fx.Node
-    con: Term
     x: fx.Node
     w: fx.Node
     rows: tuple[int, ...]
@@ -34,14 +33,15 @@ class Product:
 
 @dataclass(slots=True)
 class Lifted:
-    """A graph read: the term of each understood node, and the contractions that every node waits for."""
+    """A graph read: the term of each node, the products that every node waits for, and the products by their bits."""
 
     graph: fx.Graph
     reading: Reading
     terms: Terms
     term: dict[fx.Node, Term]
     deps: dict[fx.Node, int]
-    products: dict[Term, Product]
+    products: dict[int, Product]
+    bits: int = 0
 
     def extents(self, ids: tuple[int, ...]) -> dict[int, int]:
         """The static sizes of axes."""
@@ -80,7 +80,7 @@ def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
         return term
     if node.target in POINTWISE:
         return _pointwise(lifted, node)
-    if node.target in g.VIEWS:
+    if g.is_view(node):
         return lifted.term[node.args[0]]  # type: ignore[index]
     if node.target in g.PRODUCTS:
         return _product(lifted, node)
@@ -123,10 +123,11 @@ def _product(lifted: Lifted, node: fx.Node) -> Term:
     *bias, x, w = node.args
     assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
     over = lifted.reading.roots(x)[-1]
-    con = lifted.terms.con(lifted.term[x], lifted.term[w], over)
+    con = lifted.terms.con(lifted.term[x], lifted.term[w], over, lifted.bits)
     dims = lifted.reading.roots(node)
-    if node.target is not aten.bmm.default:
-        lifted.products.setdefault(con, Product(node, con, x, w, dims[0], dims[1]))
+    if node.target is not aten.bmm.default and con.bit == lifted.bits:
+        lifted.products[con.bit] = Product(node, x, w, dims[0], dims[1])
+    lifted.bits += 1
     return lifted.terms.add(con, *(lifted.term[b] for b in bias)) if bias else con  # type: ignore[index]
 
 

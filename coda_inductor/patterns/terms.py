@@ -6,7 +6,7 @@ how all spellings of rsqrt, division and sigmoid fall together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
@@ -22,7 +22,7 @@ class Term:
     mul    coefficient * product of args[i] ** powers[i].
     add    coefficient + sum of powers[i] * args[i].
     fn     the pointwise operation `name` of args.
-    con    sum over the axes `over` of args[0] * args[1]; a matrix product.
+    con    sum over the axes `over` of args[0] * args[1]: a matrix product, at fixed `lanes` of its columns.
     red    the reduction `name` ("sum", "max") of args[0] over the axes `over`.
     lanes  args[i] at the i-th index of the one axis `over`.
     """
@@ -36,11 +36,16 @@ class Term:
     over: tuple[int, ...]
     lanes: tuple[tuple[int, int], ...]
     axes: frozenset[int] = field(repr=False)
-    deps: int = field(repr=False)  # bit set of the contractions that must have run before this is known
-    hosts: int = field(repr=False)  # bit set of the contractions reached without crossing a reduction or another contraction
+    deps: int = field(repr=False)  # bit set of the products that must have run before this is known
+    hosts: int = field(repr=False)  # bit set of the products reached without crossing a reduction or another product
 
     def __repr__(self) -> str:
         return show(self)
+
+    @property
+    def bit(self) -> int:
+        """Of a contraction: the number of the product that computes it."""
+        return self.hosts.bit_length() - 1
 
 
 ZERO, ONE = Fraction(0), Fraction(1)
@@ -51,36 +56,29 @@ class Terms:
 
     def __init__(self) -> None:
         self._table: dict[object, Term] = {}
-        self.cons: list[Term] = []
-        """Contractions in the order of their bits."""
         self._selected: dict[tuple[Term, int, int], Term] = {}
-        self.origin: dict[Term, tuple[Term, int, int]] = {}
-        """A contraction made by fixing a lane of another one: (that one, axis, index)."""
+
+    def __iter__(self) -> Iterator[Term]:
+        """All terms so far, arguments before their users."""
+        return iter(list(self._table.values()))
 
     def _make(
         self, kind: Kind, name: str = "", args: tuple[Term, ...] = (), coefficient: Fraction = ONE,
         powers: tuple[Fraction, ...] = (), over: tuple[int, ...] = (), lanes: tuple[tuple[int, int], ...] = (),
-        axes: frozenset[int] | None = None, deps: int = 0,
+        axes: frozenset[int] | None = None, deps: int = 0, hosts: int = 0,
     ) -> Term:  # fmt: skip
         key = (kind, name, args, coefficient, powers, over, lanes)
         if (found := self._table.get(key)) is not None:
             return found
-        hosts = 0
+        deps |= hosts
         for a in args:
             deps |= a.deps
-            hosts |= a.hosts
+            hosts |= 0 if kind in ("red", "con") else a.hosts
         if axes is None:
             axes = frozenset().union(*(a.axes for a in args))
             axes = axes | set(over) if kind == "lanes" else axes - set(over)
-        if kind == "red":
-            hosts = 0
-        if kind == "con":
-            hosts = 1 << len(self.cons)
-            deps |= hosts
         term = Term(len(self._table), kind, name, args, coefficient, powers, over, lanes, axes, deps, hosts)
         self._table[key] = term
-        if kind == "con":
-            self.cons.append(term)
         return term
 
     def leaf(self, name: str, axes: Iterable[int], deps: int = 0, lanes: tuple[tuple[int, int], ...] = ()) -> Term:
@@ -152,9 +150,9 @@ class Terms:
             return args[0]
         return self._make("fn", name, args)
 
-    def con(self, a: Term, b: Term, over: Iterable[int]) -> Term:
-        """The contraction of a and b over the axes."""
-        return self._make("con", args=(a, b), over=tuple(sorted(over)))
+    def con(self, a: Term, b: Term, over: Iterable[int], bit: int, lanes: tuple[tuple[int, int], ...] = ()) -> Term:
+        """The contraction of a and b over the axes; `bit` says which product of the graph computes it."""
+        return self._make("con", args=(a, b), over=tuple(sorted(over)), lanes=lanes, hosts=1 << bit)
 
     def red(self, name: str, x: Term, over: Iterable[int], extents: dict[int, int]) -> Term:
         """A reduction; a sum over axes that x does not vary over multiplies by their `extents`."""
@@ -187,7 +185,7 @@ class Terms:
         if t.kind == "fn":
             return self.fn(t.name, *args)
         if t.kind == "con":
-            return self.con(*args, over=t.over)
+            return self.con(*args, over=t.over, bit=t.bit, lanes=t.lanes)
         if t.kind in ("red", "lanes"):
             return self._make(t.kind, t.name, tuple(args), over=t.over)
         return t
@@ -214,10 +212,9 @@ class Terms:
         args = [self._selected[a, axis, index] for a in x.args]
         if x.kind == "lanes" and axis in x.over:
             return args[index]
-        picked = self.rebuild(x, args)
-        if x.kind == "con" and picked.kind == "con":
-            self.origin.setdefault(picked, (x, axis, index))
-        return picked
+        if x.kind == "con":
+            return self.con(*args, over=x.over, bit=x.bit, lanes=tuple(sorted((*x.lanes, (axis, index)))))
+        return self.rebuild(x, args)
 
 
 def _root(c: Fraction, p: Fraction) -> Fraction | None:

@@ -1,0 +1,97 @@
+"""coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
+
+The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.virtualized import V
+
+from coda_inductor.codegen.launch import kernel
+from coda_inductor.core.region import DTYPES, Region, parse
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.ops import REGION
+
+cache_dir: list[str | None] = []
+"""The cache directory of the latest compile; empty: the environment's."""
+
+
+def launcher(text: str) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
+    """What a compiled graph calls: f(inputs, outs); the kernel is built or loaded at the first call."""
+    run: list[Any] = []
+
+    def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        if not run:
+            run.append(kernel(text, cache_dir[-1] if cache_dir else Settings.read(os.environ)[0].cache_dir))
+        run[0](inputs, outs)
+
+    return launch
+
+
+class RegionKernel(ir.FallbackKernel):  # type: ignore[misc]
+    """One launch. Its outputs are RegionOutputs, allocated by Inductor before the call; unread ones are None."""
+
+    def codegen(self, wrapper: Any) -> None:
+        """Writes the call."""
+        text, name = self.constant_args
+        digest = parse(text).digest
+        wrapper.add_import_once("from coda_inductor.inductor.launching import launcher as coda_launcher")
+        wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
+        self.codegen_comment(wrapper)
+        outs = []
+        for out in self.outputs:
+            dead = out.get_name() in V.graph.removed_buffers
+            if not dead:
+                wrapper.codegen_allocation(out)
+            outs.append("None" if dead else out.get_name())
+        inputs = ", ".join(x.codegen_reference() for x in self.inputs)
+        wrapper.writeline(f"{self.get_name()} = coda_{digest}([{inputs}], [{', '.join(outs)}])")
+
+
+class RegionOutput(ir.MultiOutput):  # type: ignore[misc]
+    """One output of a RegionKernel: a buffer of Inductor's that the kernel writes."""
+
+    def should_allocate(self) -> bool:
+        """Inductor allocates it."""
+        return True
+
+    def codegen(self, wrapper: Any) -> None:
+        """Nothing to write: the launch has filled it."""
+
+
+def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
+    if target == "reference":
+        return fallback_handler(REGION, add_to_fallback_set=False)(inputs, text, target)
+    region = parse(text)
+    tensors = [ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)) for x in inputs]
+    device = tensors[0].get_device()
+    packed = RegionKernel(ir.MultiOutputLayout(device=device), REGION, tensors, (text, target), lambda *a: a)
+    packed.outputs = [
+        RegionOutput(_layout(region, shape, dtype, device), packed, [(list, i)])
+        for i, (shape, dtype) in enumerate(_outputs(region, tensors))
+    ]
+    return [ir.TensorBox.create(out) for out in packed.outputs]
+
+
+def _outputs(region: Region, tensors: Sequence[Any]) -> list[tuple[list[Any], torch.dtype]]:
+    m = tensors[region.products[0].a].get_size()[0]
+    return [([m, region.n], DTYPES[s.dtype]) for s in region.stores] + [([m], region.compute) for _ in region.reductions]
+
+
+def _layout(region: Region, shape: list[Any], dtype: torch.dtype, device: torch.device) -> Any:
+    return ir.FixedLayout(device, dtype, shape, [region.n, 1] if len(shape) == 2 else [1])
+
+
+@cache
+def register() -> None:
+    """Tells Inductor, once."""
+    register_lowering(REGION, type_promotion_kind=None)(_lower)
