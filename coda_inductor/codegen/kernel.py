@@ -17,7 +17,6 @@ from typing import Any
 
 import quack.cache
 import torch
-from cutlass import Int64
 from quack.gemm_runtime.host import build_gemm_epi_plan
 from quack.rounding import RoundingMode
 from torch import Tensor
@@ -69,7 +68,6 @@ class Compiled:
         products = region.products[::-1] if swapped else region.products
         self._a, self._b, self._second = products[0].a, products[0].b, products[-1].b
         self._offset = place["lane_offset"] if len(products) == 2 else None
-        self._offsets: dict[int, Int64] = {}
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
@@ -88,7 +86,8 @@ class Compiled:
             if (out := outs[i]) is not None:
                 finish.append((partial, out))
         if self._offset is not None:
-            fields[self._offset] = self._lane_offset(inputs[self._second].data_ptr() - b.data_ptr())
+            # From the first weight to the second, in elements; both are 16-bit.
+            fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
         self._run(a, b, d, c, self._arguments._make(fields), self._scheduler, None, None, None)
@@ -100,12 +99,6 @@ class Compiled:
             return out
         store_dtype = DTYPES[self.region.stores[i].dtype]
         return torch.empty((like.shape[0], self.region.n), dtype=store_dtype, device=like.device)
-
-    def _lane_offset(self, distance: int) -> Int64:
-        """From the first weight to the second, in elements (both 16-bit), as the kernel's 64-bit argument."""
-        if distance not in self._offsets:
-            self._offsets[distance] = Int64(distance // 2)
-        return self._offsets[distance]
 
 
 def _load(text: str, name: str, directory: Path) -> ModuleType:

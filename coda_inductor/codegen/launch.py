@@ -50,7 +50,11 @@ class Kernel:
         else:
             self._launch(inputs, outs)
 
-    def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+    def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """As a call, in a given configuration."""
+        self._launch(inputs, outs, config)
+
+    def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None = None) -> None:
         """About 5 us of Python: addresses, lanes, the bucket's kernel."""
         for t in inputs:
             if t.data_ptr() & 15 or t.stride(-1) != 1 or (t.dim() == 2 and t.stride(0) * t.element_size() & 15):
@@ -64,8 +68,9 @@ class Kernel:
                 fall_back(self.region, inputs, outs, "two weights too far apart, or of different pitch")
                 return
             swapped = distance < 0
-        size = legality.bucket(inputs[self._a].shape[0])
-        config = self._chosen.get(size) or self.choose(size)
+        if config is None:
+            size = legality.bucket(inputs[self._a].shape[0])
+            config = self._chosen.get(size) or self.choose(size)
         compiled = self._compiled.get((config, swapped)) or self.compiled(config, swapped=swapped)
         LAUNCHES[self._digest] += 1
         compiled(inputs, outs)

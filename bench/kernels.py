@@ -1,0 +1,104 @@
+"""Every tile of the Regions of a Llama layer beside the bare products, interleaved: one JSON line per Region and tile.
+
+    python bench/kernels.py [FILE]      (default: kernels.jsonl in $OUT, or in bench/results)
+
+"floor_ms" is torch.mm(out=) for the Region's products, "ratio" what the fused kernel takes of that. About two minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu  # noqa: E402
+
+from coda_inductor.codegen import launch, legality, target, tune  # noqa: E402
+from coda_inductor.core.region import Region  # noqa: E402
+
+M = 8192
+WIDTHS = ((2048, 8192), (4096, 14336), (8192, 28672))  # hidden, feed-forward
+
+
+def cases(d: int, ff: int) -> Iterator[tuple[str, Region]]:
+    yield f"o {d}", norm_producer(d, d)
+    yield f"gate|up {d} {ff}", swiglu(ff, d)
+    yield f"down {d} {ff}", norm_producer(d, ff)
+    if d == 4096:
+        yield f"dqkv {d}", norm_backward(d, d)
+
+
+def bare_products(region: Region, inputs: list[Tensor]) -> Callable[[], None]:
+    """The Region's products alone, one cuBLAS call each, into one preallocated output."""
+    out = inputs[0].new_empty(M, region.n)
+    weights = [inputs[p.b].t() if p.b_layout == "nk" else inputs[p.b] for p in region.products]
+
+    def call() -> None:
+        for weight in weights:
+            torch.mm(inputs[0], weight, out=out)
+
+    return call
+
+
+def host_microseconds(kernel: launch.Kernel, inputs: list[Tensor], outs: list[Tensor]) -> float:
+    """Python and driver time of one launch, the GPU kept busy behind it."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    began = time.perf_counter()
+    for _ in range(50):
+        kernel(inputs, outs)
+    spent = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return spent / 50 * 1e6
+
+
+def rows(name: str, region: Region) -> Iterator[dict[str, Any]]:
+    """Rows of one Region: all large tiles, those that spill too."""
+    began = time.perf_counter()
+    kernel, inputs = launch.kernel(region.text), random_inputs(region, M, "cuda")
+    configs = legality.candidates(region, M)
+    found = tune.measure(kernel, inputs, configs, beside=[bare_products(region, inputs)], rounds=11, max_stack=1 << 20)
+    best = min((r["ms"] for r in found if "ms" in r), default=None)
+    host = None
+    if best is not None:
+        kernel.use(legality.bucket(M), configs[[r.get("ms") for r in found].index(best)])
+        host = host_microseconds(kernel, inputs, tune.outputs(region, inputs))
+    for row in found:
+        (floor,) = row.pop("beside")
+        ratio = round(row["ms"] / floor, 4) if "ms" in row else None
+        yield {
+            "case": name, "m": M, "n": region.n, "k": region.products[0].k, **row, "baseline": "mm(out=)",
+            "floor_ms": floor, "ratio": ratio, "best": row.get("ms") == best, "host_us": host,
+            "seconds": round(time.perf_counter() - began, 1), "machine": torch.cuda.get_device_name(),
+            "versions": target.versions(), "command": "python bench/kernels.py",
+        }  # fmt: skip
+
+
+def main() -> None:
+    default = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / "kernels.jsonl"
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for d, ff in WIDTHS:
+            for name, region in cases(d, ff):
+                for row in rows(name, region):
+                    print(json.dumps(row), file=file, flush=True)
+                    mark = "*" if row["best"] else " "
+                    time_text = f"{row['ms'] * 1e3:8.1f} us, {row['ratio']:.3f} of" if "ms" in row else row["why"]
+                    print(
+                        f"{mark} {name:18} {row['config']:16} {time_text} {row['floor_ms'] * 1e3:.1f} us,"
+                        f" stack {row.get('stack')}, stages {row['stages']}, host {row['host_us'] or 0:.1f} us",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Which tile is fastest? Times the legal configurations of a Region on the tensors given and remembers the winner.
+
+A configuration may win only if its results agree with the interpreter's and its registers did not spill much.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.codegen import launch, legality, record
+from coda_inductor.codegen.legality import Config
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import DTYPES, Region
+
+TOLERANCE = (
+    4e-3  # relative Frobenius: bf16 rounds at 2^-9 = 2e-3, and an output may be rounded once more than the oracle's
+)
+MAX_STACK = 128  # bytes per thread; a few spilled registers cost nothing, hundreds double the epilogue
+CHECKED_ROWS = 256  # from each of the start, the middle and the end
+AHEAD = 50_000  # cycles of GPU idling per call, so that the host's launches are not what is timed
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The fastest configuration, its median ms, and a row of what is known about every candidate."""
+
+    config: Config
+    ms: float
+    rows: list[dict[str, Any]]
+
+
+def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None, *, rounds: int = 15) -> Tuned:
+    """Compiles, checks and times the candidates at the inputs' M. Raises Unsupported if none is right."""
+    kernel = launch.kernel(region.text, cache_dir)
+    size = legality.bucket(inputs[region.products[0].a].shape[0])
+    rows = measure(kernel, inputs, legality.candidates(region, size), rounds=rounds)
+    right = [row for row in rows if "ms" in row]
+    if not right:
+        raise Unsupported(f"no configuration of region {region.digest} is right: {rows[0]['why'] if rows else 'none'}")
+    best = min(right, key=lambda row: float(row["ms"]))
+    config = Config(*best["fields"])
+    kernel.use(size, config)
+    record.remember(Path(kernel.directory), region, size, config, best["ms"], rows)
+    return Tuned(config, best["ms"], rows)
+
+
+def measure(
+    kernel: launch.Kernel,
+    inputs: Sequence[Tensor],
+    configs: Sequence[Config],
+    *,
+    rounds: int = 15,
+    beside: Sequence[Callable[[], object]] = (),
+    max_stack: int = MAX_STACK,
+) -> list[dict[str, Any]]:
+    """A row for each configuration: "ms" if it was timed, "why" if not. `beside` are timed in the same rotation; their
+    medians, in ms, are every row's "beside"."""
+    outs = outputs(kernel.region, inputs)
+    rows = [_examine(kernel, config, inputs, outs, max_stack) for config in configs]
+    good = [i for i, row in enumerate(rows) if "why" not in row]
+
+    def call(config: Config) -> Callable[[], object]:
+        return lambda: kernel.run_in(config, inputs, outs)
+
+    times = interleaved([*(call(configs[i]) for i in good), *beside], rounds)
+    for i, ms in zip(good, times, strict=False):
+        rows[i]["ms"] = ms
+    for row in rows:
+        row["beside"] = times[len(good) :]
+    return rows
+
+
+def _examine(
+    kernel: launch.Kernel, config: Config, inputs: Sequence[Tensor], outs: list[Tensor], max_stack: int
+) -> dict[str, Any]:
+    """What is known before timing; "why" if the configuration is out."""
+    row: dict[str, Any] = {"config": str(config), "fields": list(config)}
+    row["stages"] = legality.stages(kernel.region, config).ab
+    for out in outs:
+        out.fill_(float("nan"))
+    try:
+        kernel.run_in(config, inputs, outs)
+    except Unsupported as refusal:
+        return row | {"why": str(refusal)}
+    row["stack"] = max((c.stack or 0 for (of, _), c in kernel._compiled.items() if of == config), default=0)
+    row["error"] = worst_error(kernel.region, inputs, outs)
+    if not row["error"] < TOLERANCE:
+        row["why"] = f"relative error {row['error']:.1e}, {TOLERANCE} is allowed"
+    elif row["stack"] > max_stack:
+        row["why"] = f"{row['stack']} bytes of spilled registers per thread"
+    return row
+
+
+def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Empty outputs for `inputs`."""
+    like = inputs[region.products[0].a]
+    stores = [like.new_empty((like.shape[0], region.n), dtype=DTYPES[s.dtype]) for s in region.stores]
+    return stores + [like.new_empty(like.shape[0], dtype=region.compute) for _ in region.reductions]
+
+
+def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+    """The largest relative error (Frobenius) of an output against the interpreter, on rows from the start, the middle
+    and the end (the whole would cost more memory than the kernel saves); NaN if one is NaN."""
+    m = inputs[region.products[0].a].shape[0]
+    middle = max(0, m // 2 - CHECKED_ROWS // 2)
+    starts = (0, middle, max(0, m - CHECKED_ROWS))
+    rows = torch.tensor(
+        sorted({r for s in starts for r in range(s, min(m, s + CHECKED_ROWS))}), device=inputs[0].device
+    )
+    by_row = {p.a for p in region.products}
+    by_row |= {region.matrices + i for i, o in enumerate(region.operands) if o.extent != "feature"}
+    wanted = interpret(region, [x[rows] if i in by_row else x for i, x in enumerate(inputs)])
+    errors = torch.stack([_relative(out[rows].double(), w.double()) for out, w in zip(outs, wanted, strict=True)])
+    return float("nan") if bool(errors.isnan().any()) else float(errors.max())
+
+
+def _relative(found: Tensor, wanted: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(found - wanted), torch.linalg.vector_norm(wanted)
+    return torch.div(norms[0], norms[1].clamp_min(1e-30))
+
+
+def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """The median ms of each call on the current stream, in rotation, so that clock changes hit all alike."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    for r in range(rounds):
+        torch.cuda._sleep(AHEAD * len(calls))
+        for i in ((r + j) % len(calls) for j in range(len(calls))):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            calls[i]()
+            end.record()
+            marks[i].append((start, end))
+    torch.cuda.synchronize()
+    return [statistics.median(start.elapsed_time(end) for start, end in mark) for mark in marks]

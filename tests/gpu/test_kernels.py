@@ -1,0 +1,151 @@
+"""Generated kernels on a Hopper GPU against the interpreter: any M, ragged N, outputs poisoned with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from codegen_cases import (
+    CASES,
+    blank_outputs,
+    lane_sums,
+    norm_backward,
+    norm_producer,
+    random_inputs,
+    random_region,
+    relative_error,
+    softmax_sum,
+    swiglu,
+)
+from torch import Tensor
+
+from coda_inductor.codegen import launch, legality, record, target
+from coda_inductor.codegen.tune import tune
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import Region
+
+TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3
+
+
+def missing() -> str:
+    """Why kernels cannot run here, "" if they can."""
+    try:
+        target.available(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+    except Unsupported as refusal:
+        return str(refusal)
+    return ""
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing() or "none")]
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("store") / "kernels")
+
+
+def verdict(region: Region, inputs: list[Tensor], outs: list[Tensor]) -> dict[int, float]:
+    """The outputs that are wrong, with their relative errors (NaN: something was not written)."""
+    wanted = interpret(region, inputs)
+    errors = {i: relative_error(out, want) for i, (out, want) in enumerate(zip(outs, wanted, strict=True))}
+    return {i: error for i, error in errors.items() if not error < TOLERANCE}
+
+
+@pytest.mark.parametrize("m", [1, 37, 4097])
+@pytest.mark.parametrize("n", [1000, 2056])
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_cases(make: Callable[[int, int], Region], n: int, m: int, cache_dir: str) -> None:
+    region = make(n, 520)  # K is ragged too: 8 tiles of 64 and a bit
+    for up_first in (False, True)[: len(region.products)]:
+        inputs, outs = random_inputs(region, m, "cuda", seed=m, up_first=up_first), blank_outputs(region, m, "cuda")
+        before = launch.LAUNCHES[region.digest]
+        launch.kernel(region.text, cache_dir)(inputs, outs)
+        assert verdict(region, inputs, outs) == {}
+        assert launch.LAUNCHES[region.digest] == before + 1
+
+
+@pytest.mark.parametrize(
+    "make", [norm_producer, swiglu, softmax_sum, lane_sums, norm_backward], ids=lambda f: f.__name__
+)
+def test_every_configuration(make: Callable[[int, int], Region], cache_dir: str) -> None:
+    region = make(1000, 520)
+    inputs = random_inputs(region, 777, "cuda")
+    wrong: dict[str, dict[int, float]] = {}
+    for config in legality.LARGE:
+        if legality.is_legal(region, config):
+            outs = blank_outputs(region, 777, "cuda")
+            launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)
+            wrong |= {str(config): found} if (found := verdict(region, inputs, outs)) else {}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_regions(seed: int, cache_dir: str) -> None:
+    region = random_region(seed, n=328, k=136)
+    inputs, outs = random_inputs(region, 200, "cuda", seed=seed), blank_outputs(region, 200, "cuda")
+    launch.kernel(region.text, cache_dir)(inputs, outs)
+    assert verdict(region, inputs, outs) == {}
+
+
+def test_two_allocations_in_either_order(cache_dir: str) -> None:
+    region = swiglu(1000, 520)
+    inputs = random_inputs(region, 300, "cuda")
+    weights = [inputs[1].clone(), torch.empty(1 << 24, device="cuda"), inputs[2].clone()]
+    for first, second in ((0, 2), (2, 0)):
+        given, outs = [inputs[0], weights[first], weights[second], *inputs[3:]], blank_outputs(region, 300, "cuda")
+        launch.kernel(region.text, cache_dir)(given, outs)
+        assert verdict(region, given, outs) == {}
+
+
+def test_one_kernel_serves_many_sizes_and_skips_what_nobody_reads(cache_dir: str) -> None:
+    region = norm_producer(1000, 520)
+    kernel = launch.kernel(region.text, cache_dir)
+    kernel(random_inputs(region, 8000, "cuda"), blank_outputs(region, 8000, "cuda"))
+    count = len(kernel._compiled)
+    for m in (4100, 5001, 8191):
+        inputs, outs = random_inputs(region, m, "cuda", seed=m), blank_outputs(region, m, "cuda")
+        kernel(inputs, [None, outs[1], None])
+        assert 0 not in verdict(region, inputs, [interpret(region, inputs)[0], outs[1], outs[2]])
+        assert relative_error(outs[1], interpret(region, inputs)[1]) < TOLERANCE and bool(outs[2].isnan().all())
+    assert len(kernel._compiled) == count
+
+
+def test_rows_of_a_wider_tensor(cache_dir: str) -> None:
+    """Slices of packed weights and activations need no copy; misaligned rows get one."""
+    region = norm_producer(1000, 520)
+    inputs, outs = random_inputs(region, 100, "cuda"), blank_outputs(region, 100, "cuda")
+    wide = torch.zeros(100, 1040, dtype=torch.bfloat16, device="cuda")
+    for offset in (16, 1):
+        wide[:, offset : offset + 520] = inputs[0]
+        copies = sum(launch.FALLBACKS.values())
+        launch.kernel(region.text, cache_dir)([wide[:, offset : offset + 520], *inputs[1:]], outs)
+        assert verdict(region, inputs, outs) == {}
+        assert sum(launch.FALLBACKS.values()) == copies + (offset == 1)
+
+
+def test_a_cuda_graph_replays(cache_dir: str) -> None:
+    region = norm_producer(1000, 520)
+    kernel, inputs, outs = launch.kernel(region.text, cache_dir), random_inputs(region, 300, "cuda"), None
+    outs = blank_outputs(region, 300, "cuda")
+    kernel(inputs, outs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(inputs, outs)
+    for old, new in zip(inputs, random_inputs(region, 300, "cuda", seed=5), strict=True):
+        old.copy_(new)
+    for out in outs:
+        out.fill_(float("nan"))
+    graph.replay()
+    assert verdict(region, inputs, outs) == {}
+
+
+def test_tuning_remembers_the_winner(cache_dir: str) -> None:
+    region = norm_producer(1024, 512)
+    tuned = tune(region, random_inputs(region, 4096, "cuda"), cache_dir, rounds=3)
+    kernel = launch.kernel(region.text, cache_dir)
+    assert tuned.config in legality.candidates(region, 4096) and tuned.ms > 0
+    assert record.remembered(Path(kernel.directory), region, 4096) == tuned.config == kernel._chosen[4096]
+    assert all(("ms" in row) != ("why" in row) for row in tuned.rows)

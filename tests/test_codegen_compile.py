@@ -1,0 +1,74 @@
+"""Real kernels compiled for sm_90a without a GPU, in a process of their own: cutlass reads the target when imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys, time
+from pathlib import Path
+import quack.gemm_runtime.host, quack.gemm_sm90
+quack.gemm_runtime.host.get_max_active_clusters = lambda cluster_size, *_: 132 // cluster_size  # asks the driver
+chosen = []
+stages = quack.gemm_sm90.GemmSm90._compute_stages.__func__
+def watched(cls, *args, **kwargs):
+    chosen.append(stages(cls, *args, **kwargs))
+    return chosen[-1]
+quack.gemm_sm90.GemmSm90._compute_stages = classmethod(watched)
+import codegen_cases as cases
+from coda_inductor.codegen import legality
+from coda_inductor.codegen.kernel import Compiled
+from coda_inductor.codegen.legality import Config
+for make in cases.CASES:
+    region = make(4096, 4096)
+    pair = len(region.products) == 2
+    for config in (Config(128, 256, 1, 2, False), Config(128, 192, 2, 1, True, "n"), Config(64, 64, 1, 1, False)):
+        if not legality.is_legal(region, config):
+            continue
+        began = time.perf_counter()
+        kernel = Compiled(region, config, Path(sys.argv[1]), swapped=pair and config.pingpong)
+        model = legality.stages(region, config)
+        print(json.dumps({"case": make.__name__, "config": str(config), "stack": kernel.stack, "found": chosen[-1],
+                          "model": [model.ab, model.store if region.stores else chosen[-1][1], model.load],
+                          "fields": list(kernel._arguments._fields), "s": time.perf_counter() - began}))
+count = len(chosen)
+Compiled(cases.norm_producer(1000, 64), Config(128, 256, 1, 2, False), Path(sys.argv[1]))
+print(json.dumps({"case": "other extents", "compiled": len(chosen) - count}))
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    for name in ("cutlass", "quack", "triton"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": path}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("kernels"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_case_compiles_in_its_legal_tiles(rows: list[dict[str, object]]) -> None:
+    assert len({row["case"] for row in rows}) == 10
+    for row in rows[:-1]:
+        assert isinstance(row["stack"], int), row
+        assert ("lane_offset" in str(row["fields"])) == (row["case"] in ("swiglu", "lane_sums"))
+
+
+def test_the_stage_model_is_quacks(rows: list[dict[str, object]]) -> None:
+    for row in rows[:-1]:
+        assert row["found"] == row["model"], row
+
+
+def test_other_extents_share_the_kernel(rows: list[dict[str, object]]) -> None:
+    assert rows[-1]["compiled"] == 0
