@@ -74,12 +74,17 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     region = parse(text)
     tensors = [ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)) for x in inputs]
     device = tensors[0].get_device()
-    packed = RegionKernel(ir.MultiOutputLayout(device=device), REGION, tensors, (text, target), lambda *a: a)
+    packed = RegionKernel(ir.MultiOutputLayout(device=device), REGION, tensors, (text, target), _arguments)
     packed.outputs = [
         RegionOutput(_layout(region, shape, dtype, device), packed, [(list, i)])
         for i, (shape, dtype) in enumerate(_outputs(region, tensors))
     ]
     return [ir.TensorBox.create(out) for out in packed.outputs]
+
+
+def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The operation's arguments, from Inductor's flat lists."""
+    return (list(inputs), *constants), {}
 
 
 def _outputs(region: Region, tensors: Sequence[Any]) -> list[tuple[list[Any], torch.dtype]]:
