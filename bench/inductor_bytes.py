@@ -27,10 +27,12 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx, scheduler
 from torch._inductor.debug import DebugContext
 from torch._inductor.dependencies import MemoryDep
+from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from coda_inductor.inductor.capture import OnCpu, Untouched, capture, stub
 from coda_inductor.inductor.like_cuda import like_cuda
@@ -61,7 +63,9 @@ def h200() -> Iterator[None]:
         (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: H200)),
         (CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
         (scheduler, "has_triton", lambda *_: True),
-        (scheduler.Scheduler, "codegen", lambda *_: None),
+        # Only shapes are asked of these, and a CPU build's bindings refuse fake CUDA tensors.
+        (torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x)),
+        (reinplace, "_inplace_generalized_scatter", lambda tensor, *_: tensor),
     ]
     DeviceProperties.create.cache_clear()
     with contextlib.ExitStack() as stack:
@@ -73,27 +77,34 @@ def h200() -> Iterator[None]:
 
 
 def on_cuda(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
-    """Moves the graph to fake CUDA tensors in place; returns its inputs."""
+    """Moves the graph to fake CUDA tensors in place; returns its inputs.
+
+    Shapes are propagated on fake CPU tensors, whose device is then renamed: some bindings of a CPU build refuse CUDA.
+    """
     inputs: list[Any] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             val = node.meta["val"]
             if isinstance(val, torch.Tensor):
                 with mode:
-                    val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cuda")
+                    val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
             inputs.append(val)
-        elif "device" in node.kwargs:
+    compile_fx.fake_tensor_prop(gm, inputs, force_allow_non_fake_inputs=True)
+    for node in gm.graph.nodes:
+        if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-    return inputs
+        for val in tree_leaves(node.meta.get("val")):
+            if isinstance(val, FakeTensor):
+                val.fake_device = torch.device("cuda", 0)
+    return [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def inductor_kernels(gm: fx.GraphModule, is_inference: bool) -> list[Row]:
     """Inductor's own memory-bound kernels for a graph as inner_compile receives it."""
     fake = next(n.meta["val"].fake_mode for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     with h200(), torch.no_grad(), V.set_fake_mode(fake), V.set_debug_handler(DebugContext()):
-        inputs = on_cuda(gm, fake)
         compile_fx.view_to_reshape(gm)
-        compile_fx.fake_tensor_prop(gm, inputs, force_allow_non_fake_inputs=True)
+        inputs = on_cuda(gm, fake)
         compile_fx._recursive_record_original_output_strides(gm)
         compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
         graph = GraphLowering(gm, example_inputs=inputs, shape_env=fake.shape_env, is_inference=is_inference)
@@ -137,7 +148,7 @@ def hint(size: Any) -> int:
 
 
 def elements(dep: Any) -> int:
-    """How many elements the access `dep` touches: the ranges of the loops its index depends on; for a gather, of all."""
+    """How many elements the access `dep` touches: the ranges of the loops in its index; for a gather, of all."""
     if not isinstance(dep, MemoryDep):
         return hint(dep.get_numel())
     count = 1
