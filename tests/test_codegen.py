@@ -236,10 +236,13 @@ class FakeKernel:
                 out.copy_(value)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, region: Region, directory: Path) -> launch.Kernel:
+def launched(
+    monkeypatch: pytest.MonkeyPatch, region: Region, directory: Path, build: Callable[..., FakeKernel] = FakeKernel
+) -> launch.Kernel:
+    """The Region's Kernel, on CPU tensors, with what `build` returns for the compiled kernel."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
-    fake = types.SimpleNamespace(Compiled=FakeKernel)
-    monkeypatch.setattr("importlib.import_module", lambda name: fake)
+    kernel = types.SimpleNamespace(Compiled=build)
+    monkeypatch.setattr(launch, "importlib", types.SimpleNamespace(import_module=lambda name: kernel))
     return launch.kernel(region.text, str(directory / "kernels"))
 
 
@@ -272,6 +275,30 @@ def test_launch_mends_or_falls_back_with_one_warning(tmp_path: Path, monkeypatch
     assert torch.equal(out, interpret(region, inputs)[0])
     k(inputs, [out])  # counted, not warned about again
     assert sorted(launch.FALLBACKS.values()) == [2, 3]
+
+
+def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next configuration, and when none is left by the interpreter."""
+    launch.FALLBACKS.clear()
+    region = token_scale(64, 32)
+    inputs, out = random_inputs(region, 500, "cpu"), torch.empty(500, 64, dtype=torch.bfloat16)
+    refused = set(legality.candidates(region, 500)[:2])
+
+    def build(region: Region, config: Config, directory: Path, *, swapped: bool) -> FakeKernel:
+        if config in refused:
+            raise Unsupported(f"no kernel for {config}")
+        return FakeKernel(region, config, directory, swapped=swapped)
+
+    k = launched(monkeypatch, region, tmp_path, build)
+    with pytest.warns(RuntimeWarning, match="no kernel for"):
+        k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0])
+    assert k._ready[512, False].config == legality.candidates(region, 500)[2]
+    refused |= set(legality.ALL)
+    few, few_out = random_inputs(region, 3, "cpu"), torch.empty(3, 64, dtype=torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match="separate operations"):
+        k(few, [few_out])
+    assert torch.equal(few_out, interpret(region, few)[0]) and k._ready[64, False] is None
 
 
 def test_targets_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import importlib
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from coda_inductor.codegen import legality, record
 from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.store import open_store
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region, parse
 
@@ -35,7 +37,7 @@ class Kernel:
     def __init__(self, region: Region, directory: Path) -> None:
         self.region, self.directory = region, directory
         self._digest = region.digest
-        self._chosen: dict[int, Config] = {}
+        self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
         self._compiled: dict[tuple[Config, bool], Any] = {}
         self._pair = tuple(p.b for p in region.products) if len(region.products) == 2 else None
         self._a = region.products[0].a
@@ -46,15 +48,15 @@ class Kernel:
             return
         if inputs[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(inputs[0].device):
-                self._launch(inputs, outs)
+                self._launch(inputs, outs, None)
         else:
-            self._launch(inputs, outs)
+            self._launch(inputs, outs, None)
 
     def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        """As a call, in a given configuration."""
+        """As a call, but in this configuration. Raises Unsupported if it cannot be built."""
         self._launch(inputs, outs, config)
 
-    def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None = None) -> None:
+    def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None) -> None:
         """About 5 us of Python: addresses, lanes, the bucket's kernel."""
         for t in inputs:
             if t.data_ptr() & 15 or t.stride(-1) != 1 or (t.dim() == 2 and t.stride(0) * t.element_size() & 15):
@@ -68,37 +70,47 @@ class Kernel:
                 fall_back(self.region, inputs, outs, "two weights too far apart, or of different pitch")
                 return
             swapped = distance < 0
-        if config is None:
-            size = legality.bucket(inputs[self._a].shape[0])
-            config = self._chosen.get(size) or self.choose(size)
-        compiled = self._compiled.get((config, swapped)) or self.compiled(config, swapped=swapped)
+        if config is not None:
+            compiled = self.compiled(config, swapped=swapped)
+        else:
+            key = (legality.bucket(inputs[self._a].shape[0]), swapped)
+            compiled = self._ready[key] if key in self._ready else self._prepare(*key)
+        if compiled is None:
+            fall_back(self.region, inputs, outs, f"no kernel for region {self._digest}")
+            return
         LAUNCHES[self._digest] += 1
         compiled(inputs, outs)
 
-    def choose(self, size: int) -> Config:
-        """The configuration for a bucket: the one measured, else the one that is likely best."""
-        config = record.remembered(self.directory, self.region, size)
-        if config is None:
-            legal = legality.candidates(self.region, size)
-            if not legal:
-                legality.check(self.region)
-            config = legal[0]
-        self._chosen[size] = config
-        return config
+    def _prepare(self, size: int, swapped: bool) -> Any:
+        """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
+        measured = record.remembered(self.directory, self.region, size)
+        found = None
+        for config in (*([measured] if measured else []), *legality.candidates(self.region, size)):
+            try:
+                found = self.compiled(config, swapped=swapped)
+                break
+            except Unsupported as refusal:
+                report(str(refusal))
+        self._ready[size, swapped] = found
+        return found
 
     def use(self, size: int, config: Config) -> None:
-        """Runs this bucket in `config` from now on."""
-        self._chosen[size] = config
+        """Runs this bucket in `config` from now on; it must have been built."""
+        for swapped in (False, True):
+            if (config, swapped) in self._compiled:
+                self._ready[size, swapped] = self._compiled[config, swapped]
 
     def compiled(self, config: Config, *, swapped: bool = False) -> Any:
         """The kernel of one configuration, compiled at the first call. Raises Unsupported."""
         key = (config, swapped)
         if key not in self._compiled:
-            build = importlib.import_module("coda_inductor.codegen.kernel").Compiled
-            self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
+            with BUILDING:
+                build = importlib.import_module("coda_inductor.codegen.kernel").Compiled
+                self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
         return self._compiled[key]
 
 
+BUILDING = threading.Lock()  # autograd runs the backward in threads of its own
 KERNELS: dict[tuple[str, str | None], Kernel] = {}
 
 
@@ -116,19 +128,20 @@ def aligned(t: Tensor) -> Tensor:
     """`t`, or a copy whose rows are contiguous and 16-byte aligned."""
     if not t.data_ptr() & 15 and t.stride(-1) == 1 and (t.dim() < 2 or not t.stride(0) * t.element_size() & 15):
         return t
-    _report("an input was copied: its rows are not contiguous or not 16-byte aligned")
+    report("an input was copied: its rows are not contiguous or not 16-byte aligned")
     return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def fall_back(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
     """Computes the Region on torch instead."""
-    _report(f"a region ran as separate operations: {reason}")
+    report(f"a region ran as separate operations: {reason}")
     for out, value in zip(outs, interpret(region, inputs), strict=True):
         if out is not None:
             out.copy_(value)
 
 
-def _report(reason: str) -> None:
+def report(reason: str) -> None:
+    """Counts the reason, and warns about it the first time."""
     if not FALLBACKS[reason]:
         warnings.warn(f"coda_inductor: {reason}", RuntimeWarning, stacklevel=3)
     FALLBACKS[reason] += 1

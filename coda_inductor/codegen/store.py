@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import default_cache
 
 
 def open_store(path: str | None) -> Path:
     """The directory `path`, or one in the user's cache: made with mode 0700 if missing, refused if not private."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    store = Path(path) if path else Path(cache) / "coda_inductor"
+    store = Path(path or default_cache())
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
         store.mkdir(mode=0o700, exist_ok=True)

@@ -147,5 +147,6 @@ def test_tuning_remembers_the_winner(cache_dir: str) -> None:
     tuned = tune(region, random_inputs(region, 4096, "cuda"), cache_dir, rounds=3)
     kernel = launch.kernel(region.text, cache_dir)
     assert tuned.config in legality.candidates(region, 4096) and tuned.ms > 0
-    assert record.remembered(Path(kernel.directory), region, 4096) == tuned.config == kernel._chosen[4096]
+    assert record.remembered(Path(kernel.directory), region, 4096) == tuned.config
+    assert kernel._ready[4096, False] is kernel._compiled[tuned.config, False]
     assert all(("ms" in row) != ("why" in row) for row in tuned.rows)
