@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -56,6 +56,17 @@ class Report:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Products (by bit) to leave to Inductor, with the reason, and those (a bit set) whose operands stay as written."""
+
+    banned: dict[int, str] = field(default_factory=dict)
+    undeferred: int = 0
+
+
+Decide = Callable[[Plan, list[Built]], Verdict]
+
+
 def is_joint(graph: fx.Graph) -> bool:
     """Does the graph hold a forward and its backward?"""
     return any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes)
@@ -66,10 +77,11 @@ def rewrite(
     settings: Settings,
     target: str = "reference",
     legal: Callable[[Region], None] = lambda region: None,
-    decide: Callable[[Plan, list[Built]], dict[int, str]] = lambda plan, builts: {},
+    decide: Decide = lambda plan, builts: Verdict(),
 ) -> Report:
-    """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` returns
-    products to leave to Inductor, with reasons (those that a measurement found slower)."""
+    """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says what
+    a measurement found slower. Raises Unsupported for a training graph, BrokenInvariant for a bug; the graph is then as
+    it was."""
     start = time.perf_counter()
     if is_joint(graph):
         raise Unsupported("training graphs are not rewritten yet", hint="run under torch.no_grad() or inference_mode()")
@@ -86,19 +98,20 @@ def rewrite(
 
 
 def _rewrite(
-    graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None],
-    decide: Callable[[Plan, list[Built]], dict[int, str]],
-) -> Report:  # fmt: skip
+    graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
+) -> Report:
     lifted = lift(graph, rounding=settings.numerics == "strict")
     laws = frozenset(law.name for law in LAWS if allowed(law.name, LAW_NAMES, settings) and settings.numerics != "strict")
     banned: dict[int, str] = {}
+    undeferred = 0
     while True:
-        made = plan(lifted, laws, banned)
+        made = plan(lifted, laws, banned, undeferred)
         builts = [build(made, draft) for draft in made.unique()]
-        losers = _illegal(builts, legal, settings) or decide(made, builts)
-        if not losers:
+        verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
+        if not verdict.banned and not verdict.undeferred:
             break
-        banned |= losers
+        banned |= verdict.banned
+        undeferred |= verdict.undeferred
     names = {n.name: n for n in graph.nodes}
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}

@@ -26,7 +26,8 @@ from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.inductor import launching
-from coda_inductor.inductor.joint import LAW_NAMES, REGION_KINDS, Report, rewrite
+from coda_inductor.inductor.contest import Contest
+from coda_inductor.inductor.joint import LAW_NAMES, REGION_KINDS, Decide, Report, Verdict, rewrite
 
 log = logging.getLogger("coda_inductor")
 
@@ -58,7 +59,8 @@ class JointPass(CustomGraphPass):  # type: ignore[misc]
             return
         try:
             name, legal = resolve(self.settings, graph)
-            report = rewrite(graph.owning_module.graph, self.settings, name, legal)
+            decide = self._contest(graph) if name != "reference" else NO_CONTEST
+            report = rewrite(graph, self.settings, name, legal, decide)
         except Exception as error:  # the outermost fallback: the graph is as it was
             if self.settings.strict:
                 raise
@@ -67,12 +69,21 @@ class JointPass(CustomGraphPass):  # type: ignore[misc]
         REPORTS.append(report)
         _log(report)
 
+    def _contest(self, graph: fx.Graph) -> Decide:
+        def failed(error: Exception) -> None:
+            if self.settings.strict:
+                raise error
+            warn(error)
+
+        return Contest(self.settings, _device(graph)[0], failed)
+
     def uuid(self) -> Any:
         """What Inductor's caches key on: all of our sources, the versions, and every setting that changes a graph."""
         chained = self.chained.uuid() if self.chained is not None else None
         return (sources_digest(), tuple(target.versions().items()), self.settings.key(), chained)
 
 
+NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
 PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 
 

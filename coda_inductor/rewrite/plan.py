@@ -197,11 +197,8 @@ class Plan:
         product = self.program.product(acc)
         x = acc.args[0]
         dtype = g.tensor(product.x).dtype  # type: ignore[union-attr]
-        if self.program.new[self.program.lifted.term[product.x]] is x:
-            self.need(product.x)
-            return product.x
         order = product.rows + self.program.lifted.reading.roots(product.x)[-1]
-        for node in self.program.nodes.get(x, ()):
+        for node in self.program.nodes.get(x, ()):  # the first, so that products of one operand read one tensor
             if self._order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
                 self.need(node)
                 return node
@@ -283,9 +280,12 @@ class Plan:
         return True
 
 
-def plan(lifted: Lifted, laws: frozenset[str] = frozenset(law.name for law in LAWS), banned: dict[int, str] | None = None) -> Plan:
-    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons."""
-    bans, undeferred = dict(banned or {}), 0
+def plan(
+    lifted: Lifted, laws: frozenset[str] = frozenset(law.name for law in LAWS), banned: dict[int, str] | None = None, undeferred: int = 0
+) -> Plan:
+    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands of
+    `undeferred` ones (a bit set) stay as the user wrote them."""
+    bans = dict(banned or {})
     for _ in range(2 * len(lifted.products) + 1):
         program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
         made = Plan(program, derive(program, laws))

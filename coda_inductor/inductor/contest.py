@@ -1,0 +1,224 @@
+"""The contest: before a Region enters a graph, it is timed against the operations that it replaces.
+
+Regions that a law ties together (one reads another's sum, or a store that no node of the graph equals) stand or fall as a
+group. The group runs as generated kernels, the same nodes of the user's graph as Inductor compiles them, interleaved, on
+real tensors of the graph's sizes. What does not win by 2 % is derived again without the law, and if that loses too it is
+left to Inductor. Results are kept on disk by content and never change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from coda_inductor.codegen import launch, legality, record, store, tune
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.joint import Verdict
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.build import Built, Source, Weight
+from coda_inductor.rewrite.plan import Plan
+
+log = logging.getLogger("coda_inductor.contest")
+
+WIN = 1.02  # Inductor's time over ours, at least
+ROUNDS = 25
+
+
+@dataclass(slots=True)
+class Group:
+    """Regions tied by laws, in running order, and the values of one rehearsal (real tensors by node, store or sum)."""
+
+    builts: list[Built]
+    device: torch.device
+    values: dict[object, Any] = field(default_factory=dict)
+
+    def key(self, tokens: int) -> str:
+        """What the outcome depends on."""
+        parts = [*(b.region.text for b in self.builts), str(legality.bucket(tokens)), record.device_name()]
+        return "contest-" + hashlib.sha256("|".join([*parts, record.sources_digest(), torch.__version__]).encode()).hexdigest()[:24]
+
+    def value(self, node: fx.Node) -> Any:
+        """A tensor for a node that the group reads: random at the root of its views. Sizes are the hints."""
+        if node not in self.values:
+            if g.is_view(node):
+                args = fx.map_arg(node.args, self.value)
+                self.values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+            else:
+                self.values[node] = sample(node, self.device)
+        return self.values[node]
+
+    def input(self, built: Built, i: int, source: Source) -> Tensor:
+        """The real tensor of one input of a Region."""
+        r = built.region
+        if isinstance(source, Weight):
+            whole = self.value(source.node)
+            dim = 0 if r.products[0].b_layout == "nk" else 1
+            return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
+        t = self.value(source) if isinstance(source, fx.Node) else self.values[output_key(source)]
+        if i < r.matrices:
+            return t.reshape(-1, r.products[0].k)  # type: ignore[no-any-return]
+        return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)  # type: ignore[no-any-return]
+
+
+def output_key(source: object) -> object:
+    """A store is known by (term, dtype), a sum by the term that it sums."""
+    return ("sum", source.args[0]) if isinstance(source, Term) else source
+
+
+def hint(size: Any) -> int:
+    """A size to measure at."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def sample(node: fx.Node, device: torch.device) -> Any:
+    """Random values for a node's tensor, its hint for a symbolic size. Vectors over tokens are positive, as sums of squares are."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return hint(value)
+    shape, stride = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
+    out = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+    if out.dim() > 1 and shape[-1] > 1:
+        return out.normal_(std=shape[-1] ** -0.5 if g.is_weight(node) else 1.0)
+    return out.uniform_(0.5, 1.5)
+
+
+def groups(builts: list[Built]) -> list[list[Built]]:
+    """Regions that one cannot keep without the other, in running order."""
+    makers = {key: i for i, b in enumerate(builts) for key in outputs(b)}
+    leader = list(range(len(builts)))
+    for i, b in enumerate(builts):
+        for source in b.inputs:
+            if not isinstance(source, fx.Node | Weight):
+                a, c = sorted((leader[i], leader[makers[output_key(source)]]))
+                leader = [a if x == c else x for x in leader]
+    return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
+
+
+def outputs(built: Built) -> list[object]:
+    """The keys of a Region's outputs, in order."""
+    return [*built.draft.stores, *(("sum", t) for t in built.draft.sums)]
+
+
+class Contest:
+    """Decides for one graph; called again whenever the derivation has changed, until nothing loses."""
+
+    def __init__(self, settings: Settings, device: torch.device, failed: Callable[[Exception], None]) -> None:
+        self.settings, self.device, self.failed = settings, device, failed
+        self.rows: list[dict[str, Any]] = []
+
+    def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
+        """The verdict on all Regions of a plan."""
+        banned, undeferred = dict[int, str](), 0
+        for members in groups(builts):
+            bits = [acc.bit for b in members for acc in b.draft.space.accs]
+            deferred = sum(1 << f.product for f in plan.firings if f.product in bits)
+            try:
+                why = self.loses(plan, members)
+            except Unsupported as error:  # a kernel that cannot be built, or is wrong
+                self.failed(error)
+                banned |= dict.fromkeys(bits, error.what)
+                continue
+            if why and deferred:
+                undeferred |= deferred
+            elif why:
+                banned |= dict.fromkeys(bits, why)
+        return Verdict(banned, undeferred)
+
+    def loses(self, plan: Plan, members: list[Built]) -> str:
+        """Why a group is not kept; empty if it wins, or if nothing is to be measured."""
+        group = Group(members, self.device)
+        product = plan.program.product(members[0].draft.space.accs[0]).node
+        tokens = hint(product.meta["val"].shape[0])
+        if self.settings.tune == "off":
+            for b in members:
+                k = launch.kernel(b.region.text, self.settings.cache_dir)
+                k.compiled(k.choose(legality.bucket(tokens)))
+            return ""
+        directory = store.open_store(self.settings.cache_dir)
+        found = store.read_record(directory, group.key(tokens))
+        if found is None:
+            found = self.measure(group, plan.program.lifted.graph)
+            store.write_record(directory, group.key(tokens), found)
+        self.rows.append(found)
+        log.info("%s: fused %.4f ms, Inductor %.4f ms", "+".join(found["regions"]), found["ms"], found["baseline_ms"])
+        if found["baseline_ms"] >= WIN * found["ms"]:
+            return ""
+        return f"measured slower: {found['ms'] * 1e3:.0f} us fused, {found['baseline_ms'] * 1e3:.0f} us by Inductor"
+
+    def measure(self, group: Group, graph: fx.Graph) -> dict[str, Any]:
+        """Tunes the group's kernels, then times both ways."""
+        with torch.no_grad(), unset_fake_temporarily():
+            steps = [rehearse(group, b, self.settings.cache_dir) for b in group.builts]
+            before = baseline(group, graph)
+
+            def fused() -> None:
+                for step in steps:
+                    step()
+
+            ms, baseline_ms = tune.interleaved([fused, before], ROUNDS)
+        return {"regions": [b.region.digest for b in group.builts], "ms": ms, "baseline_ms": baseline_ms}
+
+
+def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], None]:
+    """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch."""
+    inputs = [group.input(built, i, s) for i, s in enumerate(built.inputs)]
+    kernel = launch.kernel(built.region.text, cache_dir)
+    size = legality.bucket(inputs[built.region.products[0].a].shape[0])
+    if record.remembered(kernel.directory, built.region, size) is None:
+        tune.tune(built.region, inputs, cache_dir)
+    outs = tune.outputs(built.region, inputs)
+    kernel(inputs, outs)
+    group.values |= dict(zip(outputs(built), outs, strict=True))
+    return lambda: kernel(inputs, outs)
+
+
+def baseline(group: Group, graph: fx.Graph) -> Callable[[], object]:
+    """The same nodes of the user's graph, from the same tensors, as Inductor compiles them."""
+    wanted = [node for b in group.builts for node in b.draft.supplies]
+    given = {g.root(n, g.is_view) for b in group.builts for s in b.inputs
+             for n in ([s.node] if isinstance(s, Weight) else [s] if isinstance(s, fx.Node) else [])}  # fmt: skip
+    new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[Tensor]()
+    for node in _needed(graph, wanted, given):
+        if node in given or node.op in ("placeholder", "get_attr"):
+            value = group.value(node)
+            copies[node] = value
+            if isinstance(value, Tensor):
+                copies[node] = new.placeholder(node.name)
+                tensors.append(value)
+        elif isinstance(node.meta.get("val"), torch.SymInt):
+            copies[node] = hint(node.meta["val"])
+        else:
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+    new.output(tuple(copies[n] for n in wanted))
+    module = fx.GraphModule(torch.nn.Module(), new)
+    with ThreadPoolExecutor(1) as worker:  # a thread of its own: the compile around us has its own contexts
+        run = worker.submit(_compile, module, tensors).result()
+    return lambda: run(*tensors)
+
+
+def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., object]:
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(module, tensors, config_patches={"joint_custom_pre_pass": None})  # type: ignore[no-any-return]
+
+
+def _needed(graph: fx.Graph, wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
+    """What must run to make `wanted` from `given`, in order."""
+    needed, todo = set[fx.Node](), list(wanted)
+    while todo:
+        node = todo.pop()
+        if node not in needed:
+            needed.add(node)
+            todo += () if node in given else node.all_input_nodes
+    return [n for n in graph.nodes if n in needed]
