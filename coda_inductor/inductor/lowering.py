@@ -17,7 +17,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
 Path = tuple[str, ...]
-"""Which part of a buffer: the slices taken of it, outermost first; () is all of it."""
+"""How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, in its own order."""
 Reads = dict[fx.Node, dict[Path, int]]
 """For every buffer that a value is made of, the parts read and their numbers of elements."""
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
@@ -38,6 +38,10 @@ _NAMES: dict[Kind, str] = {
     "_unsafe_masked_index_put_accumulate",
 }
 KINDS: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+
+
+HEAVY = {"slice_scatter": 6, "select_scatter": 6, "cat": 4, "constant_pad_nd": 4}
+"""Operations of Inductor's loop language that one node becomes, where it is more than one or two."""
 
 
 @dataclass(eq=False, slots=True)
@@ -198,8 +202,11 @@ class _Lowering:
         """What a consumer of `node` reads now."""
         if node.op == "call_function" and (kind := kind_of(node)) in ("view", "part"):
             source = self.value(node.all_input_nodes[0])
-            if kind == "view":
+            if kind == "view" and (order := _order(node)) is None:
                 return source
+            if kind == "view":
+                moved = {b: {_permuted(p, order): n for p, n in r.items()} for b, r in source.reads.items()}
+                return Formula(moved, source.nodes, source.cost)
             count = elements(node)
             part = {b: {(*p, _part(node)): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
             return Formula(part, source.nodes, source.cost + 1)
@@ -225,12 +232,12 @@ class _Lowering:
             for buffer in table:
                 got.reads[buffer] = {(node.name,): elements(node)}
         nodes = (*got.nodes, node)
-        return Formula(got.reads, nodes, len(nodes) + len(got.reads))
+        return Formula(got.reads, nodes, sum(HEAVY.get(_name(n), 1) for n in nodes) + len(got.reads))
 
     def big_loop(self, node: fx.Node, kind: Kind) -> Loop:
         """A reduction, a scan or a scatter: always in memory."""
         if kind == "scatter":
-            self.realize(node.all_input_nodes[0])
+            self.result.needed |= set(self.realize(node.all_input_nodes[0]))
             got = self.inputs(node.all_input_nodes[1:])
             written = max(elements(n) for n in node.all_input_nodes[1:])
             return Loop(node, (*got.nodes, node), got.reads, written, 1, True, written)
@@ -241,6 +248,31 @@ class _Lowering:
             return Loop(node, nodes, got.reads, total, 1, True, out)
         additive = "sum" in str(node.target) or "mean" in str(node.target)
         return Loop(node, nodes, got.reads, out, max(total // out, 1), _is_inner(node), out, additive)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _order(node: fx.Node) -> tuple[int, ...] | None:
+    """The permutation that a view applies to dimensions of more than one element; None if it keeps their order."""
+    if _name(node) not in ("permute", "transpose", "t"):
+        return None
+    source = node.all_input_nodes[0].meta["val"]
+    dims: list[int] = list(range(source.dim()))
+    if _name(node) == "permute":
+        dims = [int(d) % source.dim() for d in node.args[1]]  # type: ignore[union-attr]
+    else:
+        i, j = (0, 1) if _name(node) == "t" else (int(node.args[1]), int(node.args[2]))  # type: ignore[arg-type]
+        dims[i], dims[j] = dims[j], dims[i]
+    long = [d for d in dims if hint(source.shape[d]) > 1]
+    return None if long == sorted(long) else tuple(dims)
+
+
+def _permuted(path: Path, order: tuple[int, ...]) -> Path:
+    """A path read in another order; an order and its inverse are none."""
+    inverse = tuple(sorted(range(len(order)), key=lambda i: order[i]))
+    return path[:-1] if path and path[-1] == f"permute{inverse}" else (*path, f"permute{order}")
 
 
 def _part(node: fx.Node) -> str:
