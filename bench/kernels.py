@@ -22,6 +22,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu  # noqa: E402
 
 from coda_inductor.codegen import launch, legality, target, tune  # noqa: E402
+from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 
 M = 8192
@@ -86,18 +87,22 @@ def main() -> None:
     default = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / "kernels.jsonl"
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
     path.parent.mkdir(parents=True, exist_ok=True)
+    work = [case for d, ff in WIDTHS for case in cases(d, ff)]
+    began = time.perf_counter()
+    failed = prebuild([Job(region, config) for _, region in work for config in legality.candidates(region, M)])
+    print(f"kernels built in {time.perf_counter() - began:.1f} s", *failed.values(), sep="\n", flush=True)
     with path.open("w") as file:
-        for d, ff in WIDTHS:
-            for name, region in cases(d, ff):
-                for row in rows(name, region):
-                    print(json.dumps(row), file=file, flush=True)
-                    mark = "*" if row["best"] else " "
-                    time_text = f"{row['ms'] * 1e3:8.1f} us, {row['ratio']:.3f} of" if "ms" in row else row["why"]
-                    print(
-                        f"{mark} {name:18} {row['config']:16} {time_text} {row['floor_ms'] * 1e3:.1f} us,"
-                        f" stack {row.get('stack')}, stages {row['stages']}, host {row['host_us'] or 0:.1f} us",
-                        flush=True,
-                    )
+        for name, region in work:
+            for row in rows(name, region):
+                print(json.dumps(row), file=file, flush=True)
+                print(summary(row), flush=True)
+
+
+def summary(row: dict[str, Any]) -> str:
+    mark, floor = "*" if row["best"] else " ", row["floor_ms"] * 1e3
+    found = f"{row['ms'] * 1e3:8.1f} us = {row['ratio']:.3f} x {floor:.1f}" if "ms" in row else row["why"]
+    details = f"stack {row.get('stack')}, stages {row['stages']}, host {row['host_us'] or 0:.1f} us"
+    return f"{mark} {row['case']:20} {row['config']:14} {found} ({details})"
 
 
 if __name__ == "__main__":

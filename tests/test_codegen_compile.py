@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from codegen_cases import norm_backward, swiglu, token_scale
+
+from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.prebuild import Job, prebuild
 
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-import quack.gemm_runtime.host, quack.gemm_sm90
-quack.gemm_runtime.host.get_max_active_clusters = lambda cluster_size, *_: 132 // cluster_size  # asks the driver
+import quack.gemm_sm90
 chosen = []
 stages = quack.gemm_sm90.GemmSm90._compute_stages.__func__
 def watched(cls, *args, **kwargs):
@@ -24,8 +27,9 @@ def watched(cls, *args, **kwargs):
 quack.gemm_sm90.GemmSm90._compute_stages = classmethod(watched)
 import codegen_cases as cases
 from coda_inductor.codegen import legality
-from coda_inductor.codegen.kernel import Compiled
+from coda_inductor.codegen.kernel import Compiled, without_gpu
 from coda_inductor.codegen.legality import Config
+without_gpu()
 for make in cases.CASES:
     region = make(4096, 4096)
     pair = len(region.products) == 2
@@ -44,11 +48,12 @@ print(json.dumps({"case": "other extents", "compiled": len(chosen) - count}))
 """
 
 
+MISSING = [name for name in ("cutlass", "quack", "triton") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    for name in ("cutlass", "quack", "triton"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": path}
@@ -72,3 +77,17 @@ def test_the_stage_model_is_quacks(rows: list[dict[str, object]]) -> None:
 
 def test_other_extents_share_the_kernel(rows: list[dict[str, object]]) -> None:
     assert rows[-1]["compiled"] == 0
+
+
+def test_workers_fill_the_store(tmp_path: Path) -> None:
+    """Two kernels and one that quack refuses, in processes of their own; built again, they are found."""
+    store = str(tmp_path / "kernels")
+    config = Config(128, 128, 2, 1, True)
+    jobs = [Job(token_scale(256, 64), config), Job(swiglu(256, 64), config, swapped=True)]
+    too_big = Job(norm_backward(256, 64), Config(256, 192, 2, 1, False))
+    failed = prebuild([*jobs, too_big, jobs[0]], store, workers=2)
+    assert list(failed) == [too_big] and "stages" in failed[too_big]
+    objects = {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
+    assert len(objects) == 2
+    assert prebuild(jobs, store, workers=2) == {}
+    assert objects == {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
