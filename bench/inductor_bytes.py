@@ -120,10 +120,13 @@ def measure(node: Any) -> Row | None:
     if isinstance(node, (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode)):
         return None
     inside = set(node.get_nodes())
+    mutated = {name for buffer in node.get_outputs() for name in buffer.get_mutations()}
     touched: dict[str, dict[str, int]] = {"reads": defaultdict(int), "writes": defaultdict(int)}
     for kind, deps in (("reads", node.read_writes.reads), ("writes", node.read_writes.writes)):
         for dep in deps:
             buffer = V.graph.scheduler.name_to_buf.get(dep.name)
+            if kind == "reads" and dep.name in mutated and not isinstance(dep, MemoryDep):
+                continue  # an order between kernels, not a read
             produced = dep.name in node.get_buffer_names()
             if produced and (kind == "reads" or all(u.node in inside for u in buffer.users)):  # type: ignore[union-attr]
                 continue

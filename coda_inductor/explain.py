@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,31 +16,17 @@ import torch
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPES, Region
+from coda_inductor.core.region import DTYPES
+from coda_inductor.inductor.account import Site, attribute, smallest_tile, touched, touches_tile
 from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.lowering import base_of, elements, hint, kind_of, owner
-from coda_inductor.inductor.schedule import Kernel, itemsize, kernels, partition, saved
+from coda_inductor.inductor.joint import rewrite as joint_rewrite
+from coda_inductor.inductor.lowering import elements, kind_of, owner
+from coda_inductor.inductor.report import render
+from coda_inductor.inductor.schedule import Kernel, kernels, partition, saved
+
+__all__ = ["explain", "explain_graph", "render"]
 
 Facts = dict[str, Any]
-
-
-class Site(Protocol):
-    """One region of a rewritten graph: joint.Site."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def region(self) -> Region: ...
-    @property
-    def m(self) -> str: ...
-    @property
-    def laws(self) -> tuple[str, ...]: ...
-    @property
-    def absorbed(self) -> tuple[str, ...]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
-    @property
-    def source(self) -> str: ...
 
 
 class Refusal(Protocol):
@@ -66,29 +52,20 @@ class Report(Protocol):
 Rewrite = Callable[[fx.Graph, Any], Report]
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """The bytes that one kernel moves of one tensor, and the names of its operations that touch this tensor."""
-
-    bytes: int
-    operations: frozenset[str]
-
-
 def explain(
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     mode: Literal["infer", "train"],
     settings: Any,
-    rewrite: Rewrite | None = None,
+    rewrite: Rewrite = joint_rewrite,
 ) -> Facts:
-    """The facts about every graph of model(*args, **kwargs), and their totals. `rewrite` is for tests."""
-    how = rewrite or _default
+    """The facts about every graph of model(*args, **kwargs), and their totals. Tests give another `rewrite`."""
     graphs: list[Facts] = []
     counted: list[Facts] = []
 
     def on_graph(graph: fx.Graph) -> None:
-        facts, totals = explain_graph(graph, settings, how)
+        facts, totals = explain_graph(graph, settings, rewrite)
         graphs.append(facts)
         counted.append(totals)
 
@@ -101,13 +78,6 @@ def explain(
     names = ("bytes_before", "bytes_after", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions")
     totals = {name: sums[name] for name in (*names, "kernels_before", "kernels_after")}
     return {"schema": 1, "graphs": graphs, "totals": {**totals, "coverage": coverage}}
-
-
-def _default(graph: fx.Graph, settings: Any) -> Report:
-    """The joint pass itself, imported late so that counting needs nothing of it."""
-    from coda_inductor.inductor import joint
-
-    return joint.rewrite(graph, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,31 +135,6 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     return facts, totals
 
 
-def touched(kernel: Kernel) -> list[Touch]:
-    """A kernel's bytes, tensor by tensor, with the operations of the kernel that read or write each."""
-    users: dict[fx.Node, set[str]] = {buffer: set() for buffer in kernel.reads}
-    for node in kernel.nodes:
-        for value in node.all_input_nodes:
-            if (base := base_of(value)) in users:
-                users[base].add(node.name)
-    made = [Touch(moved, frozenset({owner(buffer).name})) for buffer, moved in kernel.writes.items()]
-    return [Touch(kernel.reads[b], frozenset(names)) for b, names in users.items()] + made
-
-
-def attribute(touches: Iterable[Touch], sites: Sequence[Site]) -> dict[str, int]:
-    """Bytes that no operation outside a Region moves any more, by the site that absorbed most of what moved them."""
-    homes: dict[str, list[str]] = {}
-    for site in sites:
-        for name in site.absorbed:
-            homes.setdefault(name, []).append(site.name)
-    share: Counter[str] = Counter()
-    for touch in touches:
-        if touch.operations and all(name in homes for name in touch.operations):
-            most = Counter(home for name in sorted(touch.operations) for home in homes[name])
-            share[most.most_common(1)[0][0]] += touch.bytes
-    return dict(share)
-
-
 def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, settings: Any) -> Facts:
     """What the user sees of one region. bytes_after: its loads and stores beyond one output tile per product."""
     region, n = site.region, site.region.n
@@ -226,27 +171,6 @@ def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
         return int(site.m)
     made = [elements(nodes[name]) for name in site.outputs if name in nodes]
     return max(made, default=0) // (site.region.n if site.region.stores else 1)
-
-
-def smallest_tile(graph: fx.Graph) -> int:
-    """Elements of the smallest output [M, N] of a product over the tokens, as many as most products have rows."""
-    names = ("aten::mm", "aten::addmm")
-    products = [n for n in graph.nodes if getattr(n.target, "_schema", None) and n.target._schema.name in names]
-    rows = [elements(p) // max(_last(p), 1) for p in products]
-    if not rows:
-        return 1 << 20
-    tokens = Counter(rows).most_common(1)[0][0]
-    return min(elements(p) for p, m in zip(products, rows, strict=True) if m == tokens)
-
-
-def _last(node: fx.Node) -> int:
-    return hint(node.meta["val"].shape[-1])
-
-
-def touches_tile(kernel: Kernel, smallest: int) -> bool:
-    """Does the kernel read or write a whole M x N tensor?"""
-    moved = [(n, b) for d in (kernel.reads, kernel.writes) for n, b in d.items()]
-    return any(b // itemsize(n) >= smallest for n, b in moved)
 
 
 def pass_facts(kernel: Kernel, reasons: Mapping[str, str]) -> Facts:
@@ -290,44 +214,3 @@ def source(node: fx.Node) -> str:
     file, line = frames[-1]
     here = os.getcwd() + os.sep
     return f"{file.removeprefix(here)}:{line}"
-
-
-def render(report: Facts) -> str:
-    """The report for people: totals first, then every graph's regions, what is left, and what was refused."""
-    t = report["totals"]
-    kept = f"; saved for backward {_gb(t['saved_bytes_inductor'])} -> {_gb(t['saved_bytes'])}"
-    lines = [
-        f"{t['regions']} regions; memory-bound traffic {_gb(t['bytes_before'])} -> {_gb(t['bytes_after'])}"
-        f" ({t['coverage']:.1%} of it absorbed); kernels {t['kernels_before']} -> {t['kernels_after']},"
-        f" {t['passes_left']} of them over M x N tensors"
-    ]
-    lines[0] += kept if t["saved_bytes_inductor"] else ""
-    for i, graph in enumerate(report["graphs"]):
-        lines.append(f"\ngraph {i} ({graph['kind']})")
-        for r in graph["regions"]:
-            n_products = f"{len(r['products'])} products, " if len(r["products"]) > 1 else ""
-            leaves = f"{len(r['stores'])} stores, {len(r['reductions'])} sums"
-            what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
-            laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
-            moved = f"{_gb(r['bytes_before'])} -> {_gb(r['bytes_after'])}"
-            lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {r['source']}{laws}")
-        for title, rows in (("left to Inductor", _grouped(graph["passes"])), ("refused", _refusals(graph["refused"]))):
-            lines += [f"  {title}:", *rows] if rows else []
-    return "\n".join(lines)
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count / 1e6:.2f} MB"
-
-
-def _grouped(passes: Sequence[Facts]) -> list[str]:
-    """Equal passes of many layers on one line."""
-    same: dict[tuple[str, str, str], list[int]] = {}
-    for p in passes:
-        same.setdefault((p["what"], p["why"], p["source"]), []).append(p["bytes"])
-    return [f"    {len(b)} x {_gb(b[0])}  {what[:80]}  ({why})  {at}" for (what, why, at), b in same.items()]
-
-
-def _refusals(refused: Sequence[Facts]) -> list[str]:
-    same = Counter((r["reason"], r["source"]) for r in refused)
-    return [f"    {n} x {reason}  {at}" for (reason, at), n in same.items()]

@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import default_partition
 from torch._inductor import compile_fx
@@ -66,7 +65,6 @@ def capture(
         stack.enter_context(like_cuda())
         stack.enter_context(mock.patch.object(compile_fx, "joint_graph_passes", hand_over))
         stack.enter_context(mock.patch.object(compile_fx, "min_cut_rematerialization_partition", split))
-        stack.enter_context(inductor_config.patch(force_disable_caches=True))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.set_grad_enabled(train))
         if isinstance(model, torch.nn.Module):

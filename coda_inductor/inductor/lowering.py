@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 Path = tuple[str, ...]
 """How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, in its own order."""
@@ -202,9 +203,9 @@ class _Lowering:
         """What a consumer of `node` reads now."""
         if node.op == "call_function" and (kind := kind_of(node)) in ("view", "part"):
             source = self.value(node.all_input_nodes[0])
-            if kind == "view" and (order := _order(node)) is None:
-                return source
             if kind == "view":
+                if (order := _order(node)) is None:
+                    return source
                 moved = {b: {_permuted(p, order): n for p, n in r.items()} for b, r in source.reads.items()}
                 return Formula(moved, source.nodes, source.cost)
             count = elements(node)
@@ -259,11 +260,11 @@ def _order(node: fx.Node) -> tuple[int, ...] | None:
     if _name(node) not in ("permute", "transpose", "t"):
         return None
     source = node.all_input_nodes[0].meta["val"]
-    dims: list[int] = list(range(source.dim()))
+    dims, given = list(range(source.dim())), [int(d) for d in tree_leaves(node.args[1:]) if isinstance(d, int)]
     if _name(node) == "permute":
-        dims = [int(d) % source.dim() for d in node.args[1]]  # type: ignore[union-attr]
+        dims = [d % source.dim() for d in given]
     else:
-        i, j = (0, 1) if _name(node) == "t" else (int(node.args[1]), int(node.args[2]))  # type: ignore[arg-type]
+        i, j = given or (0, 1)
         dims[i], dims[j] = dims[j], dims[i]
     long = [d for d in dims if hint(source.shape[d]) > 1]
     return None if long == sorted(long) else tuple(dims)

@@ -1,0 +1,214 @@
+"""Capture without a GPU or memory, and the counting of what a rewriting leaves."""
+
+from __future__ import annotations
+
+import json
+import operator
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.explain import explain, render
+from coda_inductor.inductor.capture import capture, load
+
+M, N, K = 512, 256, 128
+TILE = 4 * M * N
+
+
+def graphs_of(function: Callable[..., Any], *args: Tensor, mode: Literal["infer", "train"] = "infer") -> list[fx.Graph]:
+    found: list[fx.Graph] = []
+    capture(function, args, {}, mode, found.append)
+    return found
+
+
+def names_in(graph: fx.Graph) -> str:
+    return " ".join(str(n.target) for n in graph.nodes)
+
+
+def test_attention_stays_one_operation_as_on_cuda() -> None:
+    q = torch.empty(2, 4, 64, 32, dtype=torch.bfloat16)
+    (graph,) = graphs_of(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+    assert "_scaled_dot_product_flash_attention.default" in names_in(graph)
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    (graph,) = graphs_of(lambda q, m: F.scaled_dot_product_attention(q, q, q, m), q, mask)
+    assert "_scaled_dot_product_efficient_attention" in names_in(graph) and "bmm" not in names_in(graph)
+
+
+def test_norms_and_dropout_trace_as_on_cuda() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rms, self.layer, self.dropout = nn.RMSNorm(64), nn.LayerNorm(64), nn.Dropout(0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dropout(self.layer(self.rms(x)))  # type: ignore[no-any-return]
+
+    model = Model().to(torch.bfloat16)
+    (graph,) = graphs_of(model, torch.empty(8, 64, dtype=torch.bfloat16), mode="train")
+    names = names_in(graph)
+    assert "tangents" in names and "aten.rand" in names and "bernoulli" not in names
+    rstd = [n for n in graph.nodes if "rsqrt" in str(n.target)]
+    assert len(rstd) == 2 and all(n.meta["val"].dtype == torch.float32 for n in rstd)
+    assert "aten.pow.Tensor_Scalar" in names
+    assert not [n for n in graph.nodes if "pow" in n.name and n.meta.get("partitioner_tag") == "is_backward"]
+
+
+def test_nothing_stays_patched() -> None:
+    before = dict(torch.ops.aten.rms_norm.default.py_kernels)
+    graphs_of(lambda x: F.rms_norm(x, [64]), torch.empty(8, 64))
+    assert dict(torch.ops.aten.rms_norm.default.py_kernels) == before
+    x = torch.randn(8, 64)
+    assert torch.equal(torch.compile(lambda x: F.rms_norm(x, [64]) * 1, backend="eager")(x), F.rms_norm(x, [64]))
+
+
+def test_graphs_after_a_break_are_captured() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = torch.relu(x @ x)
+        torch._dynamo.graph_break()
+        return torch.exp(y @ y)
+
+    first, second = graphs_of(f, torch.empty(64, 64))
+    assert "relu" in names_in(first) and "exp" in names_in(second)
+
+
+def test_capture_leaves_the_model_in_its_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    (graph,) = graphs_of(model, torch.empty(2, 8))
+    assert model.training and "rand" not in names_in(graph)
+
+
+BIG_MODEL = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(*[nn.Linear(16384, 16384, device="cuda") for _ in range(16)]).to(torch.bfloat16).cuda()
+    assert torch.arange(4, device="cuda").sum().item() == 6
+    return model, (torch.randn(1024, 16384, device="cuda", dtype=torch.bfloat16),)
+
+def wrong():
+    return 3
+"""
+
+
+def test_a_model_larger_than_memory_loads_and_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_big_model.py").write_text(BIG_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model, args, kwargs = load("a_big_model:build")
+    found: list[fx.Graph] = []
+    capture(model, args, kwargs, "infer", found.append)
+    assert len(found) == 1 and args[0].shape == (1024, 16384) and kwargs == {}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB; the weights are 17 GB in f32
+    for spec, message in (
+        ("a_big_model:wrong", "return"),
+        ("a_big_model:none", "no function"),
+        ("x", "MODULE:FUNCTION"),
+    ):
+        with pytest.raises(Unsupported, match=message):
+            load(spec)
+
+
+@dataclass(frozen=True)
+class Site:
+    name: str
+    region: Region
+    m: str
+    laws: tuple[str, ...]
+    absorbed: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    node: str
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Report:
+    sites: tuple[Site, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+
+def region_of_relu(matrices: list[Tensor]) -> list[Tensor]:
+    """Stands for the fused operation: relu of a product, and its sums over N."""
+    raise NotImplementedError
+
+
+def absorb_relu(graph: fx.Graph, _: Any) -> Report:
+    """A rewriting in miniature: relu(mm) becomes one operation that also sums its rows."""
+    relu = next(n for n in graph.nodes if n.target is torch.ops.aten.relu.default)
+    product = relu.args[0]
+    assert isinstance(product, fx.Node)
+    with graph.inserting_before(relu):
+        region = graph.call_function(region_of_relu, (list(product.args),))
+        tile = graph.call_function(operator.getitem, (region, 0))
+    region.meta["val"], tile.meta["val"] = [relu.meta["val"]], relu.meta["val"]
+    relu.replace_all_uses_with(tile)
+    graph.eliminate_dead_code()
+    record = Region(
+        n=N, dtype="f32", products=(Product("acc", 0, 1, K, "kn"),), operands=(Operand("r", "token", "f32"),),
+        lets=(Let("y", "max", ("acc", 0.0)),), stores=(Store("y", "f32"),), reductions=(Reduction("y"),),
+    )  # fmt: skip
+    site = Site("r0", record, str(M), (), (relu.name,), (tile.name,), "model.py:1")
+    return Report((site,), (Refusal("exp", "a reason", "model.py:2"),))
+
+
+def test_what_a_region_absorbs_and_what_is_left() -> None:
+    def f(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        h = torch.relu(x @ w)
+        return torch.exp(h @ v)
+
+    args = (torch.empty(M, K), torch.empty(K, N), torch.empty(N, N))
+    report = explain(f, args, {}, "infer", None, absorb_relu)
+    (graph,) = report["graphs"]
+    (region,) = graph["regions"]
+    (left,) = graph["passes"]
+    assert report["schema"] == 1 and graph["kind"] == "inference"
+    assert (region["id"], region["n"], region["k"], region["m"]) == ("r0", N, K, str(M))
+    assert region["bytes_before"] == 2 * TILE and region["bytes_after"] == 2 * 4 * M  # a vector in, a vector out
+    assert left["what"] == "exp" and left["why"] == "a reason" and left["bytes"] == 2 * TILE
+    assert left["source"].split(":")[0].endswith("test_explain.py")
+    assert report["totals"] == {
+        "bytes_before": 4 * TILE, "bytes_after": 2 * TILE + 8 * M, "coverage": 0.5, "passes_left": 1, "saved_bytes": 0,
+        "saved_bytes_inductor": 0, "regions": 1, "kernels_before": 2, "kernels_after": 1,
+    }  # fmt: skip
+    assert json.loads(json.dumps(report)) == report
+    assert "r0" in render(report) and "a reason" in render(report)
+
+
+def test_a_kernel_that_is_absorbed_in_part_counts_by_tensor() -> None:
+    def f(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(x @ w)
+        return y, y + b
+
+    args = (torch.empty(M, K), torch.empty(K, N), torch.empty(M, N))
+    totals = explain(f, args, {}, "infer", None, absorb_relu)["totals"]
+    # One kernel reads the product and b, and writes two tiles. relu read the product and wrote y; b and y + b stay.
+    assert totals["bytes_before"] == 4 * TILE and totals["coverage"] == 0.5
+
+
+def test_a_graph_that_is_declined_is_refused_as_a_whole() -> None:
+    def decline(graph: fx.Graph, _: Any) -> Report:
+        raise Unsupported("not today", where="model.py:3")
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    report = explain(model, (torch.empty(512, 64),), {}, "train", None, decline)
+    totals = report["totals"]
+    assert report["graphs"][0]["kind"] == "joint" and "not today" in report["graphs"][0]["refused"][0]["reason"]
+    assert totals["coverage"] == 0 and totals["bytes_after"] == totals["bytes_before"] > 0
+    assert totals["saved_bytes"] == totals["saved_bytes_inductor"] > 0

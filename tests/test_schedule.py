@@ -1,0 +1,129 @@
+"""The byte model: small graphs counted by hand, real ones against Inductor's own schedule."""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from coda_inductor.inductor.capture import capture
+from coda_inductor.inductor.schedule import Kernel, kernels
+
+M, N, K = 512, 256, 128
+X, W, BIG = torch.empty(M, K), torch.empty(K, N), torch.empty(M, N)
+TILE, TOKENS, FEATURES = 4 * M * N, 4 * M, 4 * N
+
+
+def kernels_of(function: Callable[..., Any], *args: Tensor) -> list[Kernel]:
+    found: list[Kernel] = []
+    capture(function, args, {}, "infer", lambda graph: found.extend(kernels(graph)))
+    return found
+
+
+def bytes_of(function: Callable[..., Any], *args: Tensor) -> list[int]:
+    return [k.bytes for k in kernels_of(function, *args)]
+
+
+def test_products_alone_are_no_kernel() -> None:
+    assert bytes_of(lambda x, w, v: x @ w @ v.t(), X, W, W) == []
+
+
+def test_a_pointwise_chain_is_one_kernel() -> None:
+    assert bytes_of(lambda x, w: torch.exp(F.relu(x @ w) + 1.0) * 2.0, X, W) == [2 * TILE]
+
+
+def test_vectors_count_once() -> None:
+    assert bytes_of(lambda x, w, r, b: (x @ w) * r[:, None] + b, X, W, X[:, 0].clone(), W[0].clone()) == [
+        2 * TILE + TOKENS + FEATURES
+    ]
+
+
+def test_a_norm_with_its_residual_is_one_kernel_with_two_tiles_out() -> None:
+    def f(h: Tensor, x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        h = h + x @ w
+        return h, (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)) @ v.t()
+
+    assert bytes_of(f, BIG, X, W, W) == [4 * TILE]
+
+
+def test_a_sum_over_tokens_shares_no_kernel_with_what_makes_it() -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.exp(x @ w)
+        return y, y.sum(0)
+
+    assert sorted(bytes_of(f, X, W)) == [TILE + FEATURES, 2 * TILE]
+
+
+def test_unrelated_work_of_one_size_is_two_kernels() -> None:
+    assert bytes_of(lambda x, y: (x + 1, y + 1), BIG, BIG.clone()) == [2 * TILE, 2 * TILE]
+
+
+def test_readers_of_one_tensor_share_a_kernel() -> None:
+    assert bytes_of(lambda x: (x + 1, x * 2), BIG) == [3 * TILE]
+
+
+def test_a_gather_counts_what_it_uses() -> None:
+    table, index = torch.empty(100_000, N), torch.zeros(M, dtype=torch.long)
+    assert bytes_of(lambda t, i: F.embedding(i, t) + 1, table, index) == [2 * TILE + 8 * M]
+
+
+def test_slices_count_as_far_as_they_reach_and_no_further() -> None:
+    half = N // 2
+    assert bytes_of(lambda x: x[:, :half] * 2, BIG) == [TILE]
+    assert bytes_of(lambda x: x * 2 + torch.cat((-x[:, half:], x[:, :half]), 1), BIG) == [2 * TILE]
+
+
+def test_a_copy_into_another_order_is_a_kernel_of_its_own() -> None:
+    assert bytes_of(lambda x: (x + 1).t().contiguous(), BIG) == [2 * TILE]
+    assert bytes_of(lambda x: (y := x + 1, y.t().contiguous()), BIG)[-1] == 2 * TILE
+
+
+def test_symbolic_sizes_count_at_their_hints() -> None:
+    x = torch.empty(M, K)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert bytes_of(lambda x, w: F.relu(x @ w), x, W) == [2 * TILE]
+
+
+def test_a_region_is_no_memory_bound_kernel() -> None:
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    region = graph.call_function(opaque, ([x, w],))
+    tile = graph.call_function(operator.getitem, (region, 0))
+    after = graph.call_function(torch.ops.aten.relu.default, (tile,))
+    graph.output(after)
+    for node, value in ((x, X), (w, W), (region, [BIG, X]), (tile, BIG), (after, BIG)):
+        node.meta["val"] = value
+    (kernel,) = kernels(graph)
+    assert kernel == Kernel((after,), {tile: TILE}, {after: TILE})
+
+
+def opaque(inputs: list[Tensor]) -> list[Tensor]:
+    """Stands for coda.region: an operation that the model does not know."""
+    raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    path = Path(__file__).parents[1] / "bench" / "inductor_bytes.py"
+    spec = importlib.util.spec_from_file_location("inductor_bytes", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2"])
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_agrees_with_inductors_own_schedule(bench: ModuleType, name: str, mode: Literal["infer", "train"]) -> None:
+    pytest.importorskip("transformers")
+    own = sum(row["bytes"] for row in bench.own_schedule(*bench.build(name, 2), mode))
+    ours = sum(k.bytes for k in bench.modelled(*bench.build(name, 2), mode))
+    assert abs(ours / own - 1) < 0.10
