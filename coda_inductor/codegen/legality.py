@@ -54,6 +54,11 @@ LARGE = (
     Config(128, 256, 2, 1, False),
     Config(256, 128, 1, 2, False),
 )
+HEAVY = (  # two tile operands and more: the tiles that spill least come first
+    Config(128, 128, 2, 1, True),
+    Config(128, 160, 2, 1, True),
+    *(c for c in LARGE if (c.tile_m, c.tile_n) not in ((128, 128), (128, 160))),
+)
 MIDDLE = (  # up to 1024 rows: few tiles, so smaller ones fill the machine
     Config(128, 128, 1, 2, True),
     Config(128, 128, 2, 1, True),
@@ -86,7 +91,8 @@ def bucket(m: int) -> int:
 def candidates(region: Region, m: int) -> tuple[Config, ...]:
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
-    table = TINY if size <= 64 else SMALL if size <= 256 else MIDDLE if size <= 1024 else LARGE
+    large = HEAVY if sum(o.extent == "tile" for o in region.operands) > 1 else LARGE
+    table = TINY if size <= 64 else SMALL if size <= 256 else MIDDLE if size <= 1024 else large
     return tuple(c for c in table if is_legal(region, c)) or tuple(c for c in LARGE if is_legal(region, c))
 
 
