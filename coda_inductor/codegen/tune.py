@@ -20,10 +20,8 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region
 
-TOLERANCE = (
-    4e-3  # relative Frobenius: bf16 rounds at 2^-9 = 2e-3, and an output may be rounded once more than the oracle's
-)
-MAX_STACK = 256  # bytes per thread; 176 cost a norm backward nothing that could be measured, 700 double the epilogue
+TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
+MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
 CHECKED_ROWS = 256  # from each of the start, the middle and the end
 AHEAD = 50_000  # cycles of GPU idling per call, so that the host's launches are not what is timed
 
