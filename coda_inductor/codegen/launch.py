@@ -94,6 +94,17 @@ class Kernel:
         self._ready[size, swapped] = found
         return found
 
+    def build(self, m: int) -> None:
+        """Builds the kernel of `m` tokens now. Raises Unsupported if there is none."""
+        key = (legality.bucket(m), False)
+        if (self._ready[key] if key in self._ready else self._prepare(*key)) is None:
+            raise Unsupported(f"no kernel for region {self._digest} could be built")
+
+    def config(self, m: int) -> Config | None:
+        """The configuration in which `m` tokens run, None before the first launch of their bucket."""
+        found = self._ready.get((legality.bucket(m), False)) or self._ready.get((legality.bucket(m), True))
+        return found.config if found else None
+
     def use(self, size: int, config: Config) -> None:
         """Runs this bucket in `config` from now on; it must have been built."""
         for swapped in (False, True):

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import launch, legality, record, store, tune
+from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import Verdict
@@ -119,6 +120,7 @@ class Contest:
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
         """The verdict on all Regions of a plan."""
         banned, undeferred = dict[int, str](), 0
+        self.prebuild(plan, builts)
         for members in groups(builts):
             bits = [acc.bit for b in members for acc in b.draft.space.accs]
             deferred = sum(1 << f.product for f in plan.firings if f.product in bits)
@@ -134,6 +136,17 @@ class Contest:
                 banned |= dict.fromkeys(bits, why)
         return Verdict(banned, undeferred)
 
+    def prebuild(self, plan: Plan, builts: list[Built]) -> None:
+        """Compiles what tuning will ask for, on all cores at once."""
+        if self.settings.tune == "off":
+            return
+        directory, jobs = store.open_store(self.settings.cache_dir), []
+        for region, built in {b.region: b for b in builts}.items():
+            size = legality.bucket(hint(plan.program.product(built.draft.space.accs[0]).node.meta["val"].shape[0]))
+            if record.remembered(directory, region, size) is None:
+                jobs += [Job(region, config, False) for config in legality.candidates(region, size)]
+        prebuild(jobs, self.settings.cache_dir)
+
     def loses(self, plan: Plan, members: list[Built]) -> str:
         """Why a group is not kept; empty if it wins, or if nothing is to be measured."""
         group = Group(members, self.device)
@@ -141,8 +154,7 @@ class Contest:
         tokens = hint(product.meta["val"].shape[0])
         if self.settings.tune == "off":
             for b in members:
-                k = launch.kernel(b.region.text, self.settings.cache_dir)
-                k.compiled(k.choose(legality.bucket(tokens)))
+                launch.kernel(b.region.text, self.settings.cache_dir).build(tokens)
             return ""
         directory = store.open_store(self.settings.cache_dir)
         found = store.read_record(directory, group.key(tokens))

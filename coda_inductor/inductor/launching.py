@@ -5,7 +5,6 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -31,7 +30,7 @@ def launcher(text: str) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]],
 
     def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         if not run:
-            run.append(kernel(text, cache_dir[-1] if cache_dir else Settings.read(os.environ)[0].cache_dir))
+            run.append(kernel(text, cache_dir[-1] if cache_dir else Settings.read()[0].cache_dir))
         run[0](inputs, outs)
 
     return launch
