@@ -201,6 +201,23 @@ def test_interpreter_stores_contiguous_tiles() -> None:
     assert torch.equal(stored, inputs[5]) and stored.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+def test_interpreter_returns_memory_of_its_own(dtype: str) -> None:
+    """Neither an input nor one value twice, whatever the dtypes: callers may write into results."""
+    region = changed(
+        dtype=dtype,
+        operands=(Operand("x", "tile", dtype),),
+        lets=(),
+        stores=(Store("x", dtype), Store("x", dtype), Store("gate", dtype), Store("gate", dtype)),
+    )
+    inputs = [torch.randn(s, dtype=DTYPES[dtype]) for s in [(1, 16), (24, 16), (24, 16), (1, 24)]]
+    region = dataclasses.replace(region, reductions=(Reduction("x"), Reduction("x")))
+    results = interpret(verify(region), inputs)
+    memory = [t.untyped_storage().data_ptr() for t in inputs + results]
+    assert len(set(memory)) == len(memory)
+    assert torch.equal(results[0], inputs[3]) and torch.equal(results[1], inputs[3])
+
+
 def test_interpreter_wants_every_operand() -> None:
     with pytest.raises(ValueError):
         interpret(GATED, gated_inputs()[:-1])
@@ -221,6 +238,14 @@ MALFORMED: list[tuple[str, Region, str]] = [
     ("k", changed(products=(Product("gate", 0, 1, 0, "nk"), GATED.products[1])), "n=24, k=[0, 16]"),
     ("gap", changed(products=(GATED.products[0], Product("up", 0, 3, 16, "nk"))), "matrices [0, 1, 3] are not 0..3"),
     ("square", changed(products=(GATED.products[0], Product("up", 2, 2, 16, "nk"))), "a matrix multiplied by itself"),
+    (
+        "shared a",
+        changed(products=(GATED.products[0], Product("up", 0, 2, 32, "nk"))),
+        "share a matrix contract [16, 32]",
+    ),
+    ("shared b", changed(products=(Product("p", 0, 2, 16, "nk"), Product("q", 1, 2, 8, "nk"))), "contract [8, 16]"),
+    ("layout", changed(products=(Product("gate", 0, 1, 16, "kk"),)), "layout 'kk' of gate's weight"),  # type: ignore[arg-type]
+    ("axis", changed(reductions=(Reduction("y2", "M"),)), "sums over ['M'], only N is known"),  # type: ignore[arg-type]
     ("dtype", changed(dtype="fp8"), "dtype 'fp8' is none of bf16, f16, f32, f64"),
     ("operand dtype", changed(operands=(*GATED.operands, Operand("o", "tile", "i8"))), "dtype 'i8'"),
     ("store dtype", changed(stores=(Store("y", "float"),)), "dtype 'float'"),
@@ -232,6 +257,15 @@ MALFORMED: list[tuple[str, Region, str]] = [
         "name 'a b' is taken or no ident",
     ),
     ("extent", changed(operands=(*GATED.operands, Operand("o", "scalar", "f32"))), "extent 'scalar' of o"),  # type: ignore[arg-type]
+    (
+        "product keyword",
+        changed(products=(GATED.products[0], Product("in", 0, 2, 16, "nk"))),
+        "name 'in' is taken or no",
+    ),
+    ("let keyword", with_let(Let("lambda", "neg", ("y",))), "name 'lambda' is taken or no identifier"),
+    ("integer", with_let(Let("z", "mul", ("y", 2))), "literals are Python floats, not [2]"),
+    ("boolean", with_let(Let("z", "mul", ("y", True))), "literals are Python floats, not [True]"),
+    ("not a number", with_let(Let("z", "mul", (math.nan, "y"))), "literals are Python floats, not [nan]"),
     ("let name", with_let(Let("y", "neg", ("y",))), "name 'y' is taken"),
     ("let identifier", with_let(Let("3", "neg", ("y",))), "name '3' is taken or no identifier"),
     ("operation", with_let(Let("z", "cos", ("y",))), "unknown operation 'cos'"),

@@ -1,4 +1,4 @@
-"""The two kinds of failure. Unsupported: the user's graph is fine and we leave it to Inductor. BrokenInvariant: we are wrong."""
+"""The two kinds of failure. Unsupported: the user's graph is fine, Inductor takes it. BrokenInvariant: we are wrong."""
 
 from __future__ import annotations
 

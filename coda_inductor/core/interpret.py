@@ -18,7 +18,8 @@ SHAPE = {"token": (-1, 1), "feature": (1, -1)}
 
 
 def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """`inputs`: matrices, then operands, as Region says. Returns the stores [M, N], then the reductions [M]."""
+    """`inputs`: matrices, then operands, as Region says. Returns the stores [M, N], then the reductions [M], each in
+    memory of its own: a functional operation may return neither an input nor one tensor twice."""
     matrices, operands = inputs[: region.matrices], inputs[region.matrices :]
     values: dict[str, Tensor | float] = {}
     for p in region.products:
@@ -30,5 +31,8 @@ def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
         values[let.name] = OPS[let.op].torch(*(values[a] if isinstance(a, str) else a for a in let.args))
     shape = torch.broadcast_shapes(*(values[p.name].shape for p in region.products))  # type: ignore[union-attr]
     tile = {name: value.expand(shape) for name, value in values.items() if isinstance(value, Tensor)}
-    stores = [tile[s.value].to(DTYPES[s.dtype]).contiguous() for s in region.stores]
+    stores = [
+        torch.empty(shape, dtype=DTYPES[s.dtype], device=tile[s.value].device).copy_(tile[s.value])
+        for s in region.stores
+    ]
     return stores + [tile[r.value].sum(1) for r in region.reductions]

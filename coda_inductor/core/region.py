@@ -1,8 +1,8 @@
 """The Region: one output tile space [M, N], the products that share it, and everything done to it before it leaves.
 
-What the derivation decided and what code generation consumes: one frozen, flat record for legality, cost, explain, cache
-key and launch. M, names of call sites and source lines are not part of it. Its meaning is core/interpret.py. It is a record
-and has no optimiser.
+What the derivation decided and what code generation consumes: one frozen, flat record for legality, cost, explain,
+cache key and launch. M, names of call sites and source lines are not part of it. Its meaning is core/interpret.py. It
+is a record and has no optimiser.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Product:
     """The accumulator `name`[M, N] = A[M, K] @ B, in float32 (float64 for float64 operands).
 
     A is row-major. `b_layout` "nk" means that the tensor B is [N, K] (nn.Linear's weight), "kn" that it is [K, N]
-    (Conv1D's); both with their last dimension contiguous. `a` and `b` index the operation's matrix inputs: products that
-    share an `a` share its tensor.
+    (Conv1D's); both with their last dimension contiguous. `a` and `b` index the operation's matrix inputs: products
+    that share an `a` share its tensor.
     """
 
     name: str

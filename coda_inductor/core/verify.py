@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import DTYPES, Region
@@ -20,23 +22,40 @@ def verify(region: Region) -> Region:
     used = {i for p in region.products for i in (p.a, p.b)}
     check(used == set(range(region.matrices)), f"matrices {sorted(used)} are not 0..{region.matrices - 1}")
     check(all(p.a != p.b for p in region.products), "a matrix multiplied by itself")
+    for p in region.products:
+        check(p.b_layout in ("nk", "kn"), f"layout {p.b_layout!r} of {p.name}'s weight is neither nk nor kn")
+        ks = {q.k for q in region.products if q.a == p.a or q.b == p.b}
+        check(len(ks) == 1, f"products that share a matrix contract {sorted(ks)}")
     for dtype in (region.dtype, *(o.dtype for o in region.operands), *(s.dtype for s in region.stores)):
         check(dtype in DTYPES, f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     tiles, defined = set(), set()
     for name, extent in [(p.name, "tile") for p in region.products] + [(o.name, o.extent) for o in region.operands]:
-        check(name.isidentifier() and name not in defined, f"name {name!r} is taken or no identifier")
+        check(_is_name(name) and name not in defined, f"name {name!r} is taken or no identifier")
         check(extent in ("token", "feature", "tile"), f"extent {extent!r} of {name}")
         defined.add(name)
         tiles |= {name} if extent == "tile" else set()
     for let in region.lets:
-        check(let.name.isidentifier() and let.name not in defined, f"name {let.name!r} is taken or no identifier")
+        check(_is_name(let.name) and let.name not in defined, f"name {let.name!r} is taken or no identifier")
         check(let.op in OPS, f"unknown operation {let.op!r}")
-        check(len(let.args) == OPS[let.op].arity, f"{let.op} takes {OPS[let.op].arity} arguments, found {len(let.args)}")
+        check(
+            len(let.args) == OPS[let.op].arity, f"{let.op} takes {OPS[let.op].arity} arguments, found {len(let.args)}"
+        )
         names = [a for a in let.args if isinstance(a, str)]
         check(bool(names), f"{let.name} is a constant")
+        odd = [a for a in let.args if not isinstance(a, str) and (type(a) is not float or a != a)]
+        check(not odd, f"{let.name} = {let.op}{let.args}: literals are Python floats, not {odd}")
         check(all(a in defined for a in names), f"{let.name} = {let.op}{let.args} uses what is not defined before it")
         defined.add(let.name)
         tiles |= {let.name} if tiles.intersection(names) else set()
+    check(
+        all(r.over == "N" for r in region.reductions),
+        f"sums over {[r.over for r in region.reductions]}, only N is known",
+    )
     for value in [s.value for s in region.stores] + [r.value for r in region.reductions]:
         check(value in tiles, f"{value!r} leaves the region but is not a tile")
     return region
+
+
+def _is_name(name: str) -> bool:
+    """May generated Python call something `name`?"""
+    return name.isidentifier() and not keyword.iskeyword(name)
