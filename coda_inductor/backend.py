@@ -1,6 +1,7 @@
 """The backend of torch.compile: Dynamo's graph goes to Inductor with one more pass over the joint graph.
 
-Off means off: with CODA_INDUCTOR=0 the call is the one that backend="inductor" makes.
+Off means off: with CODA_INDUCTOR=0 the call is the one that backend="inductor" makes, and so it is, after one warning, on
+a machine for which no kernels are generated.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from typing import Any
 
 import torch
 from torch._inductor import cudagraph_trees
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 
-from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.joint_pass import JointPass
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import PASSED_ON, Settings, unknown
+from coda_inductor.inductor.joint_pass import JointPass, explained, machine
+
+Settings.read()  # torch.compile imports this: a wrong variable is said there, and not when the model first runs
 
 
 class CodaBackend:
@@ -26,14 +31,29 @@ class CodaBackend:
     __name__ = "coda"
 
     def __call__(
-        self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+        self,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
     ) -> Any:
-        settings, inductor_options = Settings.read(options=options)
-        config = torch._TorchCompileInductorWrapper(mode, inductor_options, None).config
-        if settings.enabled:
-            chained = config.get("joint_custom_pre_pass", torch._inductor.config.joint_custom_pre_pass)
-            config = {**config, "joint_custom_pre_pass": JointPass(settings, chained)}
-        return compile_fx(gm, example_inputs, config_patches=config)
+        settings, theirs = Settings.read(options=options)
+        known = inductor_config.get_config_copy()
+        for name in theirs:
+            if name.replace("-", "_") not in known:
+                unknown("option", PASSED_ON + name, [PASSED_ON + k for k in known])
+        inductor = torch._TorchCompileInductorWrapper(mode, theirs, None)
+        if not settings.enabled:
+            return inductor(gm, example_inputs)
+        chained = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+        ours = JointPass(settings, chained)
+        try:
+            machine(settings, example_inputs)
+        except Unsupported as error:
+            ours.failed(explained(error, gm.graph), "every graph")
+            return inductor(gm, example_inputs)
+        return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
 
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""

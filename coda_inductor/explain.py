@@ -19,8 +19,8 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
 from coda_inductor.inductor.account import Site, attribute, smallest_tile, touched, touches_tile
 from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.joint import rewrite as joint_rewrite
 from coda_inductor.inductor.lowering import elements, kind_of, owner
+from coda_inductor.inductor.offline import rewrite_for, target_of
 from coda_inductor.inductor.report import render
 from coda_inductor.inductor.schedule import Kernel, kernels, partition, saved
 
@@ -47,6 +47,8 @@ class Report(Protocol):
     def sites(self) -> Sequence[Site]: ...
     @property
     def refused(self) -> Sequence[Refusal]: ...
+    @property
+    def opaque(self) -> Sequence[Refusal]: ...
 
 
 Rewrite = Callable[[fx.Graph, Any], Report]
@@ -58,7 +60,7 @@ def explain(
     kwargs: Mapping[str, Any],
     mode: Literal["infer", "train"],
     settings: Any,
-    rewrite: Rewrite = joint_rewrite,
+    rewrite: Rewrite = rewrite_for,
 ) -> Facts:
     """The facts about every graph of model(*args, **kwargs), and their totals. Tests give another `rewrite`."""
     graphs: list[Facts] = []
@@ -77,7 +79,8 @@ def explain(
     coverage = covered / sums["bytes_before"] if sums["bytes_before"] else 0.0
     names = ("bytes_before", "bytes_after", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions")
     totals = {name: sums[name] for name in (*names, "kernels_before", "kernels_after")}
-    return {"schema": 1, "graphs": graphs, "totals": {**totals, "coverage": coverage}}
+    target = target_of(settings) if settings else "reference"
+    return {"schema": 1, "target": target, "graphs": graphs, "totals": {**totals, "coverage": coverage}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Nothing:
 
     refused: tuple[Whole, ...]
     sites: tuple[Site, ...] = ()
+    opaque: tuple[Whole, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +117,13 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     share = attribute(touches, report.sites)
     nodes = {n.name: n for n in graph.nodes}
     regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
-    reasons = {r.node: r.reason for r in report.refused}
     left = sorted((k for k in after if touches_tile(k, smallest)), key=lambda k: -k.bytes)
+    chains = [refusal(kernel, report) for kernel in left]
     facts: Facts = {
         "kind": "joint" if halves else "inference",
         "regions": regions,
-        "passes": [pass_facts(k, reasons) for k in left],
-        "refused": [{"node": r.node, "reason": r.reason, "source": r.source} for r in report.refused],
+        "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
+        "refused": ([] if isinstance(report, Nothing) else chains) + lone(report, nodes, chains),
     }
     totals: Facts = {
         "bytes_before": sum(k.bytes for k in before),
@@ -173,16 +177,52 @@ def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
     return max(made, default=0) // (site.region.n if site.region.stores else 1)
 
 
-def pass_facts(kernel: Kernel, reasons: Mapping[str, str]) -> Facts:
+def refusal(kernel: Kernel, report: Report) -> Facts:
+    """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at a chain's end),
+    and the user's line of the operation that it failed for."""
+    names = {n.name for n in kernel.nodes}
+    if isinstance(report, Nothing):
+        return {"node": kernel.nodes[-1].name, "reason": report.refused[0].reason, "source": _last_source(kernel)}
+    for r in report.refused:
+        if r.node in names:
+            return {"node": r.node, "reason": r.reason, "source": r.source}
+    feeds = {_operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
+    if any("attention" in name for name in feeds):
+        why = "it reads the result of attention, which is no product of ours"
+    elif not feeds & {"mm", "addmm", "bmm", "baddbmm", "region"}:
+        why = "no product's result is read here"
+    elif opaque := [r for r in report.opaque if r.node in names]:
+        return {"node": opaque[0].node, "reason": opaque[0].reason, "source": opaque[0].source}
+    elif all(_operation(n) in ("clone", "cat", "stack", "_to_copy") for n in kernel.nodes if kind_of(n) != "view"):
+        why = "it only copies, into the layout that its reader asks for"
+    else:
+        why = "nothing of it could be made in an epilogue"
+    return {"node": kernel.nodes[-1].name, "reason": why, "source": _last_source(kernel)}
+
+
+def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) -> list[Facts]:
+    """Refusals of products themselves, where no chain says the same; or that of the whole graph."""
+    said = set() if isinstance(report, Nothing) else {c["reason"] for c in chains}
+    return [
+        {"node": r.node, "reason": r.reason, "source": r.source}
+        for r in report.refused
+        if r.reason not in said and (not r.node or (r.node in nodes and _operation(nodes[r.node]) in ("mm", "addmm")))
+    ]
+
+
+def _last_source(kernel: Kernel) -> str:
+    return next((s for n in reversed(kernel.nodes) if kind_of(n) != "view" and (s := source(n))), "")
+
+
+def pass_facts(kernel: Kernel, refused: Facts) -> Facts:
     """A kernel that stays with Inductor: its operations in order, and why it stays."""
     work = [n for n in kernel.nodes if kind_of(n) != "view"]
     names = dict.fromkeys(_operation(n) for n in work)
-    known = dict.fromkeys(reasons[n.name] for n in kernel.nodes if n.name in reasons)
     return {
         "what": " ".join(names),
         "bytes": kernel.bytes,
-        "why": "; ".join(known) or _why(kernel),
-        "source": next((s for n in reversed(work) if (s := source(n))), ""),
+        "why": refused["reason"],
+        "source": refused["source"] or _last_source(kernel),
         "nodes": [n.name for n in work],
     }
 
@@ -190,16 +230,6 @@ def pass_facts(kernel: Kernel, reasons: Mapping[str, str]) -> Facts:
 def _operation(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return schema.name.split("::")[1] if schema else str(node.target)
-
-
-def _why(kernel: Kernel) -> str:
-    """A reason from the kernel's inputs, where the rewriting gave none."""
-    feeds = {_operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
-    if any("attention" in name for name in feeds):
-        return "reads the result of attention, which is no product of ours"
-    if not any(name in ("mm", "addmm", "bmm", "baddbmm", "region") for name in feeds):
-        return "no product's result is read here"
-    return "left to Inductor"
 
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')

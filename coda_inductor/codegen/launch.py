@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import importlib
 import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from coda_inductor.codegen import legality, record
 from coda_inductor.codegen.legality import Config
-from coda_inductor.codegen.store import open_store
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.codegen.store import HINT, open_store
+from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region, parse
+from coda_inductor.core.text import show
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """Kernel launches by region digest."""
@@ -34,9 +34,11 @@ REACH = 1 << 40  # bytes between two weights that one TMA descriptor can span; b
 class Kernel:
     """Runs one Region at any M >= 1. Compiled kernels are shared by all token counts and kept for the process."""
 
-    def __init__(self, region: Region, directory: Path) -> None:
-        self.region, self.directory = region, directory
+    def __init__(self, region: Region, directory: Path, *, strict: bool = False) -> None:
+        """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning."""
+        self.region, self.directory, self.strict = region, directory, strict
         self._digest = region.digest
+        self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
         self._compiled: dict[tuple[Config, bool], Any] = {}
         self._pair = tuple(p.b for p in region.products) if len(region.products) == 2 else None
@@ -67,7 +69,7 @@ class Kernel:
             gate, up = inputs[self._pair[0]], inputs[self._pair[1]]
             distance = up.data_ptr() - gate.data_ptr()
             if not 0 < abs(distance) < REACH or gate.stride() != up.stride():
-                fall_back(self.region, inputs, outs, "two weights too far apart, or of different pitch")
+                self.fall_back(inputs, outs, "two weights too far apart, or of different pitch")
                 return
             swapped = distance < 0
         if config is not None:
@@ -76,7 +78,7 @@ class Kernel:
             key = (legality.bucket(inputs[self._a].shape[0]), swapped)
             compiled = self._ready[key] if key in self._ready else self._prepare(*key)
         if compiled is None:
-            fall_back(self.region, inputs, outs, f"no kernel for region {self._digest}")
+            self.fall_back(inputs, outs, self._refusal)
             return
         LAUNCHES[self._digest] += 1
         compiled(inputs, outs)
@@ -84,21 +86,31 @@ class Kernel:
     def _prepare(self, size: int, swapped: bool) -> Any:
         """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
         measured = record.remembered(self.directory, self.region, size)
-        found = None
+        found, refusals = None, list[Unsupported]()
         for config in (*([measured] if measured else []), *legality.candidates(self.region, size)):
             try:
                 found = self.compiled(config, swapped=swapped)
                 break
             except Unsupported as refusal:
-                report(str(refusal))
+                refusals.append(refusal)
+        if refusals and found is None:
+            self._refusal = f"no kernel for region {self._digest}: {refusals[0].what}"
+        elif refusals:
+            report(f"region {self._digest} runs in another kernel than the best: {refusals[0].what}")
         self._ready[size, swapped] = found
         return found
+
+    def fall_back(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
+        """Computes the Region on torch instead."""
+        if self.strict:
+            raise Unsupported(f"{reason}; the region is\n{show(self.region)}", hint=FALL_BACK)
+        fall_back(self.region, inputs, outs, reason)
 
     def build(self, m: int) -> None:
         """Builds the kernel of `m` tokens now. Raises Unsupported if there is none."""
         key = (legality.bucket(m), False)
         if (self._ready[key] if key in self._ready else self._prepare(*key)) is None:
-            raise Unsupported(f"no kernel for region {self._digest} could be built")
+            raise Unsupported(self._refusal)
 
     def config(self, m: int) -> Config | None:
         """The configuration in which `m` tokens run, None before the first launch of their bucket."""
@@ -117,21 +129,25 @@ class Kernel:
         if key not in self._compiled:
             with BUILDING:
                 build = importlib.import_module("coda_inductor.codegen.kernel").Compiled
-                self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
+                try:
+                    self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
+                except OSError as error:  # the store: full, read-only, gone
+                    raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
         return self._compiled[key]
 
 
 BUILDING = threading.Lock()  # autograd runs the backward in threads of its own
-KERNELS: dict[tuple[str, str | None], Kernel] = {}
+KERNELS: dict[tuple[str, str | None, bool], Kernel] = {}
+FALL_BACK = "without CODA_INDUCTOR_STRICT it runs as separate operations"
 
 
-def kernel(region_text: str, cache_dir: str | None = None) -> Kernel:
+def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = False) -> Kernel:
     """The Kernel of a Region's text, one per process and cache directory. Raises Unsupported if none can exist."""
-    key = (region_text, cache_dir)
+    key = (region_text, cache_dir, strict)
     if key not in KERNELS:
         region = parse(region_text)
         legality.check(region)
-        KERNELS[key] = Kernel(region, open_store(cache_dir))
+        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict)
     return KERNELS[key]
 
 
@@ -145,7 +161,7 @@ def aligned(t: Tensor) -> Tensor:
 
 def fall_back(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
     """Computes the Region on torch instead."""
-    report(f"a region ran as separate operations: {reason}")
+    report(f"a region runs as separate operations: {reason}")
     for out, value in zip(outs, interpret(region, inputs), strict=True):
         if out is not None:
             out.copy_(value)
@@ -153,6 +169,5 @@ def fall_back(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | 
 
 def report(reason: str) -> None:
     """Counts the reason, and warns about it the first time."""
-    if not FALLBACKS[reason]:
-        warnings.warn(f"coda_inductor: {reason}", RuntimeWarning, stacklevel=3)
+    warn(reason)
     FALLBACKS[reason] += 1

@@ -38,13 +38,18 @@ def remember(directory: Path, region: Region, size: int, config: Config, ms: flo
     """Stores the configuration that won at bucket `size`, with all that was measured."""
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
     where = {"device": device_name(), "versions": target.versions()}
-    store.write_record(directory, key(region, size), {**found, **where})
+    store.write_record(directory, key(region, size), {**found, **where}, lambda r: _config(r, region) is not None)
 
 
 def remembered(directory: Path, region: Region, size: int) -> Config | None:
     """The configuration that won at bucket `size`, None if there is no readable record of a legal one."""
     found = store.read_record(directory, key(region, size))
-    fields = found.get("config") if found else None
+    return _config(found, region) if found else None
+
+
+def _config(found: dict[str, Any], region: Region) -> Config | None:
+    """The configuration of a record, None if it is not a legal one."""
+    fields = found.get("config")
     if not isinstance(fields, dict) or set(fields) != set(Config._fields):
         return None
     config = Config(**fields)

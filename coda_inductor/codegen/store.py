@@ -9,10 +9,11 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.settings import default_cache
 
 
@@ -38,29 +39,49 @@ def open_store(path: str | None) -> Path:
 HINT = "set CODA_INDUCTOR_CACHE_DIR to a private directory"
 
 
-def write(path: Path, text: str) -> None:
-    """All of `text` or nothing, also when several processes write the same file."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def write(path: Path, text: str, *, replace: bool = True) -> bool:
+    """All of `text` or nothing, also when several processes write the same file; False if a file was there and it is not
+    to be replaced. Raises Unsupported if it cannot be written."""
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            if replace:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise Unsupported(f"cannot write {path}: {error.strerror}", hint=f"make room, or {HINT}") from error
+    return True
 
 
-def read_record(store: Path, key: str) -> dict[str, Any] | None:
-    """The record stored under `key`, None if there is none or it cannot be read."""
+Record = dict[str, Any]
+
+
+def read_record(store: Path, key: str, good: Callable[[Record], bool] = bool) -> Record | None:
+    """The record stored under `key`, None if there is none, or if it cannot be read or is not `good`."""
     try:
         record = json.loads((store / "tuning" / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
+    return record if isinstance(record, dict) and good(record) else None
 
 
-def write_record(store: Path, key: str, record: dict[str, Any]) -> None:
-    """Stores `record` under `key`, unless a good one is there: what was once decided stays, in every process."""
-    if read_record(store, key) is None:
-        write(store / "tuning" / f"{key}.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+def write_record(store: Path, key: str, record: Record, good: Callable[[Record], bool] = bool) -> Record:
+    """Stores `record` unless a good one is there, and returns the one that stands: what was once decided stays, in every
+    process. A record that cannot be written is used and not kept, with a warning."""
+    path, text = store / "tuning" / f"{key}.json", json.dumps(record, indent=1, sort_keys=True) + "\n"
+    if found := read_record(store, key, good):
+        return found
+    try:
+        if not write(path, text, replace=path.exists()):  # one that exists is a broken one
+            return read_record(store, key, good) or record
+    except Unsupported as error:
+        warn(f"a measurement is not kept, and will be taken again: {error}")
+    return record

@@ -5,11 +5,18 @@ from __future__ import annotations
 import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
+
 from coda_inductor.core.errors import Unsupported
 
 # Tested ranges: lowest, first that was not tested. quack's epilogue interface changed with every minor release so far.
 TESTED = {"nvidia-cutlass-dsl": ((4, 8), (4, 9)), "quack-kernels": ((0, 6, 5), (0, 7))}
 MODULES = ("cutlass", "quack", "triton")
+
+
+def capability(device: torch.device | None = None) -> tuple[int, int] | None:
+    """The compute capability of `device` (None: the current one), None without a GPU."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 def available(capability: tuple[int, int] | None) -> None:

@@ -1,6 +1,10 @@
-"""The two kinds of failure. Unsupported: the user's graph is fine, Inductor takes it. BrokenInvariant: we are wrong."""
+"""The two kinds of failure, and the one way to say one. Unsupported: the user's graph is fine and we leave it to Inductor.
+BrokenInvariant: we are wrong."""
 
 from __future__ import annotations
+
+import re
+import warnings
 
 
 class CodaError(Exception):
@@ -17,3 +21,22 @@ class Unsupported(CodaError):
 
 class BrokenInvariant(CodaError):
     """A bug of ours. Never caught, except by the outermost fallback that hands the untouched graph to Inductor."""
+
+
+class CodaWarning(RuntimeWarning):
+    """Something was not done our way: the text says what, why, and what the user may do."""
+
+
+NUMBERS = re.compile(r"\b(0x)?[0-9a-f]*\d[0-9a-f]*\b")  # line numbers, sizes, digests
+
+said: set[str] = set()
+"""The warnings of this process, without their numbers."""
+
+
+def warn(text: str) -> None:
+    """Warns once in a process about each distinct failure: the same on another line or Region, or in another size, is the
+    same failure."""
+    kind = NUMBERS.sub("#", text)
+    if kind not in said:
+        said.add(kind)
+        warnings.warn(f"coda_inductor: {text}", CodaWarning, stacklevel=3)

@@ -58,7 +58,7 @@ class Settings:
         values: dict[str, Any] = {}
         for variable, text in environ.items():
             if variable == PREFIX or variable.startswith(f"{PREFIX}_"):
-                name = VARIABLES.get(variable) or _unknown("environment variable", variable, VARIABLES)
+                name = VARIABLES.get(variable) or unknown("environment variable", variable, VARIABLES)
                 if text:  # an empty variable is an unset one
                     values[name] = _value(variable, name, text)
         inductor: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class Settings:
             if option.startswith(PASSED_ON):
                 inductor[option.removeprefix(PASSED_ON)] = value
             else:
-                name = option if option in KINDS else _unknown("option", option, KINDS, f"{PASSED_ON}{option}")
+                name = option if option in KINDS else unknown("option", option, KINDS, f"{PASSED_ON}{option}")
                 values[name] = _value(f"option {option!r}", name, value)
         return cls(**values), inductor
 
@@ -83,7 +83,7 @@ class Settings:
         """Raises SettingError if `disable` or `only` names a law or region kind that is not among `known`."""
         for kind in sorted(self.disable | self.only):
             if kind not in known:
-                _unknown("law or region kind", kind, known)
+                unknown("law or region kind", kind, known)
 
 
 def default_cache(environ: Mapping[str, str] = os.environ) -> str:
@@ -159,10 +159,11 @@ def _value(where: str, name: str, value: object) -> Any:
         raise SettingError(f"{value!r} is not allowed", where=where, hint=f"allowed: {KINDS[name].allowed}") from None
 
 
-def _unknown(what: str, name: str, known: Iterable[str], inductor: str = "") -> NoReturn:
+def unknown(what: str, name: str, known: Iterable[str], inductor: str = "") -> NoReturn:
     """Raises; suggests the nearest of `known`, or lists them, and says how Inductor's own options are written."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    every = ", ".join(sorted(known))
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {every}" if len(every) < 1000 else "nothing is like it"
     if inductor:
         hint += f"; for Inductor, write {inductor!r}"
     raise SettingError(f"unknown {what} {name!r}", hint=hint)

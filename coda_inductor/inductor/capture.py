@@ -11,6 +11,7 @@ import copy
 import importlib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -44,18 +45,24 @@ def capture(
     """Calls `on_graph` with a copy of each functional, decomposed ATen graph of model(*args, **kwargs).
 
     "train" gives joint graphs, forward and backward in one; "infer" runs in eval mode under no_grad. What Dynamo leaves
-    to eager between two graphs is executed, on uninitialised values.
+    to eager between two graphs is executed, on uninitialised values. meta["name"] of a placeholder is the user's name.
     """
+    names: list[str] = []
 
     def hand_over(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:
         canonicalize_aten_ir_passes(gm)
-        on_graph(fx.GraphModule(gm, copy.deepcopy(gm.graph)).graph)
+        graph = fx.GraphModule(gm, copy.deepcopy(gm.graph)).graph
+        for node in graph.find_nodes(op="placeholder"):
+            place = getattr(node.meta.get("desc"), "idx", None)
+            node.meta["name"] = names[place] if isinstance(place, int) and place < len(names) else str(node.target)
+        on_graph(graph)
         return gm
 
     def split(gm: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> Any:
         return default_partition(gm, inputs, num_fwd_outputs=num_fwd_outputs)
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        names[:] = [user_name(n) for n in gm.graph.find_nodes(op="placeholder")]
         return compile_fx.compile_fx(gm, inputs, inner_compile=stub)
 
     train = mode == "train"
@@ -72,6 +79,15 @@ def capture(
             stack.callback(model.train, was_training)
         stack.callback(torch._dynamo.reset)
         torch.compile(model, backend=backend)(*args, **kwargs)
+
+
+def user_name(node: fx.Node) -> str:
+    """What the user calls an input of Dynamo's graph: layers.0.weight for a parameter, else the argument's name."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name() if callable(name) else str(name))
+    path = re.sub(r"^[LG]\['([^']*)'\]", r"\1", path)
+    return path.removeprefix("self.").removeprefix("fn.") or str(node.target)  # fn: torch.compile's wrapper of a container
 
 
 def stub(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:

@@ -126,9 +126,10 @@ class Contest:
             deferred = sum(1 << f.product for f in plan.firings if f.product in bits)
             try:
                 why = self.loses(plan, members)
-            except Unsupported as error:  # a kernel that cannot be built, or is wrong
-                self.failed(error)
-                banned |= dict.fromkeys(bits, error.what)
+            except (Unsupported, torch.OutOfMemoryError) as error:  # a kernel that cannot be built, or is wrong
+                failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
+                self.failed(failure)
+                banned |= dict.fromkeys(bits, failure.what)
                 continue
             if why and deferred:
                 undeferred |= deferred
@@ -157,10 +158,10 @@ class Contest:
                 launch.kernel(b.region.text, self.settings.cache_dir).build(tokens)
             return ""
         directory = store.open_store(self.settings.cache_dir)
-        found = store.read_record(directory, group.key(tokens))
+        found = store.read_record(directory, group.key(tokens), timed)
         if found is None:
-            found = self.measure(group, plan.program.lifted.graph)
-            store.write_record(directory, group.key(tokens), found)
+            measured = self.measure(group, plan.program.lifted.graph)
+            found = store.write_record(directory, group.key(tokens), measured, timed)
         self.rows.append(found)
         log.info("%s: fused %.4f ms, Inductor %.4f ms", "+".join(found["regions"]), found["ms"], found["baseline_ms"])
         if found["baseline_ms"] >= WIN * found["ms"]:
@@ -179,6 +180,19 @@ class Contest:
 
             ms, baseline_ms = tune.interleaved([fused, before], ROUNDS)
         return {"regions": [b.region.digest for b in group.builts], "ms": ms, "baseline_ms": baseline_ms}
+
+
+def timed(found: dict[str, Any]) -> bool:
+    """Is this the record of a contest?"""
+    return all(isinstance(found.get(name), float) for name in ("ms", "baseline_ms")) and "regions" in found
+
+
+def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
+    """Why a group could not be measured, at which line of the user's, and what to do."""
+    if isinstance(error, Unsupported):
+        return Unsupported(error.what, where=error.where or g.source_line(product), hint=error.hint)
+    what = "out of memory while it was measured"
+    return Unsupported(what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off")
 
 
 def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -15,7 +16,10 @@ from coda_inductor.inductor.ops import REGION
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.terms import Term
+from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.rewrite.build import Built, Source, Weight
+from coda_inductor.rewrite.derive import statistics
+from coda_inductor.rewrite.plan import Computed, Plan
 
 
 @dataclass(slots=True)
@@ -25,7 +29,20 @@ class Emission:
     graph: fx.Graph
     target: str
     anchor: fx.Node
+    plan: Plan
+    compute: torch.dtype
     made: dict[object, fx.Node] = field(default_factory=dict)
+    vectors: Vectors = field(init=False)
+
+    def __post_init__(self) -> None:
+        def statistic(s: Term) -> tuple[fx.Node, Fraction]:
+            held = self.plan.statistic(s)
+            if held is None:
+                raise BrokenInvariant(f"no node holds {s}")
+            return held
+
+        lifted = self.plan.program.lifted
+        self.vectors = Vectors(lifted, self.call, lambda s: self.made.get(_key(s)), statistic, self.compute)
 
     def call(self, like: fx.Node, target: object, *args: object) -> fx.Node:
         """A new node with its fake value; origin and source line are those of `like`."""
@@ -62,6 +79,8 @@ class Emission:
                 return source.node
             dim = 0 if built.region.products[0].b_layout == "nk" else 1
             return self.call(source.node, aten.slice.Tensor, source.node, dim, source.start, source.stop)
+        if isinstance(source, Computed):
+            return self.vectors.write(source)
         node = source if isinstance(source, fx.Node) else self.made[_key(source)]
         matrices = built.region.matrices
         if index < matrices:
@@ -98,17 +117,20 @@ def _key(source: object) -> object:
     return ("sum", source.args[0]) if isinstance(source, Term) else source
 
 
-def emit(graph: fx.Graph, builts: Sequence[Built], products: dict[int, fx.Node], target: str) -> None:
+def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
     """Writes all Regions, sorts, and drops what nobody reads any more."""
+    lifted, graph = plan.program.lifted, plan.program.lifted.graph
+    if not builts:
+        return
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    emission = Emission(graph, target, output)
+    emission = Emission(graph, target, output, plan, builts[0].region.compute)
     pending = list(builts)
     while pending:
         ready = [b for b in pending if all(_known(emission, s) for s in b.inputs)]
         if not ready:
             raise BrokenInvariant("Regions that wait for each other")
         for built in ready:
-            emission.region(products[built.draft.space.accs[-1].bit], built)
+            emission.region(lifted.products[built.draft.space.accs[-1].bit].node, built)
         pending = [b for b in pending if b not in ready]
     for built in builts:
         emission.supply(built)
@@ -118,4 +140,6 @@ def emit(graph: fx.Graph, builts: Sequence[Built], products: dict[int, fx.Node],
 
 
 def _known(emission: Emission, source: Source) -> bool:
+    if isinstance(source, Computed):
+        return all(_key(s) in emission.made for s in statistics(source.term) if s.deps)
     return isinstance(source, fx.Node | Weight) or _key(source) in emission.made

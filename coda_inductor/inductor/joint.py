@@ -7,6 +7,7 @@ patterns; the no_grad graph passes the same place.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Report:
 
     sites: tuple[Site, ...] = ()
     refused: tuple[Refusal, ...] = ()
+    opaque: tuple[Refusal, ...] = ()
+    """Operations that were not understood at all."""
     seconds: float = 0.0
 
 
@@ -94,7 +97,7 @@ def rewrite(
     except BaseException:
         graph.owning_module.graph = backup
         raise
-    return Report(report.sites, report.refused, time.perf_counter() - start)
+    return dataclasses.replace(report, seconds=time.perf_counter() - start)
 
 
 def _rewrite(
@@ -118,10 +121,13 @@ def _rewrite(
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     fired = {f.product: f.law for f in made.firings}
     refused = tuple(Refusal(r.node.name, r.reason, lines[r.node.name]) for r in made.refused)
+    reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
+    opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
-    emit(graph, builts, nodes, target)
+    emit(made, builts, target)
     left = {n.name for n in graph.nodes}
-    return Report(tuple(_absorb(sites, builts, [n for n in names if n in terms and n not in left], terms)), refused)
+    gone = [n for n in names if n in terms and n not in left]
+    return Report(tuple(_absorb(sites, builts, gone, terms)), refused, opaque)
 
 
 LAW_NAMES = frozenset(law.name for law in LAWS)

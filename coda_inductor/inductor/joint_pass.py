@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._logging import trace_structured
 
-from coda_inductor.codegen import legality, target
-from coda_inductor.core.errors import CodaError, Unsupported
+from coda_inductor.codegen import legality, store, target
+from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, Unsupported, warn
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.core.text import show
-from coda_inductor.inductor import launching
+from coda_inductor.inductor import launching, notes
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.joint import LAW_NAMES, REGION_KINDS, Decide, Report, Verdict, rewrite
+from coda_inductor.patterns.graph import source_line
+
+__all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
 
 log = logging.getLogger("coda_inductor")
 
@@ -38,92 +39,120 @@ SMALL = 256
 """Graphs traced with fewer tokens are left to Inductor on a GPU: at M = 1 and 16 the fused chain took 1.1x the time of
 torch.compile's, at 64 and 256 0.9x (H200, 8B widths, CUDA graphs)."""
 
+DEVICE = "cuda"
+DTYPES = (torch.bfloat16, torch.float16)
+PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
+ALONE = "unset CODA_INDUCTOR_STRICT to leave it to Inductor"
+BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"
 
-class CodaWarning(UserWarning):
-    """Something of ours did not happen, and Inductor did it instead."""
+
+def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
+    """Raises Unsupported if kernels can neither run nor be kept on this machine, whatever the graph."""
+    if settings.target != "reference":
+        devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == DEVICE]
+        target.available(target.capability(devices[0] if devices else None))
+        store.open_store(settings.cache_dir)
 
 
 class JointPass(CustomGraphPass):  # type: ignore[misc]
-    """One instance for each compile, with its settings frozen. `chained` is a pass that the user had put there, run first."""
+    """One instance for each compile, with its settings frozen. `chained`: passes that the user had put there, run first."""
 
     def __init__(self, settings: Settings, chained: Any = None) -> None:
         settings.check_kinds(LAW_NAMES | REGION_KINDS)
         launching.register()
-        launching.cache_dir[:] = [settings.cache_dir]
-        self.settings, self.chained = settings, chained
+        self.settings = settings
+        self.chained = tuple(chained) if isinstance(chained, list | tuple) else (chained,) if chained is not None else ()
+        self.unsettled = False
+        """Did something fail that may succeed the next time?"""
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self.chained is not None:
-            self.chained(graph)
-        if not any(node.target in PRODUCTS for node in graph.nodes):
-            return
+        for theirs in self.chained:
+            theirs(graph)
+        note = notes.begin(graph, self.settings)
+        done: Report | CodaError | None = None
+        try:
+            if any(node.target in PRODUCTS for node in graph.nodes):
+                done = self._rewrite(graph)
+        except CodaError as error:
+            done = error
+            raise
+        finally:
+            note.end(done)
+
+    def _rewrite(self, graph: fx.Graph) -> Report | CodaError:
+        """The report, or why the graph is left as it was."""
         try:
             name, legal = resolve(self.settings, graph)
-            decide = self._contest(graph) if name != "reference" else NO_CONTEST
+            decide = NO_CONTEST if name == "reference" else self._contest(graph)
             report = rewrite(graph, self.settings, name, legal, decide)
-        except Exception as error:  # the outermost fallback: the graph is as it was
-            if self.settings.strict:
-                raise
-            warn(error)
-            return
+        except Exception as error:  # the outermost fallback
+            failure = explained(error, graph)
+            self.failed(failure, "a graph")
+            return failure
         REPORTS.append(report)
-        _log(report)
+        return report
 
     def _contest(self, graph: fx.Graph) -> Decide:
-        def failed(error: Exception) -> None:
-            if self.settings.strict:
-                raise error
-            warn(error)
+        def lost(error: Exception) -> None:
+            self.unsettled = True
+            self.failed(explained(error, graph), "a region")
 
-        return Contest(self.settings, _device(graph)[0], failed)
+        return Contest(self.settings, device_and_tokens(graph)[0], lost)
+
+    def failed(self, failure: CodaError, what: str) -> None:
+        """Raises what failed under CODA_INDUCTOR_STRICT, else warns that `what` is left to Inductor."""
+        self.unsettled |= not isinstance(failure, Unsupported)
+        if self.settings.strict:
+            raise failure
+        log.info("%s is left to Inductor", what, exc_info=failure)
+        warn(f"{what} is left to Inductor: {failure}")
 
     def uuid(self) -> Any:
-        """What Inductor's caches key on: all of our sources, the versions, and every setting that changes a graph."""
-        chained = self.chained.uuid() if self.chained is not None else None
-        return (sources_digest(), tuple(target.versions().items()), self.settings.key(), chained)
-
-
-NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
-PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+        """What Inductor's caches key on: all of our sources, the versions, and every setting that changes a graph. None:
+        not to be cached, because a failure is to be tried again, or people want to read what happens."""
+        theirs = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.chained)
+        if self.unsettled or self.settings.debug_dir or not all(theirs):
+            return None
+        return (sources_digest(), tuple(target.versions().items()), self.settings.key(), theirs)
 
 
 def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Callable[[Region], None]]:
-    """The target's name and its predicate of legal Regions. Raises Unsupported if there is none for the graph's device."""
+    """The target's name and its predicate of legal Regions. Raises Unsupported if there is none for the graph."""
     if settings.target == "reference":
         return "reference", lambda region: None
-    device, tokens = _device(graph)
-    if settings.target == "auto" and device.type != "cuda":
-        raise Unsupported(f"no kernels are generated for {device.type}", hint="CODA_INDUCTOR_TARGET=reference runs Regions on torch")
-    target.available(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
+    device, tokens = device_and_tokens(graph)
+    if device.type != DEVICE:
+        raise Unsupported(f"no kernels are generated for {device.type}", hint="CODA_INDUCTOR_TARGET=reference runs on torch")
+    dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in PRODUCTS}
+    if not dtypes & set(DTYPES):
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise Unsupported(f"its products are of {found}", hint="kernels multiply bfloat16 and float16: cast, or use autocast")
+    if inductor_config.cpp_wrapper:
+        raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
     if tokens < SMALL:
-        raise Unsupported(f"{tokens} tokens: below {SMALL} the graph is left to Inductor")
+        raise Unsupported(f"{tokens} tokens, fewer than {SMALL}", hint="more sequences in a batch, or backend='inductor'")
     return "sm_90a", legality.check
 
 
-def _device(graph: fx.Graph) -> tuple[torch.device, int]:
+def device_and_tokens(graph: fx.Graph) -> tuple[torch.device, int]:
     """Where the graph's products run, and the most rows that one of them has (by the hint, if symbolic)."""
     products = [n.meta["val"] for n in graph.nodes if n.target in PRODUCTS]
     rows = [m if isinstance(m, int) else int(m.node.hint or SMALL) for m in (p.shape[0] for p in products)]
     return products[0].device, max(rows)
 
 
-_warned: set[str] = set()
-
-
-def warn(error: Exception) -> None:
-    """One warning for each distinct failure of a process."""
-    text = f"left to Inductor: {error}" if isinstance(error, CodaError) else f"left to Inductor: {type(error).__name__}: {error}"
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(f"coda_inductor: {text}", CodaWarning, stacklevel=2)
-    log.info(text, exc_info=None if isinstance(error, Unsupported) else error)
-
-
-def _log(report: Report) -> None:
-    log.info("%d regions, %d refused, %.0f ms", len(report.sites), len(report.refused), report.seconds * 1e3)
-    text = "\n\n".join(f"# {s.name} {s.source} {' '.join(s.laws)}\n{show(s.region, s.m)}" for s in report.sites)
-    log.debug("%s", text)
-    trace_structured("artifact", metadata_fn=lambda: {"name": "coda_regions", "encoding": "string"}, payload_fn=lambda: text)
+def explained(error: Exception, graph: fx.Graph) -> CodaError:
+    """The failure with all that a user needs: what happened, at which line of theirs, what to do."""
+    products = (node for node in graph.nodes if node.target in PRODUCTS)
+    line = next(filter(None, map(source_line, products)), "")
+    if not isinstance(error, CodaError):
+        made: CodaError = BrokenInvariant(f"{type(error).__name__}: {error}", where=line, hint=BUG)
+    else:
+        hint = ALONE if isinstance(error, Unsupported) else BUG
+        made = type(error)(error.what, where=error.where or line, hint=error.hint or hint)
+    made.__cause__ = error
+    return made
 
 
 @cache

@@ -6,34 +6,53 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
-from coda_inductor.codegen.launch import kernel
+from coda_inductor.codegen.launch import fall_back, kernel
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.ops import REGION
 
-cache_dir: list[str | None] = []
-"""The cache directory of the latest compile; empty: the environment's."""
+Launch = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
-def launcher(text: str) -> Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]:
-    """What a compiled graph calls: f(inputs, outs); the kernel is built or loaded at the first call."""
-    run: list[Any] = []
+def launcher(text: str) -> Launch:
+    """What a compiled graph calls: f(inputs, outs). The kernel is built or loaded at the first call, with the settings of
+    the compile that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
+    settings = current()
+    run: list[Launch] = []
 
     def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         if not run:
-            run.append(kernel(text, cache_dir[-1] if cache_dir else Settings.read()[0].cache_dir))
+            run.append(ready(text, settings))
         run[0](inputs, outs)
 
     return launch
+
+
+def current() -> Settings:
+    """The settings of the compile that is under way, which stand in its pass; outside of one those of the environment."""
+    settings = getattr(inductor_config.joint_custom_pre_pass, "settings", None)
+    return settings if isinstance(settings, Settings) else Settings.read()[0]
+
+
+def ready(text: str, settings: Settings) -> Launch:
+    """The Region's kernel, or the interpreter where there can be none. Raises Unsupported under CODA_INDUCTOR_STRICT."""
+    try:
+        return kernel(text, settings.cache_dir, strict=settings.strict)
+    except Unsupported as error:
+        if settings.strict:
+            raise
+        return partial(fall_back, parse(text), reason=str(error))
 
 
 class RegionKernel(ir.FallbackKernel):  # type: ignore[misc]

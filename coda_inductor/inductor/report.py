@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ def render(report: Facts) -> str:
         f" ({t['coverage']:.1%} of it absorbed); kernels {t['kernels_before']} -> {t['kernels_after']},"
         f" {t['passes_left']} of them over M x N tensors"
     ]
+    lines[0] = f"for {report['target']}: {lines[0]}" if "target" in report else lines[0]
     lines[0] += kept if t["saved_bytes_inductor"] else ""
     for i, graph in enumerate(report["graphs"]):
         lines.append(f"\ngraph {i} ({graph['kind']})")
@@ -27,24 +29,38 @@ def render(report: Facts) -> str:
             what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
             moved = f"{_gb(r['bytes_before'])} -> {_gb(r['bytes_after'])}"
-            lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {r['source']}{laws}")
-        for title, rows in (("left to Inductor", _grouped(graph["passes"])), ("refused", _refusals(graph["refused"]))):
+            lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
+        said = {(p["why"], p["source"]) for p in graph["passes"]}
+        alone = [r for r in graph["refused"] if (r["reason"], r["source"]) not in said]
+        for title, rows in (
+            ("left to Inductor, with the first condition that failed", _passes(graph["passes"])),
+            ("refused", _refusals(alone)),
+        ):
             lines += [f"  {title}:", *rows] if rows else []
     return "\n".join(lines)
+
+
+def place(source: str) -> str:
+    """file:line as one reads it: below the working directory, or inside an installed package."""
+    return source.removeprefix(os.getcwd() + os.sep).rpartition(f"site-packages{os.sep}")[2]
 
 
 def _gb(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count / 1e6:.2f} MB"
 
 
-def _grouped(passes: Sequence[Facts]) -> list[str]:
-    """Equal passes of many layers on one line."""
+def _passes(passes: Sequence[Facts]) -> list[str]:
+    """Equal passes of many layers once: how many, the bytes of one, the reason and its line, the operations."""
     same: dict[tuple[str, str, str], list[int]] = {}
     for p in passes:
-        same.setdefault((p["what"], p["why"], p["source"]), []).append(p["bytes"])
-    return [f"    {len(b)} x {_gb(b[0])}  {what[:80]}  ({why})  {at}" for (what, why, at), b in same.items()]
+        same.setdefault((p["why"], p["source"], p["what"]), []).append(p["bytes"])
+    rows = []
+    for (why, at, what), moved in same.items():
+        rows.append(f"    {len(moved):>3} x {_gb(moved[0]):<9} {why}  {place(at)}")
+        rows.append(f"{'':<20}{what if len(what) < 96 else what[:92] + ' ...'}")
+    return rows
 
 
 def _refusals(refused: Sequence[Facts]) -> list[str]:
     same = Counter((r["reason"], r["source"]) for r in refused)
-    return [f"    {n} x {reason}  {at}" for (reason, at), n in same.items()]
+    return [f"    {n:>3} x {reason}  {place(at)}" for (reason, at), n in same.items()]

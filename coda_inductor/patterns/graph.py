@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import fx
@@ -19,6 +21,9 @@ VIEWS: frozenset[object] = frozenset({
     aten.alias.default, aten.detach.default, aten.contiguous.default,
 })  # fmt: skip
 """Operations that keep every value and change only its layout."""
+
+LOOPS: frozenset[object] = frozenset({aten.var_mean.correction})
+"""Operations that Inductor makes a loop of although they are no single value."""
 
 PRODUCTS: frozenset[object] = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 
@@ -81,6 +86,43 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
         parts = [t.shape[dim] for t in split.meta["val"]]
         return split.args[0], dim, sum(parts[: a[1]]), parts[a[1]]
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A node that reduces `source` over `dims`; "var" divides by the count less `correction`."""
+
+    name: Literal["sum", "mean", "max", "var"]
+    source: fx.Node
+    dims: tuple[int, ...]
+    keepdim: bool
+    correction: float = 0.0
+
+
+REDUCTIONS: dict[object, Literal["sum", "mean", "max", "var"]] = {
+    aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.default: "max", aten.var.correction: "var",
+}  # fmt: skip
+
+
+def reduction(node: fx.Node) -> Reduction | None:
+    """The node as a reduction; an item of var_mean is one, too. None if it is none, or has a dtype of its own."""
+    op = node
+    if node.target is operator.getitem and node.args[0].target is aten.var_mean.correction:  # type: ignore[union-attr]
+        op = node.args[0]  # type: ignore[assignment]
+        name: Literal["sum", "mean", "max", "var"] = "mean" if node.args[1] else "var"
+    elif node.target in REDUCTIONS:
+        name = REDUCTIONS[node.target]
+    else:
+        return None
+    options = dict(op.kwargs)
+    correction = options.pop("correction", 1)
+    source, over, *rest = (*op.args, options.pop("dim", None))[: max(2, len(op.args))]
+    keepdim = bool(options.pop("keepdim", rest[0] if rest else False))
+    if options or not isinstance(source, fx.Node) or tensor(source) is None:
+        return None
+    rank = len(sizes(source))
+    dims = tuple(int(i) % rank for i in over) if over else tuple(range(rank))  # type: ignore[union-attr]
+    return Reduction(name, source, dims, keepdim, float(1 if correction is None else correction))  # type: ignore[arg-type]
 
 
 def source_line(node: fx.Node) -> str:

@@ -20,7 +20,6 @@ from coda_inductor.patterns.sizes import ONE, Size
 MAX_LANES = 8
 
 Dims = tuple[Ids, ...]
-REDUCTIONS = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.default: "max"}
 
 
 @dataclass(slots=True)
@@ -97,8 +96,8 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
         return _view(reading, node)
     if node.target in g.PRODUCTS:
         return _product(reading, node)
-    if node.target in REDUCTIONS:
-        return _reduce(reading, node)
+    if (reduction := g.reduction(node)) is not None:
+        return _reduce(reading, reduction)
     if node.target in (aten.cat.default, aten.stack.default):
         return _cat(reading, node, is_feature)
     if node.target is aten.full.default or node.target is aten.scalar_tensor.default:
@@ -158,17 +157,12 @@ def _product(reading: Reading, node: fx.Node) -> Dims:
     return out
 
 
-def _reduce(reading: Reading, node: fx.Node) -> Dims:
-    source, over, *rest = node.args
-    assert isinstance(source, fx.Node)
-    dims, keep = reading.dims[source], bool(rest and rest[0])
-    if node.kwargs:
-        raise Misfit("a reduction with its own dtype")
-    gone = {int(i) % len(dims) for i in over} if over else set(range(len(dims)))  # type: ignore[union-attr]
-    for i in gone:
+def _reduce(reading: Reading, reduction: g.Reduction) -> Dims:
+    dims = reading.dims[reduction.source]
+    for i in reduction.dims:
         if reading.axes.total(dims[i]).static is None:
             raise Misfit("a reduction over a symbolic size")
-    return tuple(() if i in gone else d for i, d in enumerate(dims) if keep or i not in gone)
+    return tuple(() if i in reduction.dims else d for i, d in enumerate(dims) if reduction.keepdim or i not in reduction.dims)
 
 
 def _part(reading: Reading, node: fx.Node, part: tuple[fx.Node, int, int, int], is_feature: IsFeature) -> Dims:

@@ -6,14 +6,16 @@ where the program stores them), unless `rounding` asks to keep every rounding of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import fx
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.patterns.infer import REDUCTIONS, Reading, read_axes
+from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term, Terms
 
@@ -41,7 +43,12 @@ class Lifted:
     term: dict[fx.Node, Term]
     deps: dict[fx.Node, int]
     products: dict[int, Product]
+    leaves: dict[str, fx.Node] = field(default_factory=dict)
     bits: int = 0
+
+    def node(self, leaf: Term) -> fx.Node:
+        """The node whose tensor a leaf is."""
+        return self.leaves[leaf.name]
 
     def extents(self, ids: tuple[int, ...]) -> dict[int, int]:
         """The static sizes of axes."""
@@ -59,6 +66,7 @@ def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
         if node in lifted.reading.dims:
             term = _understood(lifted, node) if node not in lifted.reading.opaque else None
             if term is None:
+                lifted.leaves[node.name] = node
                 term = lifted.terms.leaf(node.name, (i for d in lifted.reading.roots(node) for i in d), deps)
             elif rounding and not g.is_view(node) and g.lane(node) is None:
                 name = ROUNDINGS.get(g.tensor(node).dtype)  # type: ignore[union-attr]
@@ -84,8 +92,8 @@ def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
         return lifted.term[node.args[0]]  # type: ignore[index]
     if node.target in g.PRODUCTS:
         return _product(lifted, node)
-    if node.target in REDUCTIONS:
-        return _reduction(lifted, node)
+    if (reduction := g.reduction(node)) is not None:
+        return _reduction(lifted, reduction)
     if node.target in (aten.cat.default, aten.stack.default):
         over = reading.axes.roots((reading.lanes[node][0],))
         return ts.cat(over, lifted.extents(over), [lifted.term[p] for p in node.args[0]])  # type: ignore[union-attr,index]
@@ -131,16 +139,17 @@ def _product(lifted: Lifted, node: fx.Node) -> Term:
     return lifted.terms.add(con, *(lifted.term[b] for b in bias)) if bias else con  # type: ignore[index]
 
 
-def _reduction(lifted: Lifted, node: fx.Node) -> Term:
-    source, over = node.args[0], node.args[1]
-    assert isinstance(source, fx.Node)
-    dims = lifted.reading.roots(source)
-    gone = tuple(i for d in (over or range(len(dims))) for i in dims[int(d)])  # type: ignore[union-attr,arg-type]
-    name = REDUCTIONS[node.target]
-    term = lifted.terms.red("max" if name == "max" else "sum", lifted.term[source], gone, lifted.extents(gone))
-    if name == "mean":
-        count = 1
-        for size in lifted.extents(gone).values():
-            count *= size
-        term = lifted.terms.mul(term, lifted.terms.power(lifted.terms.const(float(count)), lifted.terms.const(-1.0).coefficient))
-    return term
+def _reduction(lifted: Lifted, r: g.Reduction) -> Term | None:
+    ts, x, dims = lifted.terms, lifted.term[r.source], lifted.reading.roots(r.source)
+    gone = tuple(i for d in r.dims for i in dims[d])
+    extents = lifted.extents(gone)
+    if r.name in ("sum", "max"):
+        return ts.red(r.name, x, gone, extents)
+    count = Fraction(math.prod(extents.values()))
+    if r.name == "var" and count <= r.correction:
+        return None
+    mean = ts.mul(ts.const(1 / count), ts.red("sum", x, gone, extents))
+    if r.name == "mean":
+        return mean
+    square = ts.power(ts.add(x, mean, signs=[Fraction(1), Fraction(-1)]), Fraction(2))
+    return ts.mul(ts.const(1 / (count - Fraction(r.correction))), ts.red("sum", square, gone, extents))

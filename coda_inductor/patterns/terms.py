@@ -6,9 +6,10 @@ how all spellings of rsqrt, division and sigmoid fall together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Literal
 
 Kind = Literal["leaf", "mul", "add", "fn", "con", "red", "lanes"]
@@ -243,11 +244,13 @@ def nonnegative(t: Term) -> bool:
     return positive(t) or (t.kind == "fn" and t.name == "abs")
 
 
-def show(t: Term, depth: int = 6) -> str:
-    """One line; deep arguments become %id."""
+def show(t: Term, depth: int = 6, names: Mapping[Term, str] = MappingProxyType({})) -> str:
+    """One line; what is among `names` is called by its name, and deep arguments become %id."""
+    if t in names:
+        return names[t]
     if depth == 0 and t.args:
         return f"%{t.id}"
-    args = [show(a, depth - 1) for a in t.args]
+    args = [show(a, depth - 1, names) for a in t.args]
     if t.kind == "leaf":
         return t.name + "".join(f"[{i}]" for _, i in t.lanes)
     if t.kind == "mul":

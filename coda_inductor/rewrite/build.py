@@ -15,7 +15,7 @@ from coda_inductor.core.region import DTYPE_NAMES, Let, Operand, Product, Reduct
 from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term, positive
-from coda_inductor.rewrite.plan import Draft, Plan, Stored
+from coda_inductor.rewrite.plan import Computed, Draft, Plan, Stored
 from coda_inductor.rewrite.program import weight_of
 
 Value = str | float
@@ -31,8 +31,8 @@ class Weight:
     stop: int | None = None
 
 
-Source = fx.Node | Stored | Term | Weight
-"""Where an input comes from: a node, another Region's store or sum, or a weight."""
+Source = fx.Node | Stored | Term | Weight | Computed
+"""Where an input comes from: a node, another Region's store or sum, a weight, or a small computation."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _Writer:
         if source not in self.loaded:
             if isinstance(source, fx.Node):
                 dtype = DTYPE_NAMES[g.tensor(source).dtype]  # type: ignore[union-attr]
-            elif isinstance(source, Term):
+            elif isinstance(source, Term | Computed):
                 dtype = "f64" if self._dtype() == "f64" else "f32"
             else:
                 dtype = source[1]  # type: ignore[index]

@@ -7,20 +7,24 @@ product, and the gauge makes all products that read the operand agree on the one
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.laws import BILINEARITY, GAUGE
+from coda_inductor.patterns.terms import ONE, Term, Terms
+from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT
 from coda_inductor.rewrite.program import Program
+from coda_inductor.rewrite.separate import Part, is_late, separate, total
 
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """One use of a law: the terms before and after are equal, which tests check in float64. `product` is a bit."""
+    """One use of a law: the terms before and after are equal, which tests check in float64. `product` is the bit of the
+    product that was rewritten, -1 where it was a sum."""
 
     law: str
     before: Term
@@ -40,11 +44,15 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
     for t in terms:
-        after = terms.rebuild(t, [program.new[a] for a in t.args]) if t.args else t
-        if t.kind == "con" and BILINEARITY.name in laws and not _undeferred(program, readers[t.args[0]], laws):
-            before, after = after, defer(program, after)
-            if after is not before:
-                firings.append(Firing(BILINEARITY.name, before, after, t.bit))
+        before = after = terms.rebuild(t, [program.new[a] for a in t.args]) if t.args else t
+        law = BILINEARITY.name
+        if t.kind == "con" and law in laws and not _undeferred(program, readers[t.args[0]], laws):
+            after = defer(program, before)
+        elif t.kind == "red" and t.name == "sum":
+            law, after = moments(program, before, laws)
+            program.sums[before.args[0], t.over] = after
+        if after is not before:
+            firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
         program.new[t] = after
         program.nodes.setdefault(after, []).extend(held[t])
     return firings
@@ -57,53 +65,135 @@ def _undeferred(program: Program, readers: int, laws: frozenset[str]) -> bool:
     return any(readers >> bit & 1 for bit in program.undeferred)
 
 
-def late_factors(con: Term) -> list[Term]:
-    """The factors of a product's left operand that do not vary over the summed axes, but wait for the operand's own producer."""
-    x = con.args[0]
-    factors = [x] if x.kind != "mul" else list(x.args)
-    return [f for f in factors if f.deps & x.hosts and not f.hosts & x.hosts and not f.axes.intersection(con.over)]
-
-
 def defer(program: Program, con: Term) -> Term:
-    """sum_k (r x)_k w_k = r sum_k x_k w_k for the late factors r, if the rest can then leave its producer's epilogue."""
-    terms, x, late = program.lifted.terms, con.args[0], late_factors(con)
-    if not late:
+    """sum_k (r x + v g)_k w_k = r sum_k x_k w_k + v sum_k g_k w_k for late r and v, if x can then leave its producer's epilogue."""
+    terms, (x, w) = program.lifted.terms, con.args
+    makers = program.makers(x)
+    parts = separate(terms, x, makers, con.over)
+    tiles = [p for p in parts if p.rest.hosts]
+    vectors = [p for p in parts if not p.rest.hosts]
+    if len(tiles) != 1 or not any(is_late(p.late, makers, con.over) for p in parts):
         return con
-    r, rest = terms.const(1.0), terms.const(x.coefficient)
-    for factor, p in zip(x.args, x.powers, strict=True):
-        if factor in late:
-            r = terms.mul(r, terms.power(factor, p))
-        else:
-            rest = terms.mul(rest, terms.power(factor, p))
+    if any(p.rest.axes - set(con.over) for p in vectors):
+        return con
+    tile, vectors = _shifted(program, tiles[0], vectors, con.over)
     try:
-        space = program.space(rest)
-        program.check(rest, space)
-        if (product := program.product(con)).rows != space.rows or _contracted(program, con) != space.columns:
+        space = program.space(tile.rest)
+        program.check(tile.rest, space)
+        product = program.product(con)
+        if product.rows != space.rows or program.lifted.reading.roots(product.x)[-1] != space.columns:
             raise Unsupported(f"the operand of {product.node} is laid out otherwise than its producer's tile")
-        for factor in late:
-            for s in statistics(factor):
-                own = program.space(s.args[0])
-                program.check(s.args[0], own)
-                if s.name != "sum" or set(s.over) != set(own.columns) or not s.axes <= set(own.rows):
-                    raise Unsupported("the statistic is no sum over the row of one product")
+        for part in (tile, *vectors):
+            _check_statistics(program, part.late, makers)
     except Unsupported:
         return con
-    return terms.mul(r, terms.con(rest, con.args[1], con.over, con.bit, con.lanes))
+    out = terms.mul(tile.late, terms.con(tile.rest, w, con.over, con.bit, con.lanes))
+    extents = program.lifted.extents(con.over)
+    return terms.add(out, *(terms.mul(p.late, terms.red("sum", terms.mul(p.rest, w), con.over, extents)) for p in vectors))
 
 
-def _contracted(program: Program, con: Term) -> tuple[int, ...]:
-    return program.lifted.reading.roots(program.product(con).x)[-1]
+def _check_statistics(program: Program, late: Term, makers: int) -> None:
+    """Raises Unsupported unless every late statistic is a sum over the row of one product, which its epilogue can take."""
+    for s in statistics(late):
+        if s.deps & makers:
+            own = program.space(s.args[0])
+            program.check(s.args[0], own)
+            if s.name != "sum" or set(s.over) != set(own.columns) or not s.axes <= set(own.rows):
+                raise Unsupported("the statistic is no sum over the row of one product")
+
+
+def _shifted(program: Program, tile: Part, vectors: list[Part], over: tuple[int, ...]) -> tuple[Part, list[Part]]:
+    """r g h + v g = r g (h - c) + (v + r c) g: stored near zero, which keeps 8 bits of a bfloat16 for what matters."""
+    terms = program.lifted.terms
+    factors = list(tile.rest.args) if tile.rest.kind == "mul" else [tile.rest]
+    h = next((f for f in factors if f.hosts), None)
+    if h is None or (tile.rest.kind == "mul" and tile.rest.powers[factors.index(h)] != 1):
+        return tile, vectors
+    gain = terms.const(ONE)
+    for f, p in zip(tile.rest.args if tile.rest.kind == "mul" else (), tile.rest.powers, strict=False):
+        gain = gain if f is h else terms.mul(gain, terms.power(f, p))
+    number = tile.rest.coefficient if tile.rest.kind == "mul" else ONE
+    c = shift(program, h, over)
+    mean = next((v for v in vectors if _unit(terms, v.rest)[1] is gain), None)
+    if c is None or mean is None:
+        return tile, vectors
+    late = terms.mul(mean.late, terms.const(_unit(terms, mean.rest)[0] / number))
+    away = total(terms, terms.mul(late, terms.power(tile.late, Fraction(-1))), c)
+    scaled = terms.mul(gain, terms.const(number))
+    moved = Part(terms.mul(tile.late, away), scaled)
+    return Part(tile.late, terms.mul(scaled, minus(terms, h, c))), [moved if v is mean else v for v in vectors]
+
+
+def _unit(terms: Terms, t: Term) -> tuple[Fraction, Term]:
+    """t as a number times a term without one."""
+    if t.kind != "mul" or not t.coefficient:
+        return ONE, t
+    return t.coefficient, terms.mul(t, terms.const(1 / t.coefficient))
+
+
+def minus(terms: Terms, h: Term, c: Term) -> Term:
+    """h - c, with h kept as the one stored value that it is."""
+    return h if c.kind == "mul" and c.coefficient == 0 else terms.add(h, c, signs=[ONE, -ONE])
+
+
+def shift(program: Program, h: Term, over: tuple[int, ...]) -> Term | None:
+    """A per-token vector that is known before h's own product has run and lies near h's mean over `over`.
+
+    h is a residual stream: something earlier plus what the product adds. Its earlier part's mean, where that is known, is the
+    shift; a part that was normalised has a mean near 0. None: nothing is known of the mean.
+    """
+    terms, makers = program.lifted.terms, program.makers(h)
+    tiles = [a for a in h.args if a.axes.intersection(over) and a.axes - set(over)] if h.kind == "add" else []
+    early = [a for a in tiles if not a.deps & makers]
+    if len(early) != 1 or h.powers[h.args.index(early[0])] != 1:
+        return None
+    known = program.sums.get((early[0], over))
+    if known is not None and not known.deps & makers:
+        count = math.prod(program.lifted.extents(over).values())
+        return total(terms, terms.mul(terms.const(Fraction(1, count)), known))
+    return terms.const(Fraction(0)) if any(s.name == "sum" for s in statistics(early[0])) else None
+
+
+def moments(program: Program, red: Term, laws: frozenset[str]) -> tuple[str, Term]:
+    """sum h = sum (h - c) + K c, and sum (h + v)^2 for a late v by the moments of h - c; else red as it is."""
+    terms = program.lifted.terms
+    if red.kind != "red" or not red.args[0].hosts:
+        return "", red
+    x, over = red.args[0], red.over
+    extents = program.lifted.extents(over)
+    count = terms.const(Fraction(math.prod(extents.values())))
+    if SHIFT.name in laws and (c := shift(program, x, over)) is not None:
+        return SHIFT.name, terms.add(terms.red("sum", minus(terms, x, c), over, extents), terms.mul(count, c))
+    if x.kind != "mul" or x.powers != (2,) or x.args[0].kind != "add" or MOMENTS.name not in laws:
+        return "", red
+    parts = separate(terms, x.args[0], program.makers(x), over)
+    tiles = [p for p in parts if p.rest.hosts]
+    if len(parts) != 2 or len(tiles) != 1 or tiles[0].late is not terms.const(ONE):
+        return "", red
+    h, v = tiles[0].rest, next(terms.mul(p.late, p.rest) for p in parts if p is not tiles[0])
+    c = shift(program, h, over)
+    if c is None or v.axes.intersection(over):
+        return "", red
+    d, u = minus(terms, h, c), total(terms, v, c)
+    first, second = terms.red("sum", d, over, extents), terms.red("sum", terms.power(d, Fraction(2)), over, extents)
+    cross, last = terms.mul(terms.const(Fraction(2)), u, first), terms.mul(count, terms.power(u, Fraction(2)))
+    return MOMENTS.name, total(terms, second, cross, last)
 
 
 def statistics(t: Term) -> list[Term]:
     """The reductions that a vector is made of, through pointwise operations."""
+    return [s for s in sources(t) if s.kind == "red"]
+
+
+def sources(t: Term) -> list[Term]:
+    """The reductions and tensors that t is made of, through pointwise operations."""
     found, seen, todo = [], set[Term](), [t]
     while todo:
         x = todo.pop()
         if x in seen:
             continue
         seen.add(x)
-        if x.kind == "red":
+        if x.kind in ("red", "leaf"):
             found.append(x)
         elif x.kind != "con":
             todo += x.args

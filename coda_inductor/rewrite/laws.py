@@ -1,6 +1,7 @@
 """The laws: what a program may become. Each is an equation between two functions, and being in LAWS is what gets it tested.
 
-The functions use operators only, so that tests run them on float64 tensors and, for the proof, on arrays of sympy symbols.
+The functions use operators and sum() only, so that tests run them on float64 tensors and, for the proof, on arrays of sympy
+symbols.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ class Law:
     source: str
 
 
+def over_k(x: Any) -> Any:
+    """The sum over K, kept as a dimension of one: [M, K] -> [M, 1]."""
+    return x.sum(1)[:, None]
+
+
 BILINEARITY = Law(
     name="bilinearity",
-    before=lambda x, r, w: (x * r) @ w,
-    after=lambda x, r, w: (x @ w) * r,
-    shapes={"x": "M K", "r": "M 1", "w": "K N"},
-    refuses=({"x": "M K", "r": "M K", "w": "K N"}, {"x": "M K", "r": "1 K", "w": "K N"}),
-    when="r is finished only after the product that makes x has ended, so that x * r could not leave its epilogue",
+    before=lambda x, r, v, g, w: (x * r + v * g) @ w,
+    after=lambda x, r, v, g, w: (x @ w) * r + v * (g @ w),
+    shapes={"x": "M K", "r": "M 1", "v": "M 1", "g": "1 K", "w": "K N"},
+    refuses=(
+        {"x": "M K", "r": "M K", "v": "M 1", "g": "1 K", "w": "K N"},
+        {"x": "M K", "r": "1 K", "v": "M 1", "g": "1 K", "w": "K N"},
+    ),
+    when="r or v is finished only after the product that makes x has ended, so that x * r + v * g could not leave its epilogue",
     numerics="moves a rounding",
-    source="sum_k (x[m,k] r[m]) w[k,n] = r[m] sum_k x[m,k] w[k,n]; CODA, arXiv:2605.19269",
+    source="sum_k (x[m,k] r[m] + v[m] g[k]) w[k,n] = r[m] sum_k x[m,k] w[k,n] + v[m] sum_k g[k] w[k,n]; CODA, arXiv:2605.19269",
 )
 
 GAUGE = Law(
@@ -52,4 +61,26 @@ GAUGE = Law(
     source="bilinearity with r = v and its inverse, v > 0",
 )
 
-LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE)
+SHIFT = Law(
+    name="shift",
+    before=lambda x, c: over_k(x),
+    after=lambda x, c: over_k(x - c) + x.shape[1] * c,
+    shapes={"x": "M K", "c": "M 1"},
+    refuses=({"x": "M K", "c": "M K"},),
+    when="a mean is taken in the epilogue that makes x: c, the mean of the stream so far, keeps the summands small",
+    numerics="moves a rounding",
+    source="sum_k x[m,k] = sum_k (x[m,k] - c[m]) + K c[m]",
+)
+
+MOMENTS = Law(
+    name="moments",
+    before=lambda x, c: over_k((x - over_k(x) / x.shape[1]) ** 2),
+    after=lambda x, c: over_k((x - c) ** 2) - over_k(x - c) ** 2 / x.shape[1],
+    shapes={"x": "M K", "c": "M 1"},
+    refuses=({"x": "M K", "c": "M K"},),
+    when="a variance is taken in the epilogue that makes x, where the mean is not known yet",
+    numerics="moves a rounding",
+    source="sum (d - mean d)^2 = sum d^2 - (sum d)^2 / K with d = x - c; c near the mean, or it cancels",
+)
+
+LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS)

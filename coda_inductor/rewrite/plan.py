@@ -8,22 +8,33 @@ tile and vectors is made there again rather than stored.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from torch import fx
 
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.infer import REDUCTIONS
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.derive import Firing, derive, statistics
+from coda_inductor.rewrite.derive import Firing, derive, sources, statistics
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.program import Program, Space
 
 Stored = tuple[Term, str]
 """A value and the dtype in which it is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N]."""
+
+    term: Term
+    extent: str
+
+
+MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
 
 
 @dataclass(slots=True)
@@ -107,7 +118,7 @@ class Plan:
             if by_product.setdefault(acc.bit, draft) is not draft:
                 raise Conflict(banned={acc.bit: "its halves are needed as well as the whole"})
         supplied = {node for d in self.drafts.values() for node in d.supplies}
-        for firing in self.firings:
+        for firing in (f for f in self.firings if f.product >= 0):
             operand = self.program.lifted.term[self.program.lifted.products[firing.product].x]
             if any(n in self.kept and n not in supplied and not g.is_view(n) for n in self._holding(operand)):
                 raise Conflict(undeferred=1 << firing.product)
@@ -117,7 +128,7 @@ class Plan:
 
     def _fusible(self, node: fx.Node) -> bool:
         """Does Inductor compute the node in a loop of its own, from whatever inputs are cheapest?"""
-        return node.target in POINTWISE or node.target in REDUCTIONS
+        return node.target in POINTWISE or node.target in g.LOOPS or g.reduction(node) is not None
 
     def _base(self, node: fx.Node) -> fx.Node:
         """The tile that a pointwise chain of one tile starts from: cheaper for a kept operation to read than its end."""
@@ -227,19 +238,47 @@ class Plan:
             leaf = None if x.deps & draft.space.mask else self.source(x, draft.space)
             todo += x.args if leaf is None else ()
 
-    def source(self, x: Term, space: Space) -> fx.Node | Stored | Term | None:
-        """Where an epilogue gets an early x: a node, a store, a sum (its reduction); None if it computes x from x's arguments."""
+    def source(self, x: Term, space: Space) -> fx.Node | Stored | Term | Computed | None:
+        """Where an epilogue gets an early x: a node, a store, a sum (its reduction), a computation; None if it makes x itself
+        from x's arguments."""
         extent = space.extent(x)
         if extent == "tile":
+            if not self.program.has_tile(x, space):
+                return None
             return None if self.program.single_tile(x, space) is not None else self._tile_source(x, space)
         if x.kind == "red" and self._sum(x):
             return x
         if not x.args:
             return self._vector(x, space) if x.kind == "leaf" else None
-        if x.kind not in ("red", "con") and all(map(self._sum, statistics(x))):
-            return None
-        if x.kind in ("red", "con") or self.program.natural(x, self._axes(x, space)) is not None:
+        summed = x.kind not in ("red", "con") and all(map(self._sum, (s for s in statistics(x) if s.deps)))
+        if not summed and self.program.natural(x, self._axes(x, space)) is not None:
             return self._vector(x, space)
+        if (x.kind == "red" and not x.deps) or (summed and x.kind == "add" and len(sources(x)) > MAX_INLINE):
+            return self._computed(x, extent)
+        if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
+            return self._computed(x, extent)
+        return self._vector(x, space) if x.kind in ("red", "con") else None
+
+    def _computed(self, x: Term, extent: str) -> Computed:
+        """Demands what a small computation reads."""
+        for s in sources(x):
+            if s.kind == "leaf":
+                self.need(self.program.lifted.node(s))
+            elif extent == "feature":
+                for leaf in sources(s.args[0]):
+                    self.need(self.program.lifted.node(leaf))
+            elif not self._sum(s):
+                held = self.statistic(s)
+                if held is None:
+                    raise Conflict(banned={bit: f"no node holds {s}" for bit in self.program.lifted.products if x.deps >> bit & 1})
+                self.need(held[0])
+        return Computed(x, extent)
+
+    def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
+        """(node, factor) for a per-token reduction that the graph holds: it is factor * node."""
+        for product in self.program.lifted.products.values():
+            if red.axes <= set(product.rows):
+                return self.program.statistic(red, product.rows)
         return None
 
     def _axes(self, x: Term, space: Space) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ Answers the one question on which everything turns: can this value be made in th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from torch import fx
 
@@ -58,6 +60,8 @@ class Program:
     undeferred: frozenset[int] = frozenset()
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
+    sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
+    """Every sum of the graph as it was derived, by what is summed and the axes."""
 
     def columns(self, acc: Term) -> tuple[int, ...]:
         """The axes of an accumulator's columns."""
@@ -98,6 +102,13 @@ class Program:
         if len(lanes) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, lanes)):
             raise Unsupported(NOT_HALVES)
         return Space(tuple(lanes), self.product(last).rows, columns.pop())
+
+    def makers(self, t: Term) -> int:
+        """The products in whose epilogue t could first be known, as a bit set; 0 if none feeds it."""
+        try:
+            return self.space(t).mask
+        except Unsupported:
+            return 1 << (t.hosts.bit_length() - 1) if t.hosts else 0
 
     def _shares(self, acc: Term, last: Term) -> bool:
         """Can acc and last be lanes of one product: same operand, same shape, same layout of the weight?"""
@@ -151,6 +162,8 @@ class Program:
             raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")
         if extent != "tile":
             return []
+        if not self.has_tile(x, space):
+            return list(x.args)
         if (single := self.single_tile(x, space)) is not None:
             return [single]
         if self.natural(x, space.rows + space.columns) is None and not self.storable(x, space):
@@ -161,8 +174,14 @@ class Program:
         """The one tile that a pointwise x is made of with vectors, which is cheaper to load than x is to store."""
         if x.kind not in ("mul", "add", "fn"):
             return None
-        tiles = [a for a in x.args if space.extent(a) == "tile"]
+        tiles = [a for a in x.args if self.has_tile(a, space)]
         return tiles[0] if len(tiles) == 1 else None
+
+    def has_tile(self, x: Term, space: Space) -> bool:
+        """Is a tile in x, rather than only vectors whose product has a tile's axes?"""
+        if space.extent(x) != "tile":
+            return False
+        return x.kind not in ("mul", "add", "fn") or any(self.has_tile(a, space) for a in x.args)
 
     def storable(self, t: Term, space: Space) -> bool:
         """Can an earlier epilogue store t in the memory order of `space`?"""
@@ -172,6 +191,15 @@ class Program:
         except Unsupported:
             return False
         return own.rows == space.rows and own.columns == space.columns
+
+    def statistic(self, red: Term, rows: tuple[int, ...]) -> tuple[fx.Node, Fraction] | None:
+        """(node, factor) such that the reduction is factor * node: the graph holds sums, but mostly means."""
+        count = math.prod(self.lifted.extents(red.over).values())
+        for factor in (Fraction(1), Fraction(count)):
+            node = self.natural(self.lifted.terms.mul(self.lifted.terms.const(1 / factor), red), rows)
+            if node is not None:
+                return node, factor
+        return None
 
     def natural(self, t: Term, order: tuple[int, ...]) -> fx.Node | None:
         """The first node of the graph that holds t, contiguous in this order of axes."""

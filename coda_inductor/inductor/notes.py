@@ -1,0 +1,110 @@
+"""What people may read about each graph that was compiled: the log, tlparse's artifact, and CODA_INDUCTOR_DEBUG_DIR.
+
+A folder for each graph: before.py and after.py (FX, as Inductor got it and gets it), regions.txt, kernels/*.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import fx
+from torch._logging import trace_structured
+
+from coda_inductor.codegen import legality, source
+from coda_inductor.core.errors import CodaError, Unsupported, warn
+from coda_inductor.core.region import Region
+from coda_inductor.core.settings import Settings
+from coda_inductor.core.text import show
+from coda_inductor.inductor.joint import Report
+
+log = logging.getLogger("coda_inductor")
+
+
+@dataclass(slots=True)
+class Note:
+    """One graph's notes in the making; `folder` is where its files go, None: nowhere."""
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    folder: Path | None
+
+    def end(self, done: Report | CodaError | None) -> None:
+        """Writes what was `done`: a rewrite, nothing because of an error, or nothing as there is no matrix product."""
+        text = told(done)
+        log.debug("%s", text)
+        trace_structured(
+            "artifact", metadata_fn=lambda: {"name": "coda_regions", "encoding": "string"}, payload_fn=lambda: text
+        )
+        if isinstance(done, Report):
+            log.info("%d regions, %d refused, %.0f ms", len(done.sites), len(done.refused), done.seconds * 1e3)
+        if self.folder is None:
+            return
+        files = {"after.py": readable(self.module), "regions.txt": text}
+        for site in done.sites if isinstance(done, Report) else ():
+            files[f"kernels/{site.name}_{site.region.digest}.py"] = f"# {site.name} {site.source}\n{kernel(site.region)}"
+        write(self.folder, files)
+
+
+def begin(graph: fx.Graph, settings: Settings) -> Note:
+    """Called before a graph is rewritten."""
+    module = graph.owning_module
+    folder = None if settings.debug_dir is None else new_folder(Path(settings.debug_dir))
+    if folder is not None:
+        write(folder, {"before.py": readable(module)})
+    return Note(graph, module, folder)
+
+
+def told(done: Report | CodaError | None) -> str:
+    """The Regions and the refusals of a graph, or why it has none."""
+    if done is None:
+        return "left to Inductor: no matrix product\n"
+    if isinstance(done, CodaError):
+        return f"left to Inductor: {done}\n"
+    parts = [f"# {s.name} {s.source} {' '.join(s.laws)}\n{show(s.region, s.m)}\n" for s in done.sites]
+    parts += ["".join(f"refused: {r.node}: {r.reason}  {r.source}\n" for r in done.refused)]
+    return "\n".join(filter(None, parts)) or "left to Inductor: no region\n"
+
+
+def readable(module: fx.GraphModule) -> str:
+    """The graph as Python, with shapes and the user's lines."""
+    return str(module.print_readable(print_output=False))
+
+
+def kernel(region: Region) -> str:
+    """The generated module of a Region, or why there is none."""
+    try:
+        legality.check(region)
+    except Unsupported as why:
+        return f"# no kernel: {why}\n"
+    return source.render(region)
+
+
+def new_folder(root: Path) -> Path | None:
+    """The first of root/graph_000, root/graph_001, ... that was not there; also when several processes ask."""
+    number = len(list(root.glob("graph_*"))) if root.is_dir() else 0
+    while True:
+        folder = root / f"graph_{number:03d}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not root.is_dir():
+                warn(f"nothing is written for debugging: {root} is not a folder")
+                return None
+            number += 1
+        except OSError as error:
+            warn(f"nothing is written for debugging: {error}")
+            return None
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Writes `files`, by path inside `folder`."""
+    try:
+        for name, text in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    except OSError as error:
+        warn(f"notes for debugging are missing: {error}")

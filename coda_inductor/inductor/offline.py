@@ -1,0 +1,31 @@
+"""The rewriting that a machine with the target would make, on any machine: what is legal there is arithmetic.
+
+Nothing is measured, so every Region that is legal stays; torch.compile keeps those that win.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from coda_inductor.codegen import legality
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.joint import Decide, Report, Verdict, rewrite
+from coda_inductor.inductor.joint_pass import PRODUCTS, SMALL, device_and_tokens
+
+
+def target_of(settings: Settings) -> str:
+    """The target that is spoken of: without a choice, the one that kernels are made for."""
+    return "sm_90a" if settings.target == "auto" else settings.target
+
+
+def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = lambda plan, builts: Verdict()) -> Report:
+    """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and for few tokens."""
+    if not any(node.target in PRODUCTS for node in graph.nodes):
+        return Report()
+    if settings.target == "reference":
+        return rewrite(graph, settings, decide=decide)
+    tokens = device_and_tokens(graph)[1]
+    if tokens < SMALL:
+        raise Unsupported(f"{tokens} tokens: below {SMALL} the graph is left to Inductor")
+    return rewrite(graph, settings, target_of(settings), legality.check, decide)

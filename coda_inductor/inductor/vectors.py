@@ -1,0 +1,129 @@
+"""Small computations outside any Region, written as plain ATen for Inductor: per-token vectors that combine several sums,
+and the products of a weight with a gain or bias that bilinearity splits off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import fx
+
+from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.lift import Lifted
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.plan import Computed
+
+TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
+Order = tuple[int, ...]
+
+FUNCTIONS: dict[str, object] = {
+    "exp": aten.exp.default, "log": aten.log.default, "tanh": aten.tanh.default, "erf": aten.erf.default,
+    "abs": aten.abs.default, "max": aten.maximum.default, "min": aten.minimum.default,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Vectors:
+    """Writes terms with `call(like, target, *args)`. Values are float32 (float64 for float64 graphs), [M] for tokens, and
+    dimensions in a stated order of axes otherwise."""
+
+    lifted: Lifted
+    call: Callable[..., fx.Node]
+    sum_of: Callable[[Term], fx.Node | None]
+    statistic: Callable[[Term], tuple[fx.Node, Fraction]]
+    compute: torch.dtype
+    done: dict[tuple[Term, bool], tuple[fx.Node, Order]] = field(default_factory=dict)
+
+    def write(self, c: Computed) -> fx.Node:
+        """The vector's node, of one dimension."""
+        node, order = self._value(c.term, c.extent == "token")
+        if c.extent == "token":
+            return node
+        value = g.tensor(node)
+        assert value is not None
+        columns = [i for p in self.lifted.products.values() for i in p.columns if i in c.term.axes]
+        want = tuple(dict.fromkeys(columns))
+        if set(want) != set(order):
+            raise BrokenInvariant(f"a vector over {order} where one over {want} was wanted")
+        node = self.call(node, aten.permute.default, node, [order.index(i) for i in want]) if want != order else node
+        return self.call(node, aten.reshape.default, node, [-1]) if value.dim() != 1 else node
+
+    def _value(self, t: Term, token: bool) -> tuple[fx.Node, Order]:
+        if (t, token) not in self.done:
+            self.done[t, token] = self._new(t, token)
+        return self.done[t, token]
+
+    def _new(self, t: Term, token: bool) -> tuple[fx.Node, Order]:
+        if t.kind == "leaf":
+            return self._leaf(t, token)
+        if t.kind == "red":
+            if (made := self.sum_of(t)) is not None:
+                return made, (TOKENS,)
+            if token:
+                node, factor = self.statistic(t)
+                out = self.call(node, aten.view.default, node, [-1])
+                if g.tensor(out).dtype != self.compute:  # type: ignore[union-attr]
+                    out = self.call(out, prims.convert_element_type.default, out, self.compute)
+                return out if factor == 1 else self.call(out, aten.mul.Tensor, out, float(factor)), (TOKENS,)
+            node, order = self._value(t.args[0], token)
+            over = [order.index(i) for i in t.over]
+            return self.call(node, aten.sum.dim_IntList, node, over), tuple(i for i in order if i not in t.over)
+        if t.kind == "fn":
+            args, order = self._aligned(t.args, token)
+            return self.call(args[0], FUNCTIONS[t.name], *args), order
+        if t.kind not in ("mul", "add"):
+            raise BrokenInvariant(f"no vector is a {t.kind}")
+        args, order = self._aligned(t.args, token)
+        mul, add = aten.mul.Tensor, aten.add.Tensor
+        if t.kind == "mul":
+            args = [self._power(a, p) for a, p in zip(args, t.powers, strict=True)]
+        else:
+            args = [a if w == 1 else self.call(a, mul, a, float(w)) for a, w in zip(args, t.powers, strict=True)]
+        out = args[0]
+        for a in args[1:]:
+            out = self.call(out, mul if t.kind == "mul" else add, out, a)
+        neutral = 1 if t.kind == "mul" else 0
+        if t.coefficient != neutral:
+            out = self.call(out, mul if t.kind == "mul" else add, out, float(t.coefficient))
+        return out, order
+
+    def _power(self, a: fx.Node, p: Fraction) -> fx.Node:
+        if p == 1:
+            return a
+        return self.call(a, aten.rsqrt.default, a) if p == Fraction(-1, 2) else self.call(a, aten.pow.Tensor_Scalar, a, float(p))
+
+    def _aligned(self, args: tuple[Term, ...], token: bool) -> tuple[list[fx.Node], Order]:
+        """The arguments with their dimensions in one order, missing ones of size 1."""
+        values = [self._value(a, token) for a in args]
+        order = max((o for _, o in values), key=len)
+        order += tuple(i for _, o in values for i in o if i not in order)
+        out = []
+        for node, own in values:
+            if own != order:
+                node = self.call(node, aten.permute.default, node, sorted(range(len(own)), key=lambda d: order.index(own[d])))
+                for d, axis in enumerate(order):
+                    node = node if axis in own else self.call(node, aten.unsqueeze.default, node, d)
+            out.append(node)
+        return out, order
+
+    def _leaf(self, t: Term, token: bool) -> tuple[fx.Node, Order]:
+        """A tensor of the graph, one dimension for each of its axes, at the leaf's lanes."""
+        node = self.lifted.node(t)
+        order: Order = tuple(i for d in self.lifted.reading.roots(node) for i in d)
+        if token:
+            order = (TOKENS,) if order else ()
+            out = self.call(node, aten.view.default, node, [-1] if order else [])
+        else:
+            sizes = self.lifted.extents(order)
+            out = self.call(node, aten.view.default, node, [sizes[i] for i in order])
+        for axis, index in t.lanes:
+            out = self.call(out, aten.select.int, out, order.index(axis), index)
+            order = tuple(i for i in order if i != axis)
+        if g.tensor(node).dtype != self.compute:  # type: ignore[union-attr]
+            out = self.call(out, prims.convert_element_type.default, out, self.compute)
+        return out, order

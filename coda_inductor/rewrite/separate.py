@@ -1,0 +1,87 @@
+"""Separable form: a value as a sum of (late vector) * (what its producer's epilogue can make).
+
+All that the laws need from algebra: which factors and summands wait for a sum over the value's own row, and the distribution
+that brings them to the outside. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from coda_inductor.patterns.terms import ONE, Term, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One summand, late * rest; `late` does not vary over the summed axes."""
+
+    late: Term
+    rest: Term
+
+
+def is_late(t: Term, makers: int, over: Iterable[int]) -> bool:
+    """Does t wait for the products `makers` by way of a reduction, without varying over the axes `over`?"""
+    return bool(t.deps & makers) and not t.hosts & makers and not t.axes.intersection(over)
+
+
+def separate(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> list[Part]:
+    """x, which the products `makers` make, as a sum of parts; parts of one late factor are one part."""
+    parts: dict[Term, list[Term]] = {}
+    for s in _summands(terms, x, makers, over):
+        late, rest = terms.const(ONE), terms.const(ONE)
+        factors = zip(s.args, s.powers, strict=True) if s.kind == "mul" else [(s, ONE)]
+        for f, p in factors:
+            if is_late(f, makers, over):
+                late = terms.mul(late, terms.power(f, p))
+            else:
+                rest = terms.mul(rest, terms.power(f, p))
+        number = terms.const(s.coefficient) if s.kind == "mul" else terms.const(ONE)
+        parts.setdefault(late, []).append(terms.mul(number, rest))
+    return [Part(late, terms.add(*rests)) for late, rests in parts.items()]
+
+
+def _summands(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> list[Term]:
+    """The summands of x, distributed only as far as something late is added to something that is not."""
+    if is_late(x, makers, over) or not _adds_late(x, makers, over):
+        return [x]
+    if x.kind == "add":
+        out = [terms.const(x.coefficient)] if x.coefficient else []
+        for a, w in zip(x.args, x.powers, strict=True):
+            out += [terms.mul(terms.const(w), s) for s in _summands(terms, a, makers, over)]
+        return out
+    i = next(i for i, a in enumerate(x.args) if _adds_late(a, makers, over) and x.powers[i] == 1)
+    outside = terms.const(x.coefficient)
+    for j, (a, p) in enumerate(zip(x.args, x.powers, strict=True)):
+        outside = outside if j == i else terms.mul(outside, terms.power(a, p))
+    return [t for s in _summands(terms, x.args[i], makers, over) for t in _summands(terms, terms.mul(outside, s), makers, over)]
+
+
+def _adds_late(x: Term, makers: int, over: tuple[int, ...]) -> bool:
+    """Is there a sum in x, reached through products of first powers, that mixes late summands with others?"""
+    if not x.hosts & makers:
+        return False
+    if x.kind == "add":
+        late = [is_late(a, makers, over) or (a.kind == "mul" and any(is_late(f, makers, over) for f in a.args)) for a in x.args]
+        return any(late) or any(_adds_late(a, makers, over) for a in x.args)
+    if x.kind == "mul":
+        return any(p == 1 and _adds_late(a, makers, over) for a, p in zip(x.args, x.powers, strict=True))
+    return False
+
+
+def total(terms: Terms, *vectors: Term) -> Term:
+    """The sum of per-token vectors, flat, so that what cancels does."""
+    args, signs, number = list[Term](), list[Fraction](), Fraction(0)
+    todo = [(v, ONE) for v in vectors]
+    while todo:
+        v, w = todo.pop()
+        if v.kind == "mul" and len(v.args) == 1 and v.powers == (1,) and v.args[0].kind == "add":
+            v, w = v.args[0], w * v.coefficient
+        if v.kind == "add":
+            number += w * v.coefficient
+            todo += [(a, w * p) for a, p in zip(v.args, v.powers, strict=True)]
+        else:
+            args.append(v)
+            signs.append(w)
+    return terms.add(terms.const(number), *args, signs=[ONE, *signs])
