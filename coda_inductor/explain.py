@@ -178,8 +178,8 @@ def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
 
 
 def refusal(kernel: Kernel, report: Report) -> Facts:
-    """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at a chain's end),
-    and the user's line of the operation that it failed for."""
+    """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at its end), and
+    the user's line of the operation that it failed for."""
     names = {n.name for n in kernel.nodes}
     if isinstance(report, Nothing):
         return {"node": kernel.nodes[-1].name, "reason": report.refused[0].reason, "source": _last_source(kernel)}

@@ -87,7 +87,7 @@ def user_name(node: fx.Node) -> str:
     name = getattr(source, "name", "")
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name() if callable(name) else str(name))
     path = re.sub(r"^[LG]\['([^']*)'\]", r"\1", path)
-    return path.removeprefix("self.").removeprefix("fn.") or str(node.target)  # fn: torch.compile's wrapper of a container
+    return path.removeprefix("self.").removeprefix("fn.") or str(node.target)  # "fn": torch.compile wraps a container
 
 
 def stub(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:

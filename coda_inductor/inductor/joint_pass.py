@@ -62,7 +62,9 @@ class JointPass(CustomGraphPass):  # type: ignore[misc]
         settings.check_kinds(LAW_NAMES | REGION_KINDS)
         launching.register()
         self.settings = settings
-        self.chained = tuple(chained) if isinstance(chained, list | tuple) else (chained,) if chained is not None else ()
+        self.chained = (
+            tuple(chained) if isinstance(chained, list | tuple) else (chained,) if chained is not None else ()
+        )
         self.unsettled = False
         """Did something fail that may succeed the next time?"""
 
@@ -121,18 +123,28 @@ def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Callable[[Region]
     """The target's name and its predicate of legal Regions. Raises Unsupported if there is none for the graph."""
     if settings.target == "reference":
         return "reference", lambda region: None
-    device, tokens = device_and_tokens(graph)
+    device = device_and_tokens(graph)[0]
     if device.type != DEVICE:
-        raise Unsupported(f"no kernels are generated for {device.type}", hint="CODA_INDUCTOR_TARGET=reference runs on torch")
+        hint = "CODA_INDUCTOR_TARGET=reference runs on torch"
+        raise Unsupported(f"no kernels are generated for {device.type}", hint=hint)
+    if inductor_config.cpp_wrapper:
+        raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
+    require_graph(graph)
+    return "sm_90a", legality.check
+
+
+def require_graph(graph: fx.Graph) -> None:
+    """Raises Unsupported for a graph that is left to Inductor on every machine: by the dtypes or rows of its products."""
     dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in PRODUCTS}
     if not dtypes & set(DTYPES):
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise Unsupported(f"its products are of {found}", hint="kernels multiply bfloat16 and float16: cast, or use autocast")
-    if inductor_config.cpp_wrapper:
-        raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
+        hint = "kernels multiply bfloat16 and float16: cast, or use autocast"
+        raise Unsupported(f"its products are of {found}", hint=hint)
+    tokens = device_and_tokens(graph)[1]
     if tokens < SMALL:
-        raise Unsupported(f"{tokens} tokens, fewer than {SMALL}", hint="more sequences in a batch, or backend='inductor'")
-    return "sm_90a", legality.check
+        raise Unsupported(
+            f"{tokens} tokens, fewer than {SMALL}", hint="more sequences in a batch, or backend='inductor'"
+        )
 
 
 def device_and_tokens(graph: fx.Graph) -> tuple[torch.device, int]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from torch import fx
 
 from coda_inductor.codegen import legality
-from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import Decide, Report, Verdict, rewrite
-from coda_inductor.inductor.joint_pass import PRODUCTS, SMALL, device_and_tokens
+from coda_inductor.inductor.joint_pass import PRODUCTS, require_graph
 
 
 def target_of(settings: Settings) -> str:
@@ -20,12 +19,10 @@ def target_of(settings: Settings) -> str:
 
 
 def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = lambda plan, builts: Verdict()) -> Report:
-    """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and for few tokens."""
+    """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` and `require_graph` do."""
     if not any(node.target in PRODUCTS for node in graph.nodes):
         return Report()
     if settings.target == "reference":
         return rewrite(graph, settings, decide=decide)
-    tokens = device_and_tokens(graph)[1]
-    if tokens < SMALL:
-        raise Unsupported(f"{tokens} tokens: below {SMALL} the graph is left to Inductor")
+    require_graph(graph)
     return rewrite(graph, settings, target_of(settings), legality.check, decide)

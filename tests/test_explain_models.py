@@ -1,0 +1,138 @@
+"""explain on real models at real widths, for the target, without a GPU: what is covered, what is left, and why."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.explain import explain, render
+from coda_inductor.inductor.capture import OnCpu, Untouched, capture
+from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.schedule import kernels
+
+SM_90A, REFERENCE = Settings(target="sm_90a"), Settings(target="reference")
+LAYERS = 2
+
+
+def llama_of(layers: int) -> tuple[nn.Module, Tensor]:
+    """Llama-3-8B's widths, causal attention without a mask (transformers builds one when it is traced), no memory."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, use_cache=False, attn_implementation="causal",
+    )  # fmt: skip
+    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        return model, torch.zeros(2, 4096, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[nn.Module, Tensor]:
+    return llama_of(LAYERS)
+
+
+@pytest.mark.parametrize("settings", [SM_90A, REFERENCE], ids=lambda s: s.target)
+def test_llama_at_real_widths(llama: tuple[nn.Module, Tensor], settings: Settings) -> None:
+    report = explain(llama[0], (llama[1],), {}, "infer", settings)
+    totals, (graph,) = report["totals"], report["graphs"]
+    assert report["target"] == settings.target
+    assert totals["coverage"] >= 0.77  # two layers read the embedding three times
+    assert totals["regions"] == 6 * LAYERS - 2  # and lm_head, less the first q, k, v: no product feeds their norm
+    assert totals["passes_left"] == len(graph["passes"]) == 2 * LAYERS + 1  # RoPE of q and k, first norm
+    assert [p["why"] for p in graph["passes"]].count("no product's result is read here") == 1
+    assert {c["reason"] for c in graph["refused"]} == {p["why"] for p in graph["passes"]}
+    rotary = [c for c in graph["refused"] if "rotary" in c["reason"]]
+    assert len(rotary) == 2 * LAYERS
+    assert all(c["source"].rpartition(":")[0].endswith("modeling_llama.py") for c in rotary)
+    text = render(report)
+    assert text.startswith(f"for {settings.target}: 10 regions") and f"{LAYERS} x 0.13 GB" in text
+    assert "transformers/models/llama/modeling_llama.py" in text and "site-packages" not in text
+
+
+def test_llama_in_full_depth_is_covered() -> None:
+    model, ids = llama_of(32)
+    start = time.perf_counter()
+    totals = explain(model, (ids,), {}, "infer", SM_90A)["totals"]
+    assert totals["coverage"] >= 0.85 and totals["passes_left"] == 65 and totals["regions"] == 190
+    assert time.perf_counter() - start < 60
+
+
+def module_of(node: fx.Node) -> str:
+    """The innermost module that made the node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str([*stack.values()][-1][0]) if stack else ""
+
+
+def test_no_pass_stands_between_the_products_of_a_llama_layer(llama: tuple[nn.Module, Tensor]) -> None:
+    left: set[str] = set()
+
+    def on_graph(graph: fx.Graph) -> None:
+        rewrite_for(graph, SM_90A)
+        left.update(module_of(n) for kernel in kernels(graph) for n in kernel.nodes)
+
+    capture(llama[0], (llama[1],), {}, "infer", on_graph)
+    places = {name.rpartition("layers.")[2] if "layers." in name else name.rpartition(".")[2] for name in left}
+    attention = {f"{i}.self_attn" for i in range(LAYERS)}
+    allowed = {"", "model", "embed_tokens", "rotary_emb", "0.input_layernorm", *attention}
+    assert places <= allowed, places
+
+
+class Narrow(nn.Module):
+    """A width that no kernel takes."""
+
+    def __init__(self, width: int = 1028) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, width, bias=False), nn.Linear(width, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def test_what_the_target_cannot_do_is_refused_with_its_condition_and_line() -> None:
+    model, x = Narrow().to(torch.bfloat16), torch.empty(512, 256, dtype=torch.bfloat16)
+    report = explain(model, (x,), {}, "infer", SM_90A)
+    (refused,) = report["graphs"][0]["refused"]
+    assert report["totals"]["regions"] == 0 and report["totals"]["coverage"] == 0
+    assert refused["reason"] == "n = 1028 is not a multiple of 8"
+    assert refused["source"].startswith("tests/test_explain_models.py:") or __file__ in refused["source"]
+    assert explain(model, (x,), {}, "infer", REFERENCE)["totals"]["coverage"] == 1
+
+
+def test_few_tokens_are_left_to_inductor_as_when_compiling() -> None:
+    model, x = Narrow(1024).to(torch.bfloat16), torch.empty(16, 256, dtype=torch.bfloat16)
+    (graph,) = explain(model, (x,), {}, "infer", SM_90A)["graphs"]
+    assert "16 tokens, fewer than 256" in graph["refused"][0]["reason"] and len(graph["refused"]) == 1
+    assert "16 tokens" in graph["passes"][0]["why"]
+
+
+def test_a_graph_without_products_has_no_regions() -> None:
+    report = explain(lambda x: torch.relu(x) + 1, (torch.empty(1 << 21),), {}, "infer", SM_90A)
+    (graph,) = report["graphs"]
+    assert graph["regions"] == [] and graph["refused"][0]["reason"] == "no product's result is read here"
+
+
+def test_what_is_not_understood_is_named() -> None:
+    def f(x: Tensor, w: Tensor) -> Any:
+        return torch.cumsum(x @ w, 1)
+
+    args = (torch.empty(512, 256, dtype=torch.bfloat16), torch.empty(256, 256, dtype=torch.bfloat16))
+    (graph,) = explain(f, args, {}, "infer", SM_90A)["graphs"]
+    (refused,) = graph["refused"]
+    assert refused["reason"] == "aten.cumsum.default is not an operation that we lift"
+    assert refused["source"].rpartition(":")[0].endswith("test_explain_models.py")
+
+
+def test_training_graphs_say_why_they_are_left() -> None:
+    x = torch.empty(512, 256, dtype=torch.bfloat16)
+    report = explain(Narrow(1024).to(torch.bfloat16), (x,), {}, "train", SM_90A)
+    (graph,) = report["graphs"]
+    assert [r["reason"].partition(" (")[0] for r in graph["refused"]] == ["training graphs are not rewritten yet"]
+    assert report["totals"]["bytes_after"] == report["totals"]["bytes_before"] > 0
