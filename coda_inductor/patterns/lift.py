@@ -122,9 +122,15 @@ def _pointwise(lifted: Lifted, node: fx.Node) -> Term | None:
         alpha = node.kwargs.get("alpha", 1)
         if alpha != 1:
             args[1] = lifted.terms.mul(args[1], lifted.terms.const(alpha))  # type: ignore[arg-type]
-        return POINTWISE[node.target](lifted.terms, *args)
-    except (ValueError, TypeError, KeyError):  # infinite literals, symbolic scalars, unusual exponents
+        term = POINTWISE[node.target](lifted.terms, *args)
+        float(term.coefficient)
+    except (ValueError, TypeError, KeyError, OverflowError):  # infinite literals, symbolic scalars, unusual exponents
         return None
+    return None if _number(term) and not all(map(_number, args)) else term  # x - x is not 0 where x is infinite
+
+
+def _number(t: Term) -> bool:
+    return t.kind == "mul" and not t.args
 
 
 def _product(lifted: Lifted, node: fx.Node) -> Term:

@@ -117,11 +117,29 @@ class Plan:
         for acc, draft in self.drafts.items():
             if by_product.setdefault(acc.bit, draft) is not draft:
                 raise Conflict(banned={acc.bit: "its halves are needed as well as the whole"})
+        if (draft := self._cycle()) is not None:
+            raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in draft.space.accs})
         supplied = {node for d in self.drafts.values() for node in d.supplies}
         for firing in (f for f in self.firings if f.product >= 0):
             operand = self.program.lifted.term[self.program.lifted.products[firing.product].x]
             if any(n in self.kept and n not in supplied and not g.is_view(n) for n in self._holding(operand)):
                 raise Conflict(undeferred=1 << firing.product)
+
+    def _cycle(self) -> Draft | None:
+        """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one time."""
+        pending, ready = self.unique(), 1
+        waits = {id(d): _deps(d) & ~d.space.mask for d in pending}
+        while pending and ready:
+            blocked = 0
+            for d in pending:
+                blocked |= d.space.mask
+            ready = len(pending)
+            pending = [d for d in pending if waits[id(d)] & blocked]
+            ready -= len(pending)
+        path = pending[:1]
+        while path and (following := next(d for d in pending if waits[id(path[-1])] & d.space.mask)) not in path:
+            path.append(following)
+        return following if path else None
 
     def _holding(self, term: Term) -> list[fx.Node]:
         return self.program.nodes.get(self.program.new[term], [])
@@ -317,6 +335,14 @@ class Plan:
             draft.sums.append(x.args[0])
             self._inputs(draft, x.args[0])
         return True
+
+
+def _deps(draft: Draft) -> int:
+    """The products that must have run before all of the draft's outputs exist."""
+    deps = 0
+    for t in [t for t, _ in draft.stores] + draft.sums:
+        deps |= t.deps
+    return deps
 
 
 def plan(
