@@ -44,14 +44,11 @@ class Vectors:
         node, order = self._value(c.term, c.extent == "token")
         if c.extent == "token":
             return node
-        value = g.tensor(node)
-        assert value is not None
-        columns = [i for p in self.lifted.products.values() for i in p.columns if i in c.term.axes]
-        want = tuple(dict.fromkeys(columns))
-        if set(want) != set(order):
-            raise BrokenInvariant(f"a vector over {order} where one over {want} was wanted")
-        node = self.call(node, aten.permute.default, node, [order.index(i) for i in want]) if want != order else node
-        return self.call(node, aten.reshape.default, node, [-1]) if value.dim() != 1 else node
+        if set(c.order) != set(order):
+            raise BrokenInvariant(f"a vector over {order} where one over {c.order} was wanted")
+        if c.order != order:
+            node = self.call(node, aten.permute.default, node, [order.index(i) for i in c.order])
+        return self.call(node, aten.reshape.default, node, [-1]) if len(order) != 1 else node
 
     def _value(self, t: Term, token: bool) -> tuple[fx.Node, Order]:
         if (t, token) not in self.done:

@@ -40,6 +40,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         held[term].append(node)
     readers: dict[Term, int] = defaultdict(int)
     terms = program.lifted.terms
+    wholes = {program.lifted.term[p.node] for p in program.lifted.products.values()}
     for t in terms:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
@@ -54,6 +55,8 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         if after is not before:
             firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
         program.new[t] = after
+        if t in wholes:
+            program.wholes.add(after)
         program.nodes.setdefault(after, []).extend(held[t])
     return firings
 
@@ -117,11 +120,24 @@ def _shifted(program: Program, tile: Part, vectors: list[Part], over: tuple[int,
     mean = next((v for v in vectors if _unit(terms, v.rest)[1] is gain), None)
     if c is None or mean is None:
         return tile, vectors
-    late = terms.mul(mean.late, terms.const(_unit(terms, mean.rest)[0] / number))
-    away = total(terms, terms.mul(late, terms.power(tile.late, Fraction(-1))), c)
+    quotient = _quotient(terms, mean.late, tile.late)
+    if quotient is None:
+        return tile, vectors
+    away = total(terms, terms.mul(quotient, terms.const(_unit(terms, mean.rest)[0] / number)), c)
     scaled = terms.mul(gain, terms.const(number))
     moved = Part(terms.mul(tile.late, away), scaled)
     return Part(tile.late, terms.mul(scaled, minus(terms, h, c))), [moved if v is mean else v for v in vectors]
+
+
+def _quotient(terms: Terms, a: Term, b: Term) -> Term | None:
+    """a / b where b's factors are among a's."""
+    factors = list(zip(a.args, a.powers, strict=True)) if a.kind == "mul" else [(a, ONE)]
+    for f in zip(b.args, b.powers, strict=True) if b.kind == "mul" else [(b, ONE)]:
+        if f not in factors:
+            return None
+        factors.remove(f)
+    number = (a.coefficient if a.kind == "mul" else ONE) / (b.coefficient if b.kind == "mul" else ONE)
+    return terms.mul(terms.const(number), *(terms.power(f, p) for f, p in factors))
 
 
 def _unit(terms: Terms, t: Term) -> tuple[Fraction, Term]:

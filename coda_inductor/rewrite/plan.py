@@ -28,10 +28,12 @@ Stored = tuple[Term, str]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N]."""
+    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N], over
+    the axes `order`."""
 
     term: Term
     extent: str
+    order: tuple[int, ...]
 
 
 MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
@@ -81,17 +83,11 @@ class Plan:
 
     def bare(self, draft: Draft) -> bool:
         """Does the draft only store what its product computes anyway?"""
-        return not draft.sums and all(self._is_product(t) for t, _ in draft.stores)
+        return not draft.sums and all(t in self.program.wholes and self._plain(t) for t, _ in draft.stores)
 
-    def _is_product(self, t: Term) -> bool:
-        """Is t a product of the graph as it stands there (a biased one with its bias)?"""
-        if t.kind == "con":
-            return not t.lanes
-        accs = [a for a in t.args if a.kind == "con"]
-        if t.kind != "add" or len(accs) != 1:
-            return False
-        product = self.program.lifted.products.get(accs[0].bit)
-        return product is not None and self.program.new[self.program.lifted.term[product.node]] is t
+    def _plain(self, t: Term) -> bool:
+        """Is t a product, with its bias at most? cuBLAS computes that as well."""
+        return t.kind == "con" or (t.kind == "add" and all(a.kind in ("con", "leaf") for a in t.args))
 
     def need(self, node: fx.Node) -> None:
         """The node's tensor must exist."""
@@ -272,13 +268,14 @@ class Plan:
         if not summed and self.program.natural(x, self._axes(x, space)) is not None:
             return self._vector(x, space)
         if (x.kind == "red" and not x.deps) or (summed and x.kind == "add" and len(sources(x)) > MAX_INLINE):
-            return self._computed(x, extent)
+            return self._computed(x, space)
         if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
-            return self._computed(x, extent)
+            return self._computed(x, space)
         return self._vector(x, space) if x.kind in ("red", "con") else None
 
-    def _computed(self, x: Term, extent: str) -> Computed:
+    def _computed(self, x: Term, space: Space) -> Computed:
         """Demands what a small computation reads."""
+        extent = space.extent(x)
         for s in sources(x):
             if s.kind == "leaf":
                 self.need(self.program.lifted.node(s))
@@ -290,7 +287,7 @@ class Plan:
                 if held is None:
                     raise Conflict(banned={bit: f"no node holds {s}" for bit in self.program.lifted.products if x.deps >> bit & 1})
                 self.need(held[0])
-        return Computed(x, extent)
+        return Computed(x, extent, self._axes(x, space))
 
     def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) for a per-token reduction that the graph holds: it is factor * node."""

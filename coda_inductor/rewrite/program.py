@@ -60,6 +60,8 @@ class Program:
     undeferred: frozenset[int] = frozenset()
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
+    wholes: set[Term] = field(default_factory=set)
+    """What the graph's products compute as they stand there, biases included."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
 
@@ -172,7 +174,7 @@ class Program:
 
     def single_tile(self, x: Term, space: Space) -> Term | None:
         """The one tile that a pointwise x is made of with vectors, which is cheaper to load than x is to store."""
-        if x.kind not in ("mul", "add", "fn"):
+        if x.kind not in ("mul", "add", "fn") or x in self.wholes:
             return None
         tiles = [a for a in x.args if self.has_tile(a, space)]
         return tiles[0] if len(tiles) == 1 else None
