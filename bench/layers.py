@@ -1,6 +1,6 @@
 """Layers as plain nn.Modules: backend="coda" against torch.compile's default and the bare products, interleaved.
 
-    python bench/layers.py [half|layer] [WIDTH ...] [--out FILE]
+    python bench/layers.py [half|layer|gpt2-xl|bert-large|vit-l ...] [--widths WIDTH ...] [--mode MODE] [--out FILE]
 
 One JSON line per case: "ms" is ours, "baseline_ms" torch.compile's, "floor_ms" the graph's own products as mm(out=) plus
 attention, all medians of one rotation in one process. "regions" are the kernels that ran, counted at launch.
@@ -102,10 +102,54 @@ def layer(d: int) -> tuple[nn.Module, list[tuple[Tensor, ...]], Callable[[], Non
     return model, inputs, floor
 
 
-def products(model: nn.Module, ks: list[int], weights: list[Tensor]) -> Callable[[], None]:
+class Stack(nn.Module):
+    """Equal layers of transformers, one after the other."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            out = layer(x)
+            x = out[0] if isinstance(out, tuple) else out
+        return x
+
+
+def stack(name: str) -> tuple[nn.Module, list[tuple[Tensor, ...]], Callable[[], None]]:
+    """Four layers of GPT-2 XL, BERT-large or ViT-L at about 8192 tokens, their inputs, and their floor."""
+    from transformers import BertConfig, GPT2Config, ViTConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+    from transformers.models.vit.modeling_vit import ViTLayer
+
+    sdpa = {"attn_implementation": "sdpa"}
+    large = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, **sdpa}
+    config, make, shape, heads = {
+        "gpt2-xl": (GPT2Config(n_embd=1600, n_head=25, n_layer=4, **sdpa), GPT2Block, (8, 1024, 1600), 25),
+        "bert-large": (BertConfig(**large), BertLayer, (16, 512, 1024), 16),
+        "vit-l": (ViTConfig(**large), ViTLayer, (42, 197, 1024), 16),
+    }[name]
+    layers = [make(config, i) if name != "vit-l" else make(config) for i in range(4)]
+    model = Stack(layers).to("cuda", torch.bfloat16).eval()
+    inputs = [(torch.randn(shape, device="cuda", dtype=torch.bfloat16),) for _ in range(SETS)]
+    modules = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    weights = [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in modules]
+    mms = products(model, [w.shape[1] for w in weights], weights, shape[0] * shape[1])
+    q, k, v = (torch.randn(shape[0], heads, shape[1], shape[2] // heads, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+
+    def floor() -> None:
+        mms()
+        for _ in layers:
+            F.scaled_dot_product_attention(q, k, v, is_causal=name == "gpt2-xl")
+
+    return model, inputs, floor
+
+
+def products(model: nn.Module, ks: list[int], weights: list[Tensor], tokens: int = TOKENS) -> Callable[[], None]:
     """The bare products, on preallocated tensors."""
-    xs = {k: torch.randn(TOKENS, k, device="cuda", dtype=torch.bfloat16) for k in set(ks)}
-    outs = [torch.empty(TOKENS, w.shape[0], device="cuda", dtype=torch.bfloat16) for w in weights]
+    xs = {k: torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16) for k in set(ks)}
+    outs = [torch.empty(tokens, w.shape[0], device="cuda", dtype=torch.bfloat16) for w in weights]
 
     def run() -> None:
         for k, w, out in zip(ks, weights, outs, strict=True):
@@ -134,17 +178,17 @@ def rotation(calls: list[Callable[[int], object]]) -> list[float]:
     return [statistics.median(s.elapsed_time(e) for s, e in m) for m in marks]
 
 
-def run(case: str, d: int) -> dict[str, Any]:
+def run(case: str, d: int, mode: str | None) -> dict[str, Any]:
     """One row."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, inputs, floor = {"half": half, "layer": layer}[case](d)
+    model, inputs, floor = {"half": half, "layer": layer}[case](d) if d else stack(case)
     seconds = {}
     compiled = {}
     with torch.no_grad():
         for backend in ("inductor", "coda"):
             start = time.perf_counter()
-            compiled[backend] = torch.compile(model, backend=backend)
+            compiled[backend] = torch.compile(model, backend=backend, mode=mode)
             compiled[backend](*inputs[0])
             torch.cuda.synchronize()
             seconds[backend] = time.perf_counter() - start
@@ -155,9 +199,9 @@ def run(case: str, d: int) -> dict[str, Any]:
         calls = [lambda s, f=compiled[b]: f(*inputs[s]) for b in ("coda", "inductor")]
         ms, baseline, bare = rotation([*calls, lambda s: floor()])
     difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-    chosen = {s.region.digest: {str(k.config(TOKENS)) for k in launch.KERNELS.values() if k.region == s.region} for s in report.sites}
+    chosen = {s.region.digest: {str(k.config(inputs[0][0].shape[0] * inputs[0][0].shape[1])) for k in launch.KERNELS.values() if k.region == s.region} for s in report.sites}
     return {
-        "case": f"{case} {d}", "mode": "infer", "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
+        "case": f"{case} {d or ''}".strip(), "mode": "infer", "baseline": f"torch.compile {mode or 'default'}", "ms": ms, "baseline_ms": baseline,
         "floor_ms": bare, "speedup": baseline / ms, "over_floor": ms / bare,
         "recovered": (baseline - ms) / (baseline - bare), "difference": difference,
         "regions": {s.name: [s.region.digest, launched.get(s.region.digest, 0), *sorted(chosen[s.region.digest])] for s in report.sites},
@@ -173,11 +217,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=["half", "layer"])
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS))
+    parser.add_argument("--mode")
     parser.add_argument("--out", default=os.path.join(os.environ.get("OUT", str(Path(__file__).parent / "results")), "layers.jsonl"))
     args = parser.parse_args()
     for case in args.cases:
-        for d in args.widths:
-            row = run(case, d)
+        for d in args.widths if case in ("half", "layer") else [0]:
+            row = run(case, d, args.mode)
             with open(args.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
             print(f"{row['case']:14s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f} ({row['speedup']:.3f}x), "

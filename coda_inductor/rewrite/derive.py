@@ -158,16 +158,27 @@ def shift(program: Program, h: Term, over: tuple[int, ...]) -> Term | None:
     h is a residual stream: something earlier plus what the product adds. Its earlier part's mean, where that is known, is the
     shift; a part that was normalised has a mean near 0. None: nothing is known of the mean.
     """
-    terms, makers = program.lifted.terms, program.makers(h)
-    tiles = [a for a in h.args if a.axes.intersection(over) and a.axes - set(over)] if h.kind == "add" else []
-    early = [a for a in tiles if not a.deps & makers]
-    if len(early) != 1 or h.powers[h.args.index(early[0])] != 1:
-        return None
-    known = program.sums.get((early[0], over))
+    makers = program.makers(h)
+    early = [a for a in _summed_tiles(h, over) if not a.deps & makers]
+    return _near_mean(program, early[0], over, makers) if len(early) == 1 else None
+
+
+def _summed_tiles(t: Term, over: tuple[int, ...]) -> list[Term]:
+    """The tiles that t adds up, as they are; none if t is no sum."""
+    pairs = zip(t.args, t.powers, strict=True) if t.kind == "add" else ()
+    return [a for a, w in pairs if w == 1 and a.axes.intersection(over) and a.axes - set(over)]
+
+
+def _near_mean(program: Program, t: Term, over: tuple[int, ...], makers: int) -> Term | None:
+    """The mean of t, or of the one part of it whose mean is known; 0 for what was normalised."""
+    terms, known = program.lifted.terms, program.sums.get((t, over))
     if known is not None and not known.deps & makers:
         count = math.prod(program.lifted.extents(over).values())
         return total(terms, terms.mul(terms.const(Fraction(1, count)), known))
-    return terms.const(Fraction(0)) if any(s.name == "sum" for s in statistics(early[0])) else None
+    means = [m for a in _summed_tiles(t, over) if (m := _near_mean(program, a, over, makers)) is not None]
+    if means:
+        return means[0]
+    return terms.const(Fraction(0)) if any(s.name == "sum" for s in statistics(t)) else None
 
 
 def moments(program: Program, red: Term, laws: frozenset[str]) -> tuple[str, Term]:
