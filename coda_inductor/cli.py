@@ -34,23 +34,24 @@ def explain(arguments: Namespace) -> Answer:
 
 
 def graph(arguments: Namespace) -> Answer:
-    """The model's graph as a program, after the rewriting or before it."""
+    """The model's graphs as programs, after the rewriting or before it."""
     chosen, model = settings(arguments), subject(arguments.subject)
-    texts = import_module("coda_inductor.inductor.joint").program(*model, arguments.mode, chosen)
-    return texts, lambda: str(texts["before" if arguments.before else "after"])
+    facts = import_module("coda_inductor.inductor.program").program(*model, arguments.mode, chosen)
+    listing = import_module("coda_inductor.inductor.listing")
+    return facts, lambda: str(listing.render(facts, arguments.before))
 
 
 def a_model(parser: ArgumentParser) -> None:
     """The arguments of a verb about one model."""
     parser.add_argument("subject", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
     parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="default: %(default)s")
-    parser.add_argument("--target", choices=get_args(Target), help="default: CODA_INDUCTOR_TARGET, or auto")
+    parser.add_argument("--target", choices=get_args(Target), help="default: CODA_INDUCTOR_TARGET, or sm_90a")
 
 
 def a_side(parser: ArgumentParser) -> None:
     """The arguments of `graph`."""
     a_model(parser)
-    parser.add_argument("--before", action="store_true", help="show the graph as it was captured")
+    parser.add_argument("--before", action="store_true", help="show what Inductor alone would launch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,9 @@ class Calls:
         self.asked.append(asked)
         return {"before": "as it was", "after": "as it is"}
 
+    def list_program(self, facts: dict[str, str], before: bool) -> str:
+        return facts["before" if before else "after"]
+
     def load(self, spec: str) -> Any:
         self.asked.append(spec)
         return SUBJECT
@@ -56,8 +59,13 @@ class Calls:
         return f"report of schema {report['schema']}"
 
     def module(self, name: str) -> Any:
-        functions = {"explain": ("explain", "render"), "inductor.joint": ("program",), "inductor.capture": ("load",)}
-        return SimpleNamespace(**{f: getattr(self, f) for f in functions[name.removeprefix("coda_inductor.")]})
+        functions: dict[str, dict[str, Callable[..., Any]]] = {
+            "explain": {"explain": self.explain, "render": self.render},
+            "inductor.program": {"program": self.program},
+            "inductor.listing": {"render": self.list_program},
+            "inductor.capture": {"load": self.load},
+        }
+        return SimpleNamespace(**functions[name.removeprefix("coda_inductor.")])
 
 
 @pytest.fixture
@@ -211,8 +219,19 @@ def test_explain_a_real_model_as_text(command: Callable[..., str]) -> None:
 
 
 def test_graph_of_a_real_model(command: Callable[..., str]) -> None:
-    if not hasattr(pytest.importorskip("coda_inductor.inductor.joint"), "program"):
-        pytest.skip("joint.program is not written yet")
-    texts = json.loads(command("graph", "their_model:build", "--json"))
-    assert {"before", "after"} <= set(texts)
-    assert "aten" in texts["before"] and texts["before"] != texts["after"]
+    facts = json.loads(command("graph", "their_model:build", "--json", "--target", "reference"))
+    (graph,) = facts["graphs"]
+    assert facts["schema"] == 1 and graph["before"] != graph["after"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "reference"], "y0 f32[4, 16] -> [1] = "),
+        (["--before"], "[1] pass t=1.2"),
+        ([], "left untouched: its products are of float32"),
+        (["--mode", "train", "--target", "reference"], "left untouched: training graphs are not rewritten yet"),
+    ],
+)
+def test_graph_of_a_real_model_as_text(command: Callable[..., str], arguments: list[str], said: str) -> None:
+    assert said in command("graph", "their_model:build", *arguments)

@@ -142,6 +142,7 @@ class Refusal:
 class Report:
     sites: tuple[Site, ...] = ()
     refused: tuple[Refusal, ...] = ()
+    opaque: tuple[Refusal, ...] = ()
 
 
 def region_of_relu(matrices: list[Tensor]) -> list[Tensor]:

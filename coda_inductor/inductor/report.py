@@ -13,9 +13,9 @@ Facts = dict[str, Any]
 def render(report: Facts) -> str:
     """The report for people: totals first, then every graph's regions, what is left, and what was refused."""
     t = report["totals"]
-    kept = f"; saved for backward {_gb(t['saved_bytes_inductor'])} -> {_gb(t['saved_bytes'])}"
+    kept = f"; saved for backward {gigabytes(t['saved_bytes_inductor'])} -> {gigabytes(t['saved_bytes'])}"
     lines = [
-        f"{t['regions']} regions; memory-bound traffic {_gb(t['bytes_before'])} -> {_gb(t['bytes_after'])}"
+        f"{t['regions']} regions; memory-bound traffic {gigabytes(t['bytes_before'])} -> {gigabytes(t['bytes_after'])}"
         f" ({t['coverage']:.1%} of it absorbed); kernels {t['kernels_before']} -> {t['kernels_after']},"
         f" {t['passes_left']} of them over M x N tensors"
     ]
@@ -28,7 +28,7 @@ def render(report: Facts) -> str:
             leaves = f"{len(r['stores'])} stores, {len(r['reductions'])} sums"
             what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
-            moved = f"{_gb(r['bytes_before'])} -> {_gb(r['bytes_after'])}"
+            moved = f"{gigabytes(r['bytes_before'])} -> {gigabytes(r['bytes_after'])}"
             lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
         said = {(p["why"], p["source"]) for p in graph["passes"]}
         alone = [r for r in graph["refused"] if (r["reason"], r["source"]) not in said]
@@ -45,7 +45,8 @@ def place(source: str) -> str:
     return source.removeprefix(os.getcwd() + os.sep).rpartition(f"site-packages{os.sep}")[2]
 
 
-def _gb(count: int) -> str:
+def gigabytes(count: int) -> str:
+    """A number of bytes, to two decimals."""
     return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count / 1e6:.2f} MB"
 
 
@@ -56,7 +57,7 @@ def _passes(passes: Sequence[Facts]) -> list[str]:
         same.setdefault((p["why"], p["source"], p["what"]), []).append(p["bytes"])
     rows = []
     for (why, at, what), moved in same.items():
-        rows.append(f"    {len(moved):>3} x {_gb(moved[0]):<9} {why}  {place(at)}")
+        rows.append(f"    {len(moved):>3} x {gigabytes(moved[0]):<9} {why}  {place(at)}")
         rows.append(f"{'':<20}{what if len(what) < 96 else what[:92] + ' ...'}")
     return rows
 
