@@ -1,7 +1,7 @@
 """The backend of torch.compile: Dynamo's graph goes to Inductor with one more pass over the joint graph.
 
-Off means off: with CODA_INDUCTOR=0 the call is the one that backend="inductor" makes, and so it is, after one warning, on
-a machine for which no kernels are generated.
+Off means off: with CODA_INDUCTOR=0 the call is the one that backend="inductor" makes. So it is on a machine for which
+no kernels are generated, after one warning.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor import cudagraph_trees
 from torch._inductor import config as inductor_config
+from torch._inductor import cudagraph_trees
 from torch._inductor.compile_fx import compile_fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import PASSED_ON, Settings, unknown
-from coda_inductor.inductor.joint_pass import JointPass, explained, machine
+from coda_inductor.inductor.joint_pass import JointPass, machine
 
 Settings.read()  # torch.compile imports this: a wrong variable is said there, and not when the model first runs
 
@@ -24,8 +24,8 @@ Settings.read()  # torch.compile imports this: a wrong variable is said there, a
 class CodaBackend:
     """`torch.compile(model, backend="coda", mode=..., options=...)`.
 
-    Options are those of coda_inductor.core.settings by name; `inductor.X` is passed on to Inductor. Raises SettingError for
-    an unknown one.
+    Options are those of coda_inductor.core.settings by name; `inductor.X` is passed on to Inductor. Raises SettingError
+    for an unknown one.
     """
 
     __name__ = "coda"
@@ -51,7 +51,7 @@ class CodaBackend:
         try:
             machine(settings, example_inputs)
         except Unsupported as error:
-            ours.failed(explained(error, gm.graph), "every graph")
+            ours.failed(error, gm.graph, "every graph")
             return inductor(gm, example_inputs)
         return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
 

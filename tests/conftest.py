@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from coda_inductor.core import errors
+
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("default")
 
@@ -17,6 +19,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test sees the settings that it makes, not those of the shell it was started from."""
     for variable in [v for v in os.environ if v.startswith("CODA_INDUCTOR")]:
         monkeypatch.delenv(variable)
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure is warned about once in a process: in each test it is a new one."""
+    monkeypatch.setattr(errors, "said", set())
 
 
 @pytest.fixture(autouse=True)

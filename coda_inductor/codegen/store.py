@@ -33,6 +33,8 @@ def open_store(path: str | None) -> Path:
             f"others may write to the kernel cache {store} (mode {stat.S_IMODE(found.st_mode):04o})",
             hint=f"chmod 700 {store}",
         )
+    if not os.access(store, os.W_OK | os.X_OK):
+        raise Unsupported(f"the kernel cache {store} cannot be written", hint=HINT)
     return store
 
 
@@ -40,8 +42,8 @@ HINT = "set CODA_INDUCTOR_CACHE_DIR to a private directory"
 
 
 def write(path: Path, text: str, *, replace: bool = True) -> bool:
-    """All of `text` or nothing, also when several processes write the same file; False if a file was there and it is not
-    to be replaced. Raises Unsupported if it cannot be written."""
+    """All of `text` or nothing, also when several processes write the same file. False: one was there and was not to be
+    replaced. Raises Unsupported if it cannot be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -57,7 +59,7 @@ def write(path: Path, text: str, *, replace: bool = True) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise Unsupported(f"cannot write {path}: {error.strerror}", hint=f"make room, or {HINT}") from error
+        raise Unsupported(f"cannot write into {path.parent}: {error.strerror}", hint=f"make room, or {HINT}") from error
     return True
 
 
@@ -74,8 +76,8 @@ def read_record(store: Path, key: str, good: Callable[[Record], bool] = bool) ->
 
 
 def write_record(store: Path, key: str, record: Record, good: Callable[[Record], bool] = bool) -> Record:
-    """Stores `record` unless a good one is there, and returns the one that stands: what was once decided stays, in every
-    process. A record that cannot be written is used and not kept, with a warning."""
+    """Stores `record` unless a good one is there, and returns the one that stands: what was once decided stays, in all
+    processes. A record that cannot be written is used and not kept, with a warning."""
     path, text = store / "tuning" / f"{key}.json", json.dumps(record, indent=1, sort_keys=True) + "\n"
     if found := read_record(store, key, good):
         return found

@@ -1,5 +1,5 @@
-"""The two kinds of failure, and the one way to say one. Unsupported: the user's graph is fine and we leave it to Inductor.
-BrokenInvariant: we are wrong."""
+"""The two kinds of failure, and the one way to say one. Unsupported: the user's graph is fine and we leave it to
+Inductor. BrokenInvariant: we are wrong."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ said: set[str] = set()
 
 
 def warn(text: str) -> None:
-    """Warns once in a process about each distinct failure: the same on another line or Region, or in another size, is the
-    same failure."""
+    """Warns once in a process about each distinct failure: on another line, Region or size it is the same one."""
     kind = NUMBERS.sub("#", text)
     if kind not in said:
         said.add(kind)

@@ -44,12 +44,12 @@ class Emission:
         lifted = self.plan.program.lifted
         self.vectors = Vectors(lifted, self.call, lambda s: self.made.get(_key(s)), statistic, self.compute)
 
-    def call(self, like: fx.Node, target: object, *args: object) -> fx.Node:
+    def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
         """A new node with its fake value; origin and source line are those of `like`."""
         with self.graph.inserting_before(self.anchor):
-            node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+            node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         fakes = fx.map_arg(args, lambda n: n.meta["val"])
-        node.meta["val"] = target(*fakes)  # type: ignore[operator]
+        node.meta["val"] = target(*fakes, **kwargs)  # type: ignore[operator]
         for key in ("stack_trace", "nn_module_stack", "seq_nr", "original_aten"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
@@ -64,6 +64,16 @@ class Emission:
         symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
         sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
         return self.call(node, aten.view.default, node, sizes)
+
+    def restride(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
+        """node in the memory order of `like`: what a graph returns has the strides that eager would give it."""
+        strides = [s if isinstance(s, int) else s.node.hint for s in like.stride()]
+        order = sorted(range(like.dim()), key=lambda i: strides[i], reverse=True)
+        if order == list(range(like.dim())):
+            return node
+        turned = self.call(node, aten.permute.default, node, order)
+        dense = self.call(node, aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return self.call(node, aten.permute.default, dense, [order.index(i) for i in range(like.dim())])
 
     def _size(self, size: torch.SymInt) -> fx.Node:
         for node in self.graph.nodes:
@@ -109,6 +119,8 @@ class Emission:
             assert found is not None
             if [str(s) for s in found.shape] != [str(s) for s in value.shape] or found.dtype != value.dtype:
                 raise BrokenInvariant(f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}")
+            if any(user.op == "output" for user in node.users):
+                new = self.restride(new, value)
             node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 

@@ -43,7 +43,8 @@ DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
 PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
-ALONE = "unset CODA_INDUCTOR_STRICT to leave it to Inductor"
+STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
+QUIETLY = "CODA_INDUCTOR=0 does so without a warning"
 BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"
 
 
@@ -55,8 +56,8 @@ def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
         store.open_store(settings.cache_dir)
 
 
-class JointPass(CustomGraphPass):  # type: ignore[misc]
-    """One instance for each compile, with its settings frozen. `chained`: passes that the user had put there, run first."""
+class JointPass(CustomGraphPass):
+    """One instance for each compile, with its settings frozen. `chained`: passes that the user put there, run first."""
 
     def __init__(self, settings: Settings, chained: Any = None) -> None:
         settings.check_kinds(LAW_NAMES | REGION_KINDS)
@@ -84,13 +85,13 @@ class JointPass(CustomGraphPass):  # type: ignore[misc]
 
     def _rewrite(self, graph: fx.Graph) -> Report | CodaError:
         """The report, or why the graph is left as it was."""
+        module = notes.owner(graph)  # its graph is the restored one after a failure
         try:
             name, legal = resolve(self.settings, graph)
             decide = NO_CONTEST if name == "reference" else self._contest(graph)
             report = rewrite(graph, self.settings, name, legal, decide)
         except Exception as error:  # the outermost fallback
-            failure = explained(error, graph)
-            self.failed(failure, "a graph")
+            failure = self.failed(error, module.graph, "a graph")
             return failure
         REPORTS.append(report)
         return report
@@ -98,21 +99,28 @@ class JointPass(CustomGraphPass):  # type: ignore[misc]
     def _contest(self, graph: fx.Graph) -> Decide:
         def lost(error: Exception) -> None:
             self.unsettled = True
-            self.failed(explained(error, graph), "a region")
+            self.failed(error, graph, "a region")
 
         return Contest(self.settings, device_and_tokens(graph)[0], lost)
 
-    def failed(self, failure: CodaError, what: str) -> None:
-        """Raises what failed under CODA_INDUCTOR_STRICT, else warns that `what` is left to Inductor."""
-        self.unsettled |= not isinstance(failure, Unsupported)
+    def failed(self, error: Exception, graph: fx.Graph, what: str) -> CodaError:
+        """Raises the error under CODA_INDUCTOR_STRICT, else warns that `what` is left to Inductor. Says what happened,
+        at which line of the user's, and what to do."""
+        ours = error if isinstance(error, CodaError) else BrokenInvariant(f"{type(error).__name__}: {error}")
+        bug = not isinstance(ours, Unsupported)
+        self.unsettled |= bug
+        hint = BUG if bug else STRICTLY if self.settings.strict else QUIETLY
+        failure = type(ours)(ours.what, where=ours.where or line_of(graph), hint=ours.hint or hint)
+        failure.__cause__ = error
         if self.settings.strict:
             raise failure
         log.info("%s is left to Inductor", what, exc_info=failure)
         warn(f"{what} is left to Inductor: {failure}")
+        return failure
 
     def uuid(self) -> Any:
-        """What Inductor's caches key on: all of our sources, the versions, and every setting that changes a graph. None:
-        not to be cached, because a failure is to be tried again, or people want to read what happens."""
+        """What Inductor's caches key on: all of our sources, the versions, and every setting that changes a graph.
+        None: not to be cached, because a failure is to be tried again, or people want to read what happens."""
         theirs = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.chained)
         if self.unsettled or self.settings.debug_dir or not all(theirs):
             return None
@@ -120,7 +128,7 @@ class JointPass(CustomGraphPass):  # type: ignore[misc]
 
 
 def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Callable[[Region], None]]:
-    """The target's name and its predicate of legal Regions. Raises Unsupported if there is none for the graph."""
+    """The target's name and its predicate of legal Regions. Raises Unsupported if none is for this graph."""
     if settings.target == "reference":
         return "reference", lambda region: None
     device = device_and_tokens(graph)[0]
@@ -134,7 +142,7 @@ def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Callable[[Region]
 
 
 def require_graph(graph: fx.Graph) -> None:
-    """Raises Unsupported for a graph that is left to Inductor on every machine: by the dtypes or rows of its products."""
+    """Raises Unsupported for a graph that is left to Inductor on every machine, by its products' dtypes or rows."""
     dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in PRODUCTS}
     if not dtypes & set(DTYPES):
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -154,17 +162,10 @@ def device_and_tokens(graph: fx.Graph) -> tuple[torch.device, int]:
     return products[0].device, max(rows)
 
 
-def explained(error: Exception, graph: fx.Graph) -> CodaError:
-    """The failure with all that a user needs: what happened, at which line of theirs, what to do."""
+def line_of(graph: fx.Graph) -> str:
+    """The user's line of the graph's first product."""
     products = (node for node in graph.nodes if node.target in PRODUCTS)
-    line = next(filter(None, map(source_line, products)), "")
-    if not isinstance(error, CodaError):
-        made: CodaError = BrokenInvariant(f"{type(error).__name__}: {error}", where=line, hint=BUG)
-    else:
-        hint = ALONE if isinstance(error, Unsupported) else BUG
-        made = type(error)(error.what, where=error.where or line, hint=error.hint or hint)
-    made.__cause__ = error
-    return made
+    return next(filter(None, map(source_line, products)), "")
 
 
 @cache

@@ -26,8 +26,8 @@ Launch = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
 def launcher(text: str) -> Launch:
-    """What a compiled graph calls: f(inputs, outs). The kernel is built or loaded at the first call, with the settings of
-    the compile that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
+    """What a compiled graph calls: f(inputs, outs). The kernel is built or loaded at the first call, with the settings
+    of the compile that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
     settings = current()
     run: list[Launch] = []
 
@@ -40,13 +40,13 @@ def launcher(text: str) -> Launch:
 
 
 def current() -> Settings:
-    """The settings of the compile that is under way, which stand in its pass; outside of one those of the environment."""
+    """The settings of the compile under way, as its pass holds them; outside of one those of the environment."""
     settings = getattr(inductor_config.joint_custom_pre_pass, "settings", None)
     return settings if isinstance(settings, Settings) else Settings.read()[0]
 
 
 def ready(text: str, settings: Settings) -> Launch:
-    """The Region's kernel, or the interpreter where there can be none. Raises Unsupported under CODA_INDUCTOR_STRICT."""
+    """The Region's kernel, or the interpreter where none can be. Under CODA_INDUCTOR_STRICT raises Unsupported."""
     try:
         return kernel(text, settings.cache_dir, strict=settings.strict)
     except Unsupported as error:
@@ -55,12 +55,12 @@ def ready(text: str, settings: Settings) -> Launch:
         return partial(fall_back, parse(text), reason=str(error))
 
 
-class RegionKernel(ir.FallbackKernel):  # type: ignore[misc]
+class RegionKernel(ir.FallbackKernel):
     """One launch. Its outputs are RegionOutputs, allocated by Inductor before the call; unread ones are None."""
 
     def codegen(self, wrapper: Any) -> None:
         """Writes the call."""
-        text, name = self.constant_args
+        text, _ = self.constant_args
         digest = parse(text).digest
         wrapper.add_import_once("from coda_inductor.inductor.launching import launcher as coda_launcher")
         wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
@@ -71,11 +71,11 @@ class RegionKernel(ir.FallbackKernel):  # type: ignore[misc]
             if not dead:
                 wrapper.codegen_allocation(out)
             outs.append("None" if dead else out.get_name())
-        inputs = ", ".join(x.codegen_reference() for x in self.inputs)
+        inputs = ", ".join(x.codegen_reference() for x in self.inputs)  # type: ignore[union-attr]
         wrapper.writeline(f"{self.get_name()} = coda_{digest}([{inputs}], [{', '.join(outs)}])")
 
 
-class RegionOutput(ir.MultiOutput):  # type: ignore[misc]
+class RegionOutput(ir.MultiOutput):
     """One output of a RegionKernel: a buffer of Inductor's that the kernel writes."""
 
     def should_allocate(self) -> bool:
@@ -92,6 +92,7 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     region = parse(text)
     tensors = [ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)) for x in inputs]
     device = tensors[0].get_device()
+    assert device is not None
     packed = RegionKernel(ir.MultiOutputLayout(device=device), REGION, tensors, (text, target), _arguments)
     packed.outputs = [
         RegionOutput(_layout(region, shape, dtype, device), packed, [(list, i)])
@@ -107,7 +108,9 @@ def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[A
 
 def _outputs(region: Region, tensors: Sequence[Any]) -> list[tuple[list[Any], torch.dtype]]:
     m = tensors[region.products[0].a].get_size()[0]
-    return [([m, region.n], DTYPES[s.dtype]) for s in region.stores] + [([m], region.compute) for _ in region.reductions]
+    return [([m, region.n], DTYPES[s.dtype]) for s in region.stores] + [
+        ([m], region.compute) for _ in region.reductions
+    ]
 
 
 def _layout(region: Region, shape: list[Any], dtype: torch.dtype, device: torch.device) -> Any:

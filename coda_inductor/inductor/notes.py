@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 from coda_inductor.codegen import legality, source
-from coda_inductor.core.errors import CodaError, Unsupported, warn
+from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported, warn
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
@@ -43,17 +43,26 @@ class Note:
             return
         files = {"after.py": readable(self.module), "regions.txt": text}
         for site in done.sites if isinstance(done, Report) else ():
-            files[f"kernels/{site.name}_{site.region.digest}.py"] = f"# {site.name} {site.source}\n{kernel(site.region)}"
+            files[f"kernels/{site.name}_{site.region.digest}.py"] = (
+                f"# {site.name} {site.source}\n{kernel(site.region)}"
+            )
         write(self.folder, files)
 
 
 def begin(graph: fx.Graph, settings: Settings) -> Note:
     """Called before a graph is rewritten."""
-    module = graph.owning_module
+    module = owner(graph)
     folder = None if settings.debug_dir is None else new_folder(Path(settings.debug_dir))
     if folder is not None:
         write(folder, {"before.py": readable(module)})
     return Note(graph, module, folder)
+
+
+def owner(graph: fx.Graph) -> fx.GraphModule:
+    """The module whose graph it is."""
+    if graph.owning_module is None:
+        raise BrokenInvariant("Inductor gave a graph without a module")
+    return graph.owning_module
 
 
 def told(done: Report | CodaError | None) -> str:

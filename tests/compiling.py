@@ -1,0 +1,123 @@
+"""What the tests of torch.compile share: a small model, what it returns and says, and a machine that is pretended."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coda_inductor.codegen import launch, target, tune
+from coda_inductor.codegen.legality import Config
+from coda_inductor.core.errors import CodaWarning
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import Region
+from coda_inductor.inductor import contest, joint_pass
+from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.joint_pass import REPORTS
+
+TOKENS, WIDTH, INNER = 320, 64, 128
+
+
+class Norm(nn.Module):
+    """RMSNorm, spelled out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Half(nn.Module):
+    """From attention's output to the end of a Llama layer: four products, a norm, two residuals, SwiGLU."""
+
+    def __init__(self, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__()
+        self.o, self.norm = nn.Linear(width, width, bias=False), Norm(width)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, attention: Tensor, residual: Tensor) -> Tensor:
+        h = residual + self.o(attention)
+        x = self.norm(h)
+        return h + self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def half(dtype: torch.dtype = torch.float64) -> Half:
+    torch.manual_seed(0)
+    return Half().to(dtype)
+
+
+def streams(dtype: torch.dtype = torch.float64, tokens: int = TOKENS, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    """Attention's output and the residual stream."""
+    torch.manual_seed(1)
+    return torch.randn(tokens, width).to(dtype), torch.randn(tokens, width).to(dtype)
+
+
+class Ran(list[str]):
+    """The texts of our warnings in one run, its output, and the reports of the rewrites that happened in it."""
+
+    output: Any
+    reports: list[Report]
+
+    @property
+    def regions(self) -> list[int]:
+        return [len(report.sites) for report in self.reports]
+
+
+def run(model: Callable[..., Any], *args: Any, backend: str = "coda", grad: bool = False, **compile_with: Any) -> Ran:
+    """Compiles and calls. Nothing that Dynamo or Inductor remembers from before is used."""
+    torch._dynamo.reset()
+    REPORTS.clear()
+    with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(grad):
+        warnings.simplefilter("always")
+        output = torch.compile(model, backend=backend, **compile_with)(*args)
+    ran = Ran(str(w.message) for w in caught if issubclass(w.category, CodaWarning))
+    ran.output, ran.reports = output, list(REPORTS)
+    return ran
+
+
+REFERENCE = {"target": "reference"}
+
+
+class Interpreted:
+    """Stands in for a compiled kernel: the interpreter."""
+
+    stack = 0
+
+    def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
+        self.region, self.config = region, config
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        for out, value in zip(outs, interpret(self.region, inputs), strict=True):
+            if out is not None:
+                out.copy_(value)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..., Any] = Interpreted) -> None:
+    """A machine that generates kernels, on the CPU: all but the compiler and the clock is real. Fused always wins."""
+
+    def timed(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+        for call in calls:
+            call()
+        return [1.0 + i for i in range(len(calls))]
+
+    monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(directory / "kernels"))
+    monkeypatch.setattr(joint_pass, "DEVICE", "cpu")
+    monkeypatch.setattr(target, "capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(target, "installed", lambda package: "4.8.1" if "cutlass" in package else "0.6.5")
+    monkeypatch.setattr(target, "MODULES", ())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
+    monkeypatch.setattr(contest, "prebuild", lambda jobs, cache_dir: {})
+    monkeypatch.setattr(tune, "interleaved", timed)
+    monkeypatch.setattr(launch, "KERNELS", {})
+    door = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(Compiled=build))
+    monkeypatch.setattr(launch, "importlib", door)
+    launch.FALLBACKS.clear()
