@@ -41,6 +41,19 @@ def sizes(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size_of(n) for n in value.shape)
 
 
+def dense(node: fx.Node) -> bool:
+    """Does the node's tensor lie in memory in the order of its dimensions, without gaps? Asks no symbol anything."""
+    value = tensor(node)
+    assert value is not None
+    expected = Size(1)
+    for size, stride in zip(reversed(sizes(node)), reversed(value.stride()), strict=True):
+        if size != Size(1):
+            if size_of(stride) != expected:
+                return False
+            expected = expected * size
+    return True
+
+
 def floating(node: fx.Node) -> bool:
     """Is the node one real floating-point tensor with at least one element, as far as is known?"""
     value = tensor(node)

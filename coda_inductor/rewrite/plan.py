@@ -224,7 +224,8 @@ class Plan:
         dtype = g.tensor(product.x).dtype  # type: ignore[union-attr]
         order = product.rows + self.program.lifted.reading.roots(product.x)[-1]
         for node in self.program.nodes.get(x, ()):  # the first, so that products of one operand read one tensor
-            if self._order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
+            lies = g.dense(node) or node is product.x  # attention's result often lies with its heads before its tokens
+            if lies and self._order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
                 self.need(node)
                 return node
         try:

@@ -207,7 +207,7 @@ class Program:
         """The first node of the graph that holds t, contiguous in this order of axes."""
         reading = self.lifted.reading
         for node in self.nodes.get(t, ()):
-            if tuple(i for d in reading.roots(node) for i in d) == order:
+            if tuple(i for d in reading.roots(node) for i in d) == order and g.dense(node):
                 return node
         return None
 
