@@ -10,7 +10,7 @@ from coda_inductor.inductor.report import gigabytes, place
 
 Facts = dict[str, Any]
 LEGEND = """[step] kind t=time. accN: accumulator of step N; yN, sN: stores and sums of its epilogue; oN: an opaque
-operation's result; pN: a memory-bound pass's. A product and its epilogue are one moment; a pass is a kernel of its own."""
+operation's result; pN: a memory-bound pass's. A product and its epilogue are one moment, a pass a kernel of its own."""
 
 
 def render(facts: Facts, before: bool = False) -> str:

@@ -197,10 +197,10 @@ class Listing:
     def _input(self, step: Step, built: Built, source: Source) -> str:
         """What a Region's input is called: the tensor, and the rows of a weight."""
         assert step.node
-        node = step.node.args[0][built.inputs.index(source)]  # type: ignore[index,union-attr]
+        node = step.node.args[0][built.inputs.index(source)]  # type: ignore[index]
         assert isinstance(node, fx.Node)
-        some = isinstance(source, Weight) and source.stop is not None
-        return self.name(node) + (f"[{source.start}:{source.stop}]" if some else "")
+        rows = f"[{source.start}:{source.stop}]" if isinstance(source, Weight) and source.stop is not None else ""
+        return self.name(node) + rows
 
     def _facts(self, i: int, step: Step, readers: Mapping[fx.Node, list[str]]) -> Facts:
         facts: Facts = {"id": i, "kind": step.kind, "time": round(step.time, 1)}
