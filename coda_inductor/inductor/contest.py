@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from coda_inductor.inductor.joint import Verdict
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.inductor.vectors import Vectors
+from coda_inductor.rewrite.derive import statistics
+from coda_inductor.rewrite.plan import Computed, Plan
 
 log = logging.getLogger("coda_inductor.contest")
 
@@ -41,11 +44,12 @@ class Group:
 
     builts: list[Built]
     device: torch.device
+    tokens: int
     values: dict[object, Any] = field(default_factory=dict)
 
-    def key(self, tokens: int) -> str:
+    def key(self) -> str:
         """What the outcome depends on."""
-        parts = [*(b.region.text for b in self.builts), str(legality.bucket(tokens)), record.device_name()]
+        parts = [*(b.region.text for b in self.builts), str(legality.bucket(self.tokens)), record.device_name()]
         return "contest-" + hashlib.sha256("|".join([*parts, record.sources_digest(), torch.__version__]).encode()).hexdigest()[:24]
 
     def value(self, node: fx.Node) -> Any:
@@ -65,10 +69,20 @@ class Group:
             whole = self.value(source.node)
             dim = 0 if r.products[0].b_layout == "nk" else 1
             return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
-        t = self.value(source) if isinstance(source, fx.Node) else self.values[output_key(source)]
+        if isinstance(source, Computed):
+            return self.values[source]  # type: ignore[no-any-return]
+        t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)  # type: ignore[no-any-return]
         return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)  # type: ignore[no-any-return]
+
+
+    def made(self, source: object) -> Tensor:
+        """A store or sum of the group; the sum of a Region outside it is sampled."""
+        key = output_key(source)
+        if key not in self.values:
+            self.values[key] = torch.empty(self.tokens, dtype=torch.float32, device=self.device).uniform_(0.5, 1.5)
+        return self.values[key]  # type: ignore[no-any-return]
 
 
 def output_key(source: object) -> object:
@@ -88,20 +102,26 @@ def sample(node: fx.Node, device: torch.device) -> Any:
         return hint(value)
     shape, stride = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
     out = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+    if not value.dtype.is_floating_point:
+        return out.zero_()
     if out.dim() > 1 and shape[-1] > 1:
         return out.normal_(std=shape[-1] ** -0.5 if g.is_weight(node) else 1.0)
     return out.uniform_(0.5, 1.5)
 
 
-def groups(builts: list[Built]) -> list[list[Built]]:
-    """Regions that one cannot keep without the other, in running order."""
+def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
+    """Regions that one cannot keep without the other, in running order: a store that no node equals ties its reader to its
+    maker, and so does a sum to the product that was deferred for it. (A mean that only shifts what a later stream stores
+    does not: without it there is another.)"""
     makers = {key: i for i, b in enumerate(builts) for key in outputs(b)}
+    deferred = {f.product for f in plan.firings}
     leader = list(range(len(builts)))
     for i, b in enumerate(builts):
+        late = any(acc.bit in deferred for acc in b.draft.space.accs)
         for source in b.inputs:
-            if not isinstance(source, fx.Node | Weight):
-                a, c = sorted((leader[i], leader[makers[output_key(source)]]))
-                leader = [a if x == c else x for x in leader]
+            if isinstance(source, tuple) or (late and isinstance(source, Term)):
+                first, second = sorted((leader[i], leader[makers[output_key(source)]]))
+                leader = [first if x == second else x for x in leader]
     return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
 
 
@@ -121,7 +141,7 @@ class Contest:
         """The verdict on all Regions of a plan."""
         banned, undeferred = dict[int, str](), 0
         self.prebuild(plan, builts)
-        for members in groups(builts):
+        for members in groups(plan, builts):
             bits = [acc.bit for b in members for acc in b.draft.space.accs]
             deferred = sum(1 << f.product for f in plan.firings if f.product in bits)
             try:
@@ -150,29 +170,30 @@ class Contest:
 
     def loses(self, plan: Plan, members: list[Built]) -> str:
         """Why a group is not kept; empty if it wins, or if nothing is to be measured."""
-        group = Group(members, self.device)
         product = plan.program.product(members[0].draft.space.accs[0]).node
-        tokens = hint(product.meta["val"].shape[0])
+        group = Group(members, self.device, tokens := hint(product.meta["val"].shape[0]))
         if self.settings.tune == "off":
             for b in members:
                 launch.kernel(b.region.text, self.settings.cache_dir).build(tokens)
             return ""
         directory = store.open_store(self.settings.cache_dir)
-        found = store.read_record(directory, group.key(tokens), timed)
+        found = store.read_record(directory, group.key(), timed)
         if found is None:
-            measured = self.measure(group, plan.program.lifted.graph)
-            found = store.write_record(directory, group.key(tokens), measured, timed)
+            measured = self.measure(group, plan)
+            found = store.write_record(directory, group.key(), measured, timed)
         self.rows.append(found)
         log.info("%s: fused %.4f ms, Inductor %.4f ms", "+".join(found["regions"]), found["ms"], found["baseline_ms"])
         if found["baseline_ms"] >= WIN * found["ms"]:
             return ""
         return f"measured slower: {found['ms'] * 1e3:.0f} us fused, {found['baseline_ms'] * 1e3:.0f} us by Inductor"
 
-    def measure(self, group: Group, graph: fx.Graph) -> dict[str, Any]:
+    def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
         """Tunes the group's kernels, then times both ways."""
         with torch.no_grad(), unset_fake_temporarily():
-            steps = [rehearse(group, b, self.settings.cache_dir) for b in group.builts]
-            before = baseline(group, graph)
+            steps = []
+            for built in group.builts:
+                steps += [*computations(plan, group, built), rehearse(group, built, self.settings.cache_dir)]
+            before = baseline(group, plan)
 
             def fused() -> None:
                 for step in steps:
@@ -195,6 +216,44 @@ def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     return Unsupported(what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off")
 
 
+def computations(plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
+    """The small computations that a Region needs, as Inductor compiles them; their results become values of the group."""
+    wanted = [s for s in dict.fromkeys(built.inputs) if isinstance(s, Computed) and s not in group.values]
+    if not wanted:
+        return []
+    new, tensors, copies = fx.Graph(), list[Tensor](), dict[object, fx.Node]()
+
+    def given(key: object) -> fx.Node:
+        if key not in copies:
+            value = group.value(key) if isinstance(key, fx.Node) else group.made(key)
+            copies[key] = new.placeholder(f"given_{len(copies)}")
+            copies[key].meta["val"] = torch.empty_like(value, device="meta")
+            tensors.append(value)
+        return copies[key]
+
+    def call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
+        mine = fx.map_arg(args, lambda n: n if n.graph is new else given(n))
+        node = new.call_function(target, mine)
+        node.meta["val"] = target(*fx.map_arg(mine, lambda n: n.meta["val"]))
+        return node
+
+    def sum_of(s: Term) -> fx.Node | None:
+        return given(s) if s.args[0].hosts else None
+
+    def statistic(s: Term) -> tuple[fx.Node, Fraction]:
+        held = plan.statistic(s)
+        assert held is not None
+        return held
+
+    vectors = Vectors(plan.program.lifted, call, sum_of, statistic, built.region.compute)
+    new.output(tuple(vectors.write(c) for c in wanted))
+    order = {node: i for i, node in enumerate(n for n in new.nodes if n.op == "placeholder")}
+    tensors = [t for _, t in sorted(zip(copies.values(), tensors, strict=True), key=lambda nt: order[nt[0]])]
+    run = compiled(fx.GraphModule(torch.nn.Module(), new), tensors)
+    group.values |= dict(zip(wanted, run(*tensors), strict=True))
+    return [lambda: run(*tensors)]
+
+
 def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], None]:
     """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch."""
     inputs = [group.input(built, i, s) for i, s in enumerate(built.inputs)]
@@ -208,14 +267,13 @@ def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], 
     return lambda: kernel(inputs, outs)
 
 
-def baseline(group: Group, graph: fx.Graph) -> Callable[[], object]:
-    """The same nodes of the user's graph, from the same tensors, as Inductor compiles them."""
+def baseline(group: Group, plan: Plan) -> Callable[[], object]:
+    """The same nodes of the user's graph as Inductor compiles them, from the tensors that are there before the group runs."""
     wanted = [node for b in group.builts for node in b.draft.supplies]
-    given = {g.root(n, g.is_view) for b in group.builts for s in b.inputs
-             for n in ([s.node] if isinstance(s, Weight) else [s] if isinstance(s, fx.Node) else [])}  # fmt: skip
     new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[Tensor]()
-    for node in _needed(graph, wanted, given):
-        if node in given or node.op in ("placeholder", "get_attr"):
+    needed, given = _needed(plan, group, wanted)
+    for node in (n for n in plan.program.lifted.graph.nodes if n in needed):
+        if node in given:
             value = group.value(node)
             copies[node] = value
             if isinstance(value, Tensor):
@@ -226,25 +284,36 @@ def baseline(group: Group, graph: fx.Graph) -> Callable[[], object]:
         else:
             copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output(tuple(copies[n] for n in wanted))
-    module = fx.GraphModule(torch.nn.Module(), new)
-    with ThreadPoolExecutor(1) as worker:  # a thread of its own: the compile around us has its own contexts
-        run = worker.submit(_compile, module, tensors).result()
+    run = compiled(fx.GraphModule(torch.nn.Module(), new), tensors)
     return lambda: run(*tensors)
 
 
-def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., object]:
+def _needed(plan: Plan, group: Group, wanted: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """(what must run to make `wanted`, what of that is given): given is what waits for no product of the group."""
+    mask = 0
+    for b in group.builts:
+        mask |= b.draft.space.mask
+    needed, given, todo = set[fx.Node](), set[fx.Node](), list(wanted)
+    while todo:
+        node = todo.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if not plan.program.lifted.deps[node] & mask and not g.is_view(node) and not g.is_cast(node):
+            given.add(node)
+        else:
+            todo += node.all_input_nodes
+    return needed, given
+
+
+def compiled(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
+    """The module as Inductor compiles it, in a thread of its own: the compile around us has its own contexts."""
+    with ThreadPoolExecutor(1) as worker:
+        return worker.submit(_compile, module, tensors).result()
+
+
+def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
         return compile_fx(module, tensors, config_patches={"joint_custom_pre_pass": None})  # type: ignore[no-any-return]
-
-
-def _needed(graph: fx.Graph, wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
-    """What must run to make `wanted` from `given`, in order."""
-    needed, todo = set[fx.Node](), list(wanted)
-    while todo:
-        node = todo.pop()
-        if node not in needed:
-            needed.add(node)
-            todo += () if node in given else node.all_input_nodes
-    return [n for n in graph.nodes if n in needed]
