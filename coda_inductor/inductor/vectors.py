@@ -15,7 +15,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import Lifted
-from coda_inductor.patterns.terms import Term
+from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.rewrite.plan import Computed
 
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
@@ -71,8 +71,14 @@ class Vectors:
             over = [order.index(i) for i in t.over]
             return self.call(node, aten.sum.dim_IntList, node, over), tuple(i for i in order if i not in t.over)
         if t.kind == "fn":
+            args, order = self._aligned(tuple(a for a in t.args if not is_number(a)), token)
+            numbers = [self.call(args[0], aten.full_like.default, args[0], float(a.coefficient)) for a in t.args if is_number(a)]
+            return self.call(args[0], FUNCTIONS[t.name], *args, *numbers), order
+        if t.kind == "lanes":
             args, order = self._aligned(t.args, token)
-            return self.call(args[0], FUNCTIONS[t.name], *args), order
+            sizes = self.lifted.extents(order)
+            args = [self.call(a, aten.expand.default, a, [sizes[i] for i in order]) for a in args]
+            return self.call(args[0], aten.stack.default, args, len(order)), (*order, *t.over)
         if t.kind not in ("mul", "add"):
             raise BrokenInvariant(f"no vector is a {t.kind}")
         args, order = self._aligned(t.args, token)
@@ -117,7 +123,7 @@ class Vectors:
             out = self.call(node, aten.view.default, node, [-1] if order else [])
         else:
             sizes = self.lifted.extents(order)
-            out = self.call(node, aten.view.default, node, [sizes[i] for i in order])
+            out = self.call(node, aten.reshape.default, node, [sizes[i] for i in order])
         for axis, index in t.lanes:
             out = self.call(out, aten.select.int, out, order.index(axis), index)
             order = tuple(i for i in order if i != axis)

@@ -17,7 +17,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.pointwise import POINTWISE
-from coda_inductor.patterns.terms import Term, Terms
+from coda_inductor.patterns.terms import Term, Terms, is_number
 
 ROUNDINGS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -126,11 +126,9 @@ def _pointwise(lifted: Lifted, node: fx.Node) -> Term | None:
         float(term.coefficient)
     except (ValueError, TypeError, KeyError, OverflowError):  # infinite literals, symbolic scalars, unusual exponents
         return None
-    return None if _number(term) and not all(map(_number, args)) else term  # x - x is not 0 where x is infinite
-
-
-def _number(t: Term) -> bool:
-    return t.kind == "mul" and not t.args
+    if is_number(term) != all(map(is_number, args)):  # x - x is not 0 where x is infinite; exp(2) is no rational
+        return None
+    return term
 
 
 def _product(lifted: Lifted, node: fx.Node) -> Term:

@@ -225,6 +225,11 @@ def _root(c: Fraction, p: Fraction) -> Fraction | None:
     return c if c == 1 else None
 
 
+def is_number(t: Term) -> bool:
+    """Is t a literal?"""
+    return t.kind == "mul" and not t.args
+
+
 def positive(t: Term) -> bool:
     """Is t > 0 wherever it is finite? Sound, not complete: sums of squares plus eps, exp, sigmoid's 1 + exp(-x)."""
     if t.kind == "mul":

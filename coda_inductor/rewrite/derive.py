@@ -225,3 +225,8 @@ def sources(t: Term) -> list[Term]:
         elif x.kind != "con":
             todo += x.args
     return sorted(found, key=lambda s: s.id)
+
+
+def leaves(t: Term) -> list[Term]:
+    """The tensors that t is made of, also inside reductions."""
+    return [leaf for s in sources(t) for leaf in ([s] if s.kind == "leaf" else leaves(s.args[0]))]

@@ -18,7 +18,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.derive import Firing, derive, sources, statistics
+from coda_inductor.rewrite.derive import Firing, derive, leaves, sources, statistics
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.program import Program, Space
 
@@ -279,15 +279,19 @@ class Plan:
         extent = space.extent(x)
         for s in sources(x):
             if s.kind == "leaf":
-                self.need(self.program.lifted.node(s))
+                read = [self.program.lifted.node(s)]
+                fits = extent == "feature" or not s.axes or (self._order(read[0]) == space.rows and g.dense(read[0]))
             elif extent == "feature":
-                for leaf in sources(s.args[0]):
-                    self.need(self.program.lifted.node(leaf))
-            elif not self._sum(s):
+                read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], not s.deps
+            elif fits := self._sum(s):
+                read = []
+            else:
                 held = self.statistic(s)
-                if held is None:
-                    raise Conflict(banned={bit: f"no node holds {s}" for bit in self.program.lifted.products if x.deps >> bit & 1})
-                self.need(held[0])
+                read, fits = [held[0]] if held else [], held is not None
+            if not fits:
+                raise Conflict(banned={a.bit: f"no node holds {s}" for a in space.accs})
+            for node in read:
+                self.need(node)
         return Computed(x, extent, self._axes(x, space))
 
     def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
