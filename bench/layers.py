@@ -2,8 +2,8 @@
 
     python bench/layers.py [half|layer|gpt2-xl|bert-large|vit-l ...] [--widths WIDTH ...] [--mode MODE] [--out FILE]
 
-One JSON line per case: "ms" is ours, "baseline_ms" torch.compile's, "floor_ms" the graph's own products as mm(out=) plus
-attention, all medians of one rotation in one process. "regions" are the kernels that ran, counted at launch.
+One JSON line per case: "ms" is ours, "baseline_ms" torch.compile's, "floor_ms" the graph's own products as mm(out=)
+plus attention, all medians of one rotation in one process. "regions" are the kernels that ran, counted at launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from coda_inductor.codegen import launch, target
 from coda_inductor.inductor.joint_pass import REPORTS
 
-WIDTHS = {2048: (8192, 16, 8), 4096: (14336, 32, 8), 8192: (28672, 64, 8)}  # hidden: feed-forward, heads, key-value heads
+WIDTHS = {
+    2048: (8192, 16, 8),
+    4096: (14336, 32, 8),
+    8192: (28672, 64, 8),
+}  # hidden: feed-forward, heads, key-value heads
 TOKENS = 8192
 SETS = 3  # of inputs, in rotation, so that no run finds its inputs in the L2 cache
 ROUNDS = 40
@@ -64,8 +68,14 @@ def half(d: int) -> tuple[nn.Module, list[tuple[Tensor, ...]], Callable[[], None
     """The half layer, its inputs, and its floor: the four products."""
     ff = WIDTHS[d][0]
     model = HalfLayer(d, ff).to("cuda", torch.bfloat16)
-    inputs = [tuple(torch.randn(2, TOKENS // 2, d, device="cuda", dtype=torch.bfloat16) for _ in "ax") for _ in range(SETS)]
-    return model, inputs, products(model, [d, d, d, ff], [m.weight for m in (model.o, model.gate, model.up, model.down)])
+    inputs = [
+        tuple(torch.randn(2, TOKENS // 2, d, device="cuda", dtype=torch.bfloat16) for _ in "ax") for _ in range(SETS)
+    ]
+    return (
+        model,
+        inputs,
+        products(model, [d, d, d, ff], [m.weight for m in (model.o, model.gate, model.up, model.down)]),
+    )
 
 
 def layer(d: int) -> tuple[nn.Module, list[tuple[Tensor, ...]], Callable[[], None]]:
@@ -75,7 +85,11 @@ def layer(d: int) -> tuple[nn.Module, list[tuple[Tensor, ...]], Callable[[], Non
 
     ff, heads, kv = WIDTHS[d]
     config = LlamaConfig(
-        hidden_size=d, intermediate_size=ff, num_attention_heads=heads, num_key_value_heads=kv, attn_implementation="sdpa"
+        hidden_size=d,
+        intermediate_size=ff,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        attn_implementation="sdpa",
     )
 
     class Layer(nn.Module):
@@ -136,7 +150,9 @@ def stack(name: str) -> tuple[nn.Module, list[tuple[Tensor, ...]], Callable[[], 
     modules = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
     weights = [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in modules]
     mms = products(model, [w.shape[1] for w in weights], weights, shape[0] * shape[1])
-    q, k, v = (torch.randn(shape[0], heads, shape[1], shape[2] // heads, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    q, k, v = (
+        torch.randn(shape[0], heads, shape[1], shape[2] // heads, device="cuda", dtype=torch.bfloat16) for _ in "qkv"
+    )
 
     def floor() -> None:
         mms()
@@ -199,12 +215,23 @@ def run(case: str, d: int, mode: str | None) -> dict[str, Any]:
         calls = [lambda s, f=compiled[b]: f(*inputs[s]) for b in ("coda", "inductor")]
         ms, baseline, bare = rotation([*calls, lambda s: floor()])
     difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-    chosen = {s.region.digest: {str(k.config(inputs[0][0].shape[0] * inputs[0][0].shape[1])) for k in launch.KERNELS.values() if k.region == s.region} for s in report.sites}
+    chosen = {
+        s.region.digest: {
+            str(k.config(inputs[0][0].shape[0] * inputs[0][0].shape[1]))
+            for k in launch.KERNELS.values()
+            if k.region == s.region
+        }
+        for s in report.sites
+    }
     return {
-        "case": f"{case} {d or ''}".strip(), "mode": "infer", "baseline": f"torch.compile {mode or 'default'}", "ms": ms, "baseline_ms": baseline,
+        "case": f"{case} {d or ''}".strip(), "mode": "infer", "baseline": f"torch.compile {mode or 'default'}",
+        "ms": ms, "baseline_ms": baseline,
         "floor_ms": bare, "speedup": baseline / ms, "over_floor": ms / bare,
         "recovered": (baseline - ms) / (baseline - bare), "difference": difference,
-        "regions": {s.name: [s.region.digest, launched.get(s.region.digest, 0), *sorted(chosen[s.region.digest])] for s in report.sites},
+        "regions": {
+            s.name: [s.region.digest, launched.get(s.region.digest, 0), *sorted(chosen[s.region.digest])]
+            for s in report.sites
+        },
         "lost": sorted({r.reason for r in report.refused if "slower" in r.reason}),
         "compile_s": {"coda": seconds["coda"], "inductor": seconds["inductor"]},
         "machine": torch.cuda.get_device_name(), "versions": {**target.versions(), "python": platform.python_version()},
@@ -218,15 +245,20 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["half", "layer"])
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS))
     parser.add_argument("--mode")
-    parser.add_argument("--out", default=os.path.join(os.environ.get("OUT", str(Path(__file__).parent / "results")), "layers.jsonl"))
+    parser.add_argument(
+        "--out", default=os.path.join(os.environ.get("OUT", str(Path(__file__).parent / "results")), "layers.jsonl")
+    )
     args = parser.parse_args()
     for case in args.cases:
         for d in args.widths if case in ("half", "layer") else [0]:
             row = run(case, d, args.mode)
             with open(args.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{row['case']:14s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f} ({row['speedup']:.3f}x), "
-                  f"floor {row['floor_ms']:8.3f} ({row['over_floor']:.3f}x), compile {row['compile_s']}")  # fmt: skip
+            print(
+                f"{row['case']:14s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f}"
+                f" ({row['speedup']:.3f}x), floor {row['floor_ms']:8.3f} ({row['over_floor']:.3f}x),"
+                f" compile {row['compile_s']}"
+            )
             print("   ", row["regions"], row["lost"], f"difference {row['difference']:.1e}", flush=True)
 
 

@@ -246,6 +246,54 @@ def test_exception_in_the_middle_of_writing_restores_the_graph(monkeypatch: pyte
     assert len(graphs) == 2 and graphs[0] == graphs[1] and "coda" not in graphs[1]
 
 
+@pytest.mark.parametrize("where", ["lowering", "writing"])
+def test_exception_in_what_inductor_makes_of_a_region(
+    pretended: None, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """After the pass, the graph is compiled again without it."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("provoked")
+
+    if where == "lowering":
+        monkeypatch.setattr(launching, "_outputs", fail)
+    else:
+        monkeypatch.setattr(launching.RegionKernel, "codegen", fail)
+    model, x = half(BF16), streams(BF16)
+    ran = run(model, *x)
+    close(ran.output, model(*x).detach())
+    assert (
+        len(ran) == 1
+        and "a graph is left to Inductor: " in ran[0]
+        and "provoked" in ran[0]
+        and "CODA_INDUCTOR=0" in ran[0]
+    )
+    assert torch.equal(ran.output, run(model, *x, backend="inductor").output)
+    raised_text = raised_by_inductor(monkeypatch)
+    assert "provoked" in raised_text
+
+
+def raised_by_inductor(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Under STRICT Inductor's own error, which names the operation."""
+    monkeypatch.setenv("CODA_INDUCTOR_STRICT", "1")
+    with pytest.raises(Exception, match="provoked") as caught:
+        run(half(BF16), *streams(BF16))
+    return str(caught.value)
+
+
+def test_a_graph_that_inductor_cannot_compile_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error reaches the user once, and nothing is blamed on us."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Inductor's own")
+
+    monkeypatch.setattr(torch._inductor.graph.GraphLowering, "run", fail)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(Exception, match="Inductor's own"):
+        warnings.simplefilter("always", CodaWarning)
+        run(half(), *streams(), options=REFERENCE)
+    assert not [w for w in caught if w.category is CodaWarning]
+
+
 def test_a_guard_of_ours_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_TARGET", "reference")
     counts = iter(range(100))

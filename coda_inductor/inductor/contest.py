@@ -1,9 +1,9 @@
 """The contest: before a Region enters a graph, it is timed against the operations that it replaces.
 
-Regions that a law ties together (one reads another's sum, or a store that no node of the graph equals) stand or fall as a
-group. The group runs as generated kernels, the same nodes of the user's graph as Inductor compiles them, interleaved, on
-real tensors of the graph's sizes. What does not win by 2 % is derived again without the law, and if that loses too it is
-left to Inductor. Results are kept on disk by content and never change.
+Regions that a law ties together (one reads another's sum, or a store that no node of the graph equals) stand or fall
+as a group. The group runs as generated kernels, the same nodes of the user's graph as Inductor compiles them,
+interleaved, on real tensors of the graph's sizes. What does not win by 2 % is derived again without the law, and if
+that loses too it is left to Inductor. Results are kept on disk by content and never change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -25,11 +25,10 @@ from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import Verdict
+from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.inductor.vectors import Vectors
-from coda_inductor.rewrite.derive import statistics
 from coda_inductor.rewrite.plan import Computed, Plan
 
 log = logging.getLogger("coda_inductor.contest")
@@ -50,7 +49,10 @@ class Group:
     def key(self) -> str:
         """What the outcome depends on."""
         parts = [*(b.region.text for b in self.builts), str(legality.bucket(self.tokens)), record.device_name()]
-        return "contest-" + hashlib.sha256("|".join([*parts, record.sources_digest(), torch.__version__]).encode()).hexdigest()[:24]
+        return (
+            "contest-"
+            + hashlib.sha256("|".join([*parts, record.sources_digest(), torch.__version__]).encode()).hexdigest()[:24]
+        )
 
     def value(self, node: fx.Node) -> Any:
         """A tensor for a node that the group reads: random at the root of its views. Sizes are the hints."""
@@ -73,9 +75,8 @@ class Group:
             return self.values[source]  # type: ignore[no-any-return]
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
-            return t.reshape(-1, r.products[0].k)  # type: ignore[no-any-return]
-        return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)  # type: ignore[no-any-return]
-
+            return t.reshape(-1, r.products[0].k)
+        return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)
 
     def made(self, source: object) -> Tensor:
         """A store or sum of the group; the sum of a Region outside it is sampled."""
@@ -96,7 +97,8 @@ def hint(size: Any) -> int:
 
 
 def sample(node: fx.Node, device: torch.device) -> Any:
-    """Random values for a node's tensor, its hint for a symbolic size. Vectors over tokens are positive, as sums of squares are."""
+    """Random values for a node's tensor, its hint for a symbolic size. Vectors over tokens are positive, as sums of
+    squares are."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return hint(value)
@@ -110,9 +112,9 @@ def sample(node: fx.Node, device: torch.device) -> Any:
 
 
 def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
-    """Regions that one cannot keep without the other, in running order: a store that no node equals ties its reader to its
-    maker, and so does a sum to the product that was deferred for it. (A mean that only shifts what a later stream stores
-    does not: without it there is another.)"""
+    """Regions that one cannot keep without the other, in running order: a store that no node equals ties its reader
+    to its maker, and so does a sum to the product that was deferred for it. (A mean that only shifts what a later
+    stream stores does not: without it there is another.)"""
     makers = {key: i for i, b in enumerate(builts) for key in outputs(b)}
     deferred = {f.product for f in plan.firings}
     leader = list(range(len(builts)))
@@ -213,11 +215,14 @@ def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     if isinstance(error, Unsupported):
         return Unsupported(error.what, where=error.where or g.source_line(product), hint=error.hint)
     what = "out of memory while it was measured"
-    return Unsupported(what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off")
+    return Unsupported(
+        what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off"
+    )
 
 
 def computations(plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
-    """The small computations that a Region needs, as Inductor compiles them; their results become values of the group."""
+    """The small computations that a Region needs, as Inductor compiles them; their results become values of the
+    group."""
     wanted = [s for s in dict.fromkeys(built.inputs) if isinstance(s, Computed) and s not in group.values]
     if not wanted:
         return []
@@ -238,7 +243,7 @@ def computations(plan: Plan, group: Group, built: Built) -> list[Callable[[], ob
         return node
 
     def sum_of(s: Term) -> fx.Node | None:
-        return given(s) if s.args[0].hosts else None
+        return given(s) if plan.summed(s) else None
 
     def statistic(s: Term) -> tuple[fx.Node, Fraction]:
         held = plan.statistic(s)
@@ -268,7 +273,8 @@ def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], 
 
 
 def baseline(group: Group, plan: Plan) -> Callable[[], object]:
-    """The same nodes of the user's graph as Inductor compiles them, from the tensors that are there before the group runs."""
+    """The same nodes of the user's graph as Inductor compiles them, from the tensors that are there before the group
+    runs."""
     wanted = [node for b in group.builts for node in b.draft.supplies]
     new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[Tensor]()
     needed, given = _needed(plan, group, wanted)
@@ -316,4 +322,5 @@ def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
-        return compile_fx(module, tensors, config_patches={"joint_custom_pre_pass": None})  # type: ignore[no-any-return]
+        made = compile_fx(module, tensors, config_patches={"joint_custom_pre_pass": None})
+        return cast(Callable[..., Any], made)

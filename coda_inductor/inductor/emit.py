@@ -6,17 +6,19 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.utils._pytree import tree_map_only
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.ops import REGION
+from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.terms import Term
-from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.derive import statistics
 from coda_inductor.rewrite.plan import Computed, Plan
@@ -48,7 +50,7 @@ class Emission:
         """A new node with its fake value; origin and source line are those of `like`."""
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-        fakes = fx.map_arg(args, lambda n: n.meta["val"])
+        fakes = tree_map_only(fx.Node, lambda n: n.meta["val"], args)
         node.meta["val"] = target(*fakes, **kwargs)  # type: ignore[operator]
         for key in ("stack_trace", "nn_module_stack", "seq_nr", "original_aten"):
             if key in like.meta:
@@ -118,10 +120,12 @@ class Emission:
             found = g.tensor(new)
             assert found is not None
             if [str(s) for s in found.shape] != [str(s) for s in value.shape] or found.dtype != value.dtype:
-                raise BrokenInvariant(f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}")
+                raise BrokenInvariant(
+                    f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}"
+                )
             if any(user.op == "output" for user in node.users):
                 new = self.restride(new, value)
-            node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+            node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
 
 
 def _key(source: object) -> object:
@@ -153,5 +157,5 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
 
 def _known(emission: Emission, source: Source) -> bool:
     if isinstance(source, Computed):
-        return all(_key(s) in emission.made for s in statistics(source.term) if s.deps)
+        return all(_key(s) in emission.made for s in statistics(source.term) if emission.plan.summed(s))
     return isinstance(source, fx.Node | Weight) or _key(source) in emission.made

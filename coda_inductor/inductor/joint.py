@@ -1,7 +1,7 @@
 """The joint pass: read, derive, write. All of it or nothing: an error leaves the graph as it was.
 
-Dynamo's graph arrives here after AOTAutograd and Inductor's decompositions, before partitioning and before Inductor's own
-patterns; the no_grad graph passes the same place.
+Dynamo's graph arrives here after AOTAutograd and Inductor's decompositions, before partitioning and before Inductor's
+own patterns; the no_grad graph passes the same place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.emit import emit
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.lift import Lifted, lift
+from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.plan import Plan, plan
@@ -28,7 +28,8 @@ from coda_inductor.rewrite.plan import Plan, plan
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One Region in the graph. `absorbed` are the original nodes whose work now happens in it, `outputs` what it supplies."""
+    """One Region in the graph. `absorbed` are the original nodes whose work now happens in it, `outputs` what it
+    supplies."""
 
     name: str
     region: Region
@@ -82,9 +83,9 @@ def rewrite(
     legal: Callable[[Region], None] = lambda region: None,
     decide: Decide = lambda plan, builts: Verdict(),
 ) -> Report:
-    """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says what
-    a measurement found slower. Raises Unsupported for a training graph, BrokenInvariant for a bug; the graph is then as
-    it was."""
+    """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
+    what a measurement found slower. Raises Unsupported for a training graph, BrokenInvariant for a bug; the graph is
+    then as it was."""
     start = time.perf_counter()
     if is_joint(graph):
         raise Unsupported("training graphs are not rewritten yet", hint="run under torch.no_grad() or inference_mode()")
@@ -95,6 +96,7 @@ def rewrite(
         if _guards(graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
     except BaseException:
+        assert graph.owning_module is not None
         graph.owning_module.graph = backup
         raise
     return dataclasses.replace(report, seconds=time.perf_counter() - start)
@@ -104,7 +106,9 @@ def _rewrite(
     graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
 ) -> Report:
     lifted = lift(graph, rounding=settings.numerics == "strict")
-    laws = frozenset(law.name for law in LAWS if allowed(law.name, LAW_NAMES, settings) and settings.numerics != "strict")
+    laws = frozenset(
+        law.name for law in LAWS if allowed(law.name, LAW_NAMES, settings) and settings.numerics != "strict"
+    )
     banned: dict[int, str] = {}
     undeferred = 0
     while True:
@@ -141,13 +145,14 @@ def kind(region: Region) -> str:
 
 
 def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
-    """May a law (or a kind of Region) be used? _ONLY restricts the laws if it names one, and the kinds if it names one."""
+    """May a law (or a kind of Region) be used? _ONLY restricts the laws if it names one, and the kinds if it names
+    one."""
     only = settings.only & among
     return name not in settings.disable and (not only or name in only)
 
 
 def _illegal(builts: list[Built], legal: Callable[[Region], None], settings: Settings) -> dict[int, str]:
-    losers = {}
+    losers: dict[int, str] = {}
     for built in builts:
         try:
             if not allowed(kind(built.region), REGION_KINDS, settings):
@@ -175,7 +180,9 @@ def _absorb(sites: list[Site], builts: list[Built], gone: list[str], deps: dict[
         owners = [i for i, mask in enumerate(masks) if deps[name] & mask]
         if owners:
             mine[max(owners, key=lambda i: masks[i])].append(name)
-    return [Site(s.name, s.region, s.m, s.laws, tuple(m), s.outputs, s.source) for s, m in zip(sites, mine, strict=True)]
+    return [
+        Site(s.name, s.region, s.m, s.laws, tuple(m), s.outputs, s.source) for s, m in zip(sites, mine, strict=True)
+    ]
 
 
 def _guards(graph: fx.Graph) -> int:
@@ -184,4 +191,3 @@ def _guards(graph: fx.Graph) -> int:
         if isinstance(value, torch.SymInt):
             return len(value.node.shape_env.guards)
     return 0
-

@@ -1,7 +1,7 @@
 """torch.ops.coda.region: one functional operation for every Region.
 
-Its eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled graphs call
-`launch`, which runs the generated kernel.
+Its eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled graphs
+call `launch`, which runs the generated kernel.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Small computations outside any Region, written as plain ATen for Inductor: per-token vectors that combine several sums,
-and the products of a weight with a gain or bias that bilinearity splits off.
+"""Small computations outside any Region, written as plain ATen for Inductor: per-token vectors that combine several
+sums, and the products of a weight with a gain or bias that bilinearity splits off.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FUNCTIONS: dict[str, object] = {
 
 @dataclass(slots=True)
 class Vectors:
-    """Writes terms with `call(like, target, *args)`. Values are float32 (float64 for float64 graphs), [M] for tokens, and
-    dimensions in a stated order of axes otherwise."""
+    """Writes terms with `call(like, target, *args)`. Values are float32 (float64 for float64 graphs), [M] for tokens,
+    and dimensions in a stated order of axes otherwise."""
 
     lifted: Lifted
     call: Callable[..., fx.Node]
@@ -72,7 +72,11 @@ class Vectors:
             return self.call(node, aten.sum.dim_IntList, node, over), tuple(i for i in order if i not in t.over)
         if t.kind == "fn":
             args, order = self._aligned(tuple(a for a in t.args if not is_number(a)), token)
-            numbers = [self.call(args[0], aten.full_like.default, args[0], float(a.coefficient)) for a in t.args if is_number(a)]
+            numbers = [
+                self.call(args[0], aten.full_like.default, args[0], float(a.coefficient))
+                for a in t.args
+                if is_number(a)
+            ]
             return self.call(args[0], FUNCTIONS[t.name], *args, *numbers), order
         if t.kind == "lanes":
             args, order = self._aligned(t.args, token)
@@ -98,7 +102,11 @@ class Vectors:
     def _power(self, a: fx.Node, p: Fraction) -> fx.Node:
         if p == 1:
             return a
-        return self.call(a, aten.rsqrt.default, a) if p == Fraction(-1, 2) else self.call(a, aten.pow.Tensor_Scalar, a, float(p))
+        return (
+            self.call(a, aten.rsqrt.default, a)
+            if p == Fraction(-1, 2)
+            else self.call(a, aten.pow.Tensor_Scalar, a, float(p))
+        )
 
     def _aligned(self, args: tuple[Term, ...], token: bool) -> tuple[list[fx.Node], Order]:
         """The arguments with their dimensions in one order, missing ones of size 1."""
@@ -108,7 +116,9 @@ class Vectors:
         out = []
         for node, own in values:
             if own != order:
-                node = self.call(node, aten.permute.default, node, sorted(range(len(own)), key=lambda d: order.index(own[d])))
+                node = self.call(
+                    node, aten.permute.default, node, sorted(range(len(own)), key=lambda d: order.index(own[d]))
+                )
                 for d, axis in enumerate(order):
                     node = node if axis in own else self.call(node, aten.unsqueeze.default, node, d)
             out.append(node)

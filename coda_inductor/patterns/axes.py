@@ -1,7 +1,7 @@
-"""Axes: every tensor dimension is a list of atomic axes, major to minor; views split and merge them, operations unify them.
+"""Axes: every tensor dimension is a list of atomic axes, major to minor; views split and merge, operations unify.
 
-A union-find with splitting. Binding an axis is recorded on a trail, so that an operation that does not fit is undone and
-becomes opaque. Two axes that occur in one tensor are never unified (a tensor's diagonal is not the tensor).
+A union-find with splitting. Binding an axis is recorded on a trail, so that an operation that does not fit is undone
+and becomes opaque. Two axes that occur in one tensor are never unified (a tensor's diagonal is not the tensor).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Axes:
 
     def regroup(self, ids: Sequence[int], sizes: Sequence[Size]) -> tuple[Ids, ...]:
         """The dims of `view`: the same axes in the same order, grouped so that each group has the given size."""
-        rest, out = list(self.roots(ids)), []
+        rest, out = list(self.roots(ids)), list[Ids]()
         for size in reversed(sizes):
             group: list[int] = []
             have = ONE

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx
@@ -16,9 +16,9 @@ from coda_inductor.patterns.sizes import Size, size_of
 aten, prims = torch.ops.aten, torch.ops.prims
 
 VIEWS: frozenset[object] = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
-    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.clone.default,
-    aten.alias.default, aten.detach.default, aten.contiguous.default,
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
+    aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default,
 })  # fmt: skip
 """Operations that keep every value and change only its layout."""
 
@@ -76,7 +76,7 @@ def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """(input, dimension, start, length) of a slice, a select or an item of a split."""
-    a = node.args
+    a: tuple[Any, ...] = node.args
     if node.target is aten.slice.Tensor and len(a) < 5:
         source, dim = a[0], a[1] if len(a) > 1 else 0
         start = a[2] if len(a) > 2 and a[2] is not None else 0
@@ -92,12 +92,12 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     if node.target is operator.getitem and isinstance(a[0], fx.Node) and a[0].target in (
         aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
     ):  # fmt: skip
-        split = a[0]
+        split, of = a[0], cast(tuple[Any, ...], a[0].args)
         if split.target is aten.unbind.int:
-            return split.args[0], split.args[1] if len(split.args) > 1 else 0, a[1], 1
-        dim = split.args[2] if len(split.args) > 2 else 0
+            return of[0], of[1] if len(of) > 1 else 0, a[1], 1
+        dim = of[2] if len(of) > 2 else 0
         parts = [t.shape[dim] for t in split.meta["val"]]
-        return split.args[0], dim, sum(parts[: a[1]]), parts[a[1]]
+        return of[0], dim, sum(parts[: a[1]]), parts[a[1]]
     return None
 
 
@@ -127,15 +127,15 @@ def reduction(node: fx.Node) -> Reduction | None:
         name = REDUCTIONS[node.target]
     else:
         return None
-    options = dict(op.kwargs)
+    options: dict[str, Any] = dict(op.kwargs)
     correction = options.pop("correction", 1)
     source, over, *rest = (*op.args, options.pop("dim", None))[: max(2, len(op.args))]
     keepdim = bool(options.pop("keepdim", rest[0] if rest else False))
     if options or not isinstance(source, fx.Node) or tensor(source) is None:
         return None
     rank = len(sizes(source))
-    dims = tuple(int(i) % rank for i in over) if over else tuple(range(rank))  # type: ignore[union-attr]
-    return Reduction(name, source, dims, keepdim, float(1 if correction is None else correction))  # type: ignore[arg-type]
+    dims = tuple(int(i) % rank for i in over) if over else tuple(range(rank))
+    return Reduction(name, source, dims, keepdim, float(1 if correction is None else correction))
 
 
 def source_line(node: fx.Node) -> str:

@@ -1,7 +1,7 @@
 """The axes of every node of a graph. Views dissolve into axes; slices, cats and stacks of features into lanes.
 
-First pass of reading: no terms yet, so that the axes are final when terms are made. What does not fit is opaque: it gets
-fresh axes, and its consumers go on from there.
+First pass of reading: no terms yet, so that the axes are final when terms are made. What does not fit is opaque: it
+gets fresh axes, and its consumers go on from there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Dims = tuple[Ids, ...]
 
 @dataclass(slots=True)
 class Reading:
-    """The dims of every floating-point node; `opaque` says why a node is not understood; lanes[node] = (axis, index)."""
+    """The dims of every floating-point node; `opaque` says why a node is not understood; lanes[node] = (axis,
+    index)."""
 
     axes: Axes = field(default_factory=Axes)
     dims: dict[fx.Node, Dims] = field(default_factory=dict)
@@ -108,7 +109,8 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
 def _broadcast(reading: Reading, node: fx.Node, tensors: Sequence[fx.Node]) -> Dims:
     out: list[Ids] = []
     for back in range(1, len(g.sizes(node)) + 1):
-        size, ids = g.sizes(node)[-back], ()
+        size = g.sizes(node)[-back]
+        ids: Ids = ()
         for a in tensors:
             if back <= len(g.sizes(a)) and g.sizes(a)[-back] == size and size != ONE:
                 theirs = reading.dims[a][-back]
@@ -124,7 +126,7 @@ def _view(reading: Reading, node: fx.Node) -> Dims:
     assert isinstance(source, fx.Node)
     dims, rank = reading.dims[source], len(g.sizes(source))
     if node.target is aten.permute.default:
-        return tuple(dims[i] for i in node.args[1])  # type: ignore[union-attr]
+        return tuple(dims[i] for i in node.args[1])  # type: ignore[union-attr,index]
     if node.target is aten.t.default:
         return dims[::-1]
     if node.target is aten.transpose.int:
@@ -162,7 +164,9 @@ def _reduce(reading: Reading, reduction: g.Reduction) -> Dims:
     for i in reduction.dims:
         if reading.axes.total(dims[i]).static is None:
             raise Misfit("a reduction over a symbolic size")
-    return tuple(() if i in reduction.dims else d for i, d in enumerate(dims) if reduction.keepdim or i not in reduction.dims)
+    return tuple(
+        () if i in reduction.dims else d for i, d in enumerate(dims) if reduction.keepdim or i not in reduction.dims
+    )
 
 
 def _part(reading: Reading, node: fx.Node, part: tuple[fx.Node, int, int, int], is_feature: IsFeature) -> Dims:

@@ -1,7 +1,7 @@
 """The graph lifted to terms: every floating-point node gets the term that it computes.
 
-Second pass of reading, over final axes. Casts between floating-point dtypes vanish (the algebra is exact; values are rounded
-where the program stores them), unless `rounding` asks to keep every rounding of the original as an operation.
+Second pass of reading, over final axes. Casts between floating-point dtypes vanish (the algebra is exact; values are
+rounded where the program stores them), unless `rounding` asks to keep every rounding of the original as an operation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sizes of axes: an integer times powers of torch's own symbols, compared structurally.
 
-No comparison here asks a SymInt anything, so none adds a guard. An expression that is no monomial (s0 + 1) counts as one
-opaque factor.
+No comparison here asks a SymInt anything, so none adds a guard. An expression that is no monomial (s0 + 1) counts as
+one opaque factor.
 """
 
 from __future__ import annotations

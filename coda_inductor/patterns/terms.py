@@ -1,7 +1,7 @@
 """Terms: what a value is, as a function of its axes. Hash-consed, so that equal terms are one object.
 
-A term knows nothing of layout: views, permutes, expands and casts have vanished. Products carry rational powers, which is
-how all spellings of rsqrt, division and sigmoid fall together.
+A term knows nothing of layout: views, permutes, expands and casts have vanished. Products carry rational powers,
+which is how all spellings of rsqrt, division and sigmoid fall together.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Terms:
             return self.const(ZERO)
         if len(pairs) == 1 and pairs[0][1] == 1 and coefficient == 1:
             return pairs[0][0]
-        return self._make("mul", args=tuple(b for b, _ in pairs), coefficient=coefficient, powers=tuple(p for _, p in pairs))
+        return self._make(
+            "mul", args=tuple(b for b, _ in pairs), coefficient=coefficient, powers=tuple(p for _, p in pairs)
+        )
 
     def power(self, x: Term, p: Fraction) -> Term:
         """x ** p. (x ** q) ** p merges where that changes no domain."""
@@ -186,7 +188,7 @@ class Terms:
         if t.kind == "fn":
             return self.fn(t.name, *args)
         if t.kind == "con":
-            return self.con(*args, over=t.over, bit=t.bit, lanes=t.lanes)
+            return self.con(args[0], args[1], over=t.over, bit=t.bit, lanes=t.lanes)
         if t.kind in ("red", "lanes"):
             return self._make(t.kind, t.name, tuple(args), over=t.over)
         return t
@@ -202,7 +204,9 @@ class Terms:
                 self._selected[todo.pop(), axis, index] = x
             elif x.kind == "leaf":
                 lanes = tuple(sorted((*x.lanes, (axis, index))))
-                self._selected[todo.pop(), axis, index] = self.leaf(x.name, x.axes | {a for a, _ in lanes}, x.deps, lanes)
+                self._selected[todo.pop(), axis, index] = self.leaf(
+                    x.name, x.axes | {a for a, _ in lanes}, x.deps, lanes
+                )
             elif missing := [a for a in x.args if (a, axis, index) not in self._selected]:
                 todo += missing
             else:
@@ -214,7 +218,7 @@ class Terms:
         if x.kind == "lanes" and axis in x.over:
             return args[index]
         if x.kind == "con":
-            return self.con(*args, over=x.over, bit=x.bit, lanes=tuple(sorted((*x.lanes, (axis, index)))))
+            return self.con(args[0], args[1], over=x.over, bit=x.bit, lanes=tuple(sorted((*x.lanes, (axis, index)))))
         return self.rebuild(x, args)
 
 
@@ -242,7 +246,10 @@ def positive(t: Term) -> bool:
 def nonnegative(t: Term) -> bool:
     """Is t >= 0? Sound, not complete."""
     if t.kind == "mul":
-        even = all(nonnegative(b) or (p.denominator == 1 and p.numerator % 2 == 0) for b, p in zip(t.args, t.powers, strict=True))
+        even = all(
+            nonnegative(b) or (p.denominator == 1 and p.numerator % 2 == 0)
+            for b, p in zip(t.args, t.powers, strict=True)
+        )
         return t.coefficient >= 0 and even
     if t.kind == "red":
         return nonnegative(t.args[0])

@@ -1,7 +1,7 @@
 """A planned draft written down as a Region, with the tensors that it reads.
 
-Statements follow the terms as they are; nothing is simplified. Names count from zero in order of first use, so that equal
-layers give equal Regions.
+Statements follow the terms as they are; nothing is simplified. Names count from zero in order of first use, so that
+equal layers give equal Regions.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class _Writer:
         return DTYPE_NAMES.get(g.tensor(x).dtype, "")  # type: ignore[union-attr]
 
     def _mul(self, t: Term) -> Value:
-        """Vectors are multiplied among themselves before they meet a tile, so that the device may do that once a row."""
+        """Vectors are multiplied among themselves before they meet a tile, so that the device may do that once a
+        row."""
         ranked = sorted(zip(t.args, t.powers, strict=True), key=lambda bp: self._rank(bp[0]))
         out: Value | None = float(t.coefficient) if t.coefficient not in (1, -1) or not t.args else None
         for base, p in ranked:
@@ -131,7 +132,7 @@ class _Writer:
 
     def _logistic(self, base: Term) -> Value | None:
         """x if base is 1 + exp(-x), whose reciprocal the device has a better form for."""
-        if base.kind != "add" or base.coefficient != 1 or base.powers != (1,):
+        if base.kind != "add" or base.coefficient != 1 or base.powers != (Fraction(1),):
             return None
         e = base.args[0]
         if e.kind != "fn" or e.name != "exp" or e.args[0].kind != "mul" or e.args[0].coefficient >= 0:

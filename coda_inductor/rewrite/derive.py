@@ -1,8 +1,8 @@
 """Deriving: the laws applied to every term, on demand. Only what is late is rewritten.
 
-A product and its epilogue are one moment; a sum over that epilogue is known just after. A matrix operand that needs such a
-sum of its own producer is late: it could only be made by a pass of its own. Bilinearity takes the late factors out of the
-product, and the gauge makes all products that read the operand agree on the one scaling that is stored.
+A product and its epilogue are one moment; a sum over that epilogue is known just after. A matrix operand that needs
+such a sum of its own producer is late: it could only be made by a pass of its own. Bilinearity takes the late factors
+out of the product, and the gauge makes all products that read the operand agree on the one scaling that is stored.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
 
 
 def _undeferred(program: Program, readers: int, laws: frozenset[str]) -> bool:
-    """Must this operand stay as it is? By the gauge all its readers agree; without it, deferral needs a single reader."""
+    """Must this operand stay as it is? By the gauge all its readers agree; without it, deferral needs a single
+    reader."""
     if GAUGE.name not in laws and readers.bit_count() > 1:
         return True
     return any(readers >> bit & 1 for bit in program.undeferred)
 
 
 def defer(program: Program, con: Term) -> Term:
-    """sum_k (r x + v g)_k w_k = r sum_k x_k w_k + v sum_k g_k w_k for late r and v, if x can then leave its producer's epilogue."""
+    """sum_k (r x + v g)_k w_k = r sum_k x_k w_k + v sum_k g_k w_k for late r and v, if x can then leave its
+    producer's epilogue."""
     terms, (x, w) = program.lifted.terms, con.args
     makers = program.makers(x)
     parts = separate(terms, x, makers, con.over)
@@ -92,11 +94,14 @@ def defer(program: Program, con: Term) -> Term:
         return con
     out = terms.mul(tile.late, terms.con(tile.rest, w, con.over, con.bit, con.lanes))
     extents = program.lifted.extents(con.over)
-    return terms.add(out, *(terms.mul(p.late, terms.red("sum", terms.mul(p.rest, w), con.over, extents)) for p in vectors))
+    return terms.add(
+        out, *(terms.mul(p.late, terms.red("sum", terms.mul(p.rest, w), con.over, extents)) for p in vectors)
+    )
 
 
 def _check_statistics(program: Program, late: Term, makers: int) -> None:
-    """Raises Unsupported unless every late statistic is a sum over the row of one product, which its epilogue can take."""
+    """Raises Unsupported unless every late statistic is a sum over the row of one product, which its epilogue can
+    take."""
     for s in statistics(late):
         if s.deps & makers:
             own = program.space(s.args[0])
@@ -155,8 +160,8 @@ def minus(terms: Terms, h: Term, c: Term) -> Term:
 def shift(program: Program, h: Term, over: tuple[int, ...]) -> Term | None:
     """A per-token vector that is known before h's own product has run and lies near h's mean over `over`.
 
-    h is a residual stream: something earlier plus what the product adds. Its earlier part's mean, where that is known, is the
-    shift; a part that was normalised has a mean near 0. None: nothing is known of the mean.
+    h is a residual stream: something earlier plus what the product adds. Its earlier part's mean, where that is
+    known, is the shift; a part that was normalised has a mean near 0. None: nothing is known of the mean.
     """
     makers = program.makers(h)
     early = [a for a in _summed_tiles(h, over) if not a.deps & makers]
@@ -191,7 +196,7 @@ def moments(program: Program, red: Term, laws: frozenset[str]) -> tuple[str, Ter
     count = terms.const(Fraction(math.prod(extents.values())))
     if SHIFT.name in laws and (c := shift(program, x, over)) is not None:
         return SHIFT.name, terms.add(terms.red("sum", minus(terms, x, c), over, extents), terms.mul(count, c))
-    if x.kind != "mul" or x.powers != (2,) or x.args[0].kind != "add" or MOMENTS.name not in laws:
+    if x.kind != "mul" or x.powers != (Fraction(2),) or x.args[0].kind != "add" or MOMENTS.name not in laws:
         return "", red
     parts = separate(terms, x.args[0], program.makers(x), over)
     tiles = [p for p in parts if p.rest.hosts]

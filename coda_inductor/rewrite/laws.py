@@ -1,7 +1,7 @@
-"""The laws: what a program may become. Each is an equation between two functions, and being in LAWS is what gets it tested.
+"""The laws: what a program may become. Each is an equation between two functions; being in LAWS gets it tested.
 
-The functions use operators and sum() only, so that tests run them on float64 tensors and, for the proof, on arrays of sympy
-symbols.
+The functions use operators and sum() only, so that tests run them on float64 tensors and, for the proof, on arrays of
+sympy symbols.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Numerics = Literal["exact", "moves a rounding"]
 class Law:
     """before(*arrays) == after(*arrays) for arrays of the given `shapes` (M tokens, N outputs, K contracted).
 
-    `refuses` lists shapes for which the equation is false; the derivation must not fire there. `numerics` is what happens in
-    floating point, `when` says what makes the derivation want the law.
+    `refuses` lists shapes for which the equation is false; the derivation must not fire there. `numerics` is what
+    happens in floating point, `when` says what makes the derivation want the law.
     """
 
     name: str
@@ -45,9 +45,10 @@ BILINEARITY = Law(
         {"x": "M K", "r": "M K", "v": "M 1", "g": "1 K", "w": "K N"},
         {"x": "M K", "r": "1 K", "v": "M 1", "g": "1 K", "w": "K N"},
     ),
-    when="r or v is finished only after the product that makes x has ended, so that x * r + v * g could not leave its epilogue",
+    when="r or v is finished only after the product that makes x has ended: x * r + v * g could not leave its epilogue",
     numerics="moves a rounding",
-    source="sum_k (x[m,k] r[m] + v[m] g[k]) w[k,n] = r[m] sum_k x[m,k] w[k,n] + v[m] sum_k g[k] w[k,n]; CODA, arXiv:2605.19269",
+    source="sum_k (x[m,k] r[m] + v[m] g[k]) w[k,n] = r[m] sum_k x[m,k] w[k,n] + v[m] sum_k g[k] w[k,n]; "
+    "CODA, arXiv:2605.19269",
 )
 
 GAUGE = Law(

@@ -1,8 +1,8 @@
 """Planning: which values leave which epilogue. Demand starts at the outputs and opaque operations and walks back.
 
 A demanded node is supplied by the epilogue of a product where that can make it; otherwise it stays as the user's own
-operation, and its inputs are demanded in turn. A stored value is demanded in one piece: what an epilogue can make from a
-tile and vectors is made there again rather than stored.
+operation, and its inputs are demanded in turn. A stored value is demanded in one piece: what an epilogue can make
+from a tile and vectors is made there again rather than stored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Stored = tuple[Term, str]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N], over
-    the axes `order`."""
+    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N],
+    over the axes `order`."""
 
     term: Term
     extent: str
@@ -113,8 +113,8 @@ class Plan:
         for acc, draft in self.drafts.items():
             if by_product.setdefault(acc.bit, draft) is not draft:
                 raise Conflict(banned={acc.bit: "its halves are needed as well as the whole"})
-        if (draft := self._cycle()) is not None:
-            raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in draft.space.accs})
+        if (late := self._cycle()) is not None:
+            raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
         supplied = {node for d in self.drafts.values() for node in d.supplies}
         for firing in (f for f in self.firings if f.product >= 0):
             operand = self.program.lifted.term[self.program.lifted.products[firing.product].x]
@@ -122,7 +122,8 @@ class Plan:
                 raise Conflict(undeferred=1 << firing.product)
 
     def _cycle(self) -> Draft | None:
-        """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one time."""
+        """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one
+        time."""
         pending, ready = self.unique(), 1
         waits = {id(d): _deps(d) & ~d.space.mask for d in pending}
         while pending and ready:
@@ -145,7 +146,8 @@ class Plan:
         return node.target in POINTWISE or node.target in g.LOOPS or g.reduction(node) is not None
 
     def _base(self, node: fx.Node) -> fx.Node:
-        """The tile that a pointwise chain of one tile starts from: cheaper for a kept operation to read than its end."""
+        """The tile that a pointwise chain of one tile starts from: cheaper for a kept operation to read than its
+        end."""
         while node.target in POINTWISE and not self._ends(node):
             tiles = [a for a in node.all_input_nodes if self._tile(a)]
             if len(tiles) != 1:
@@ -159,7 +161,7 @@ class Plan:
 
     def _tile(self, node: fx.Node) -> bool:
         term = self.program.lifted.term.get(node)
-        return term is None or bool(term.hosts) or term.kind == "leaf" and len(term.axes) > 2
+        return term is None or bool(term.hosts) or (term.kind == "leaf" and len(term.axes) > 2)
 
     def _supply(self, node: fx.Node) -> bool:
         """Lets an epilogue make the node, if one can. Products themselves are made by a Region only if it does more."""
@@ -254,8 +256,8 @@ class Plan:
             todo += x.args if leaf is None else ()
 
     def source(self, x: Term, space: Space) -> fx.Node | Stored | Term | Computed | None:
-        """Where an epilogue gets an early x: a node, a store, a sum (its reduction), a computation; None if it makes x itself
-        from x's arguments."""
+        """Where an epilogue gets an early x: a node, a store, a sum (its reduction), a computation; None if it makes
+        x itself from x's arguments."""
         extent = space.extent(x)
         if extent == "tile":
             if not self.program.has_tile(x, space):
@@ -294,6 +296,10 @@ class Plan:
                 self.need(node)
         return Computed(x, extent, self._axes(x, space))
 
+    def summed(self, red: Term) -> bool:
+        """Does some epilogue take this sum?"""
+        return any(red.args[0] in draft.sums for draft in self.drafts.values())
+
     def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) for a per-token reduction that the graph holds: it is factor * node."""
         for product in self.program.lifted.products.values():
@@ -307,7 +313,9 @@ class Plan:
     def _vector(self, x: Term, space: Space) -> fx.Node:
         node = self.program.natural(x, self._axes(x, space))
         if node is None:
-            raise Conflict(banned={a.bit: f"{x.name or 'a vector'} is not laid out as its rows or columns" for a in space.accs})
+            raise Conflict(
+                banned={a.bit: f"{x.name or 'a vector'} is not laid out as its rows or columns" for a in space.accs}
+            )
         self.need(node)
         return node
 
@@ -347,11 +355,17 @@ def _deps(draft: Draft) -> int:
     return deps
 
 
+ALL = frozenset(law.name for law in LAWS)
+
+
 def plan(
-    lifted: Lifted, laws: frozenset[str] = frozenset(law.name for law in LAWS), banned: dict[int, str] | None = None, undeferred: int = 0
+    lifted: Lifted,
+    laws: frozenset[str] = ALL,
+    banned: dict[int, str] | None = None,
+    undeferred: int = 0,
 ) -> Plan:
-    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands of
-    `undeferred` ones (a bit set) stay as the user wrote them."""
+    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
+    of `undeferred` ones (a bit set) stay as the user wrote them."""
     bans = dict(banned or {})
     for _ in range(2 * len(lifted.products) + 1):
         program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))

@@ -51,8 +51,8 @@ class Space:
 class Program:
     """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
 
-    `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand stays as
-    the user wrote it.
+    `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
+    stays as the user wrote it.
     """
 
     lifted: Lifted
@@ -213,7 +213,8 @@ class Program:
 
 
 def weight_of(product: Product) -> tuple[fx.Node, str]:
-    """The tensor that holds a product's weight, and its layout: "nk" for [N, K], "kn" for [K, N]. Raises Unsupported."""
+    """The tensor that holds a product's weight, and its layout: "nk" for [N, K], "kn" for [K, N]. Raises
+    Unsupported."""
     w = product.w
     value = g.tensor(w)
     assert value is not None

@@ -1,7 +1,7 @@
 """Separable form: a value as a sum of (late vector) * (what its producer's epilogue can make).
 
-All that the laws need from algebra: which factors and summands wait for a sum over the value's own row, and the distribution
-that brings them to the outside. Nothing here decides anything.
+All that the laws need from algebra: which factors and summands wait for a sum over the value's own row, and the
+distribution that brings them to the outside. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def _summands(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> list
     outside = terms.const(x.coefficient)
     for j, (a, p) in enumerate(zip(x.args, x.powers, strict=True)):
         outside = outside if j == i else terms.mul(outside, terms.power(a, p))
-    return [t for s in _summands(terms, x.args[i], makers, over) for t in _summands(terms, terms.mul(outside, s), makers, over)]
+    return [
+        t
+        for s in _summands(terms, x.args[i], makers, over)
+        for t in _summands(terms, terms.mul(outside, s), makers, over)
+    ]
 
 
 def _adds_late(x: Term, makers: int, over: tuple[int, ...]) -> bool:
@@ -63,7 +67,10 @@ def _adds_late(x: Term, makers: int, over: tuple[int, ...]) -> bool:
     if not x.hosts & makers:
         return False
     if x.kind == "add":
-        late = [is_late(a, makers, over) or (a.kind == "mul" and any(is_late(f, makers, over) for f in a.args)) for a in x.args]
+        late = [
+            is_late(a, makers, over) or (a.kind == "mul" and any(is_late(f, makers, over) for f in a.args))
+            for a in x.args
+        ]
         return any(late) or any(_adds_late(a, makers, over) for a in x.args)
     if x.kind == "mul":
         return any(p == 1 and _adds_late(a, makers, over) for a, p in zip(x.args, x.powers, strict=True))
@@ -76,7 +83,7 @@ def total(terms: Terms, *vectors: Term) -> Term:
     todo = [(v, ONE) for v in vectors]
     while todo:
         v, w = todo.pop()
-        if v.kind == "mul" and len(v.args) == 1 and v.powers == (1,) and v.args[0].kind == "add":
+        if v.kind == "mul" and len(v.args) == 1 and v.powers == (ONE,) and v.args[0].kind == "add":
             v, w = v.args[0], w * v.coefficient
         if v.kind == "add":
             number += w * v.coefficient

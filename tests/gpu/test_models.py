@@ -1,4 +1,5 @@
-"""Whole models on the GPU: the kernels that ran are the Regions of the report, and the error is no worse than eager's."""
+"""Whole models on the GPU: the kernels that ran are the Regions of the report, and the error is no worse than
+eager's."""
 
 from __future__ import annotations
 
@@ -19,17 +20,22 @@ def llama(**changes: Any) -> torch.nn.Module:
     """A small Llama of transformers, randomly initialised, in float32 on the CPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-                  vocab_size=1000, attn_implementation="sdpa") | changes  # fmt: skip
+    config = {
+        "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 1000, "attn_implementation": "sdpa",
+    } | changes  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**config)).eval()
+    model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    return model
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-def test_llama_runs_its_regions_at_eagers_accuracy_with_one_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_llama_runs_its_regions_at_eagers_accuracy_with_one_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     """Every Region launches; M from 2 to 16384 tokens needs one compile."""
     from coda_inductor.codegen import launch
     from coda_inductor.inductor.joint_pass import REPORTS
