@@ -66,8 +66,8 @@ class JointPass(CustomGraphPass):
         self.chained = (
             tuple(chained) if isinstance(chained, list | tuple) else (chained,) if chained is not None else ()
         )
-        self.unsettled = False
-        """Did something fail that may succeed the next time?"""
+        self.unsettled = self.rewrote = False
+        """Did something fail that may succeed the next time? Has a graph been changed?"""
 
     def __call__(self, graph: fx.Graph) -> None:
         for theirs in self.chained:
@@ -93,6 +93,7 @@ class JointPass(CustomGraphPass):
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
+        self.rewrote |= bool(report.sites)
         REPORTS.append(report)
         return report
 
@@ -129,14 +130,14 @@ class JointPass(CustomGraphPass):
 
 def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Callable[[Region], None]]:
     """The target's name and its predicate of legal Regions. Raises Unsupported if none is for this graph."""
+    if inductor_config.cpp_wrapper:
+        raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
     if settings.target == "reference":
         return "reference", lambda region: None
     device = device_and_tokens(graph)[0]
     if device.type != DEVICE:
         hint = "CODA_INDUCTOR_TARGET=reference runs on torch"
         raise Unsupported(f"no kernels are generated for {device.type}", hint=hint)
-    if inductor_config.cpp_wrapper:
-        raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
     require_graph(graph)
     return "sm_90a", legality.check
 

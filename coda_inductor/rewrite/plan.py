@@ -75,6 +75,7 @@ class Plan:
     kept: set[fx.Node] = field(default_factory=set)
     refused: list[Refusal] = field(default_factory=list)
     _todo: list[fx.Node] = field(default_factory=list)
+    _sums: set[Term] = field(default_factory=set)
 
     def unique(self) -> list[Draft]:
         """The drafts that do more than a bare product, in the order of the graph."""
@@ -298,7 +299,7 @@ class Plan:
 
     def summed(self, red: Term) -> bool:
         """Does some epilogue take this sum?"""
-        return any(red.args[0] in draft.sums for draft in self.drafts.values())
+        return red.args[0] in self._sums
 
     def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) for a per-token reduction that the graph holds: it is factor * node."""
@@ -343,6 +344,7 @@ class Plan:
             return False
         if x.args[0] not in draft.sums:
             draft.sums.append(x.args[0])
+            self._sums.add(x.args[0])
             self._inputs(draft, x.args[0])
         return True
 

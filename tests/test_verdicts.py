@@ -1,0 +1,81 @@
+"""Whatever a contest decides, the program stays right: random losers, in every order, on several architectures."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from evaluate import Graph, captured, error
+from torch import Tensor, fx, nn
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.joint import Verdict, rewrite
+from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.plan import Plan
+
+D, HEADS = 16, 2
+
+
+class Block(nn.Module):
+    """A transformer layer: pre-, post- or parallel-norm, with RMSNorm or LayerNorm, gated or not."""
+
+    def __init__(self, kind: str, norm: str, gated: bool) -> None:
+        super().__init__()
+        self.kind, self.gated = kind, gated
+        make = (lambda: nn.LayerNorm(D)) if norm == "layer" else (lambda: nn.RMSNorm(D, eps=1e-5))
+        self.n1, self.n2 = make(), make()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.gate, self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate = F.silu(self.gate(x)) if self.gated else F.gelu(self.gate(x))
+        return self.down(gate * self.up(x) if self.gated else gate)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "parallel":
+            return x + self.attention(self.n1(x)) + self.mlp(self.n2(x))
+        if self.kind == "post":
+            x = self.n1(x + self.attention(x))
+            return self.n2(x + self.mlp(x))  # type: ignore[no-any-return]
+        x = x + self.attention(self.n1(x))
+        return x + self.mlp(self.n2(x))
+
+
+KINDS = [(kind, norm, gated) for kind in ("pre", "post", "parallel") for norm in ("layer", "rms") for gated in (True, False)]
+
+
+@pytest.mark.parametrize(("kind", "norm", "gated"), KINDS)
+def test_any_verdict_leaves_a_right_program(kind: str, norm: str, gated: bool) -> None:
+    """Each round bans or undefers a third of what the plan holds, until a round decides nothing more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(kind, norm, gated) for _ in range(3))).double().eval()
+    for p in model.parameters():
+        nn.init.normal_(p, 0.5 if p.dim() == 1 else 0.0, 0.3)
+    (graph,) = captured(model, torch.randn(2, 3, D, dtype=torch.float64))
+    (wanted,) = outputs(graph)
+    for seed in range(8):
+        chance = random.Random(seed)
+        again = Graph(fx.GraphModule(graph.graph.owning_module, copy.deepcopy(graph.graph)).graph, graph.inputs)
+
+        def decide(plan: Plan, builts: list[Built], chance: random.Random = chance) -> Verdict:
+            losers = [acc.bit for b in builts for acc in b.draft.space.accs if chance.random() < 0.3]
+            fired = {f.product for f in plan.firings}
+            kept = sum(1 << bit for bit in losers if bit in fired)
+            return Verdict({bit: "lost" for bit in losers if bit not in fired}, kept)
+
+        report = rewrite(again.graph, Settings(), decide=decide)
+        assert error(outputs(again)[0], wanted) < 1e-10, (seed, [s.outputs for s in report.sites])
+
+
+def outputs(graph: Graph) -> list[Any]:
+    """The graph's results on its inputs."""
+    module = fx.GraphModule(graph.graph.owning_module, graph.graph)
+    return list(fx.Interpreter(module).run(*graph.inputs))
