@@ -136,3 +136,4 @@ def test_training_graphs_say_why_they_are_left() -> None:
     (graph,) = report["graphs"]
     assert [r["reason"].partition(" (")[0] for r in graph["refused"]] == ["training graphs are not rewritten yet"]
     assert report["totals"]["bytes_after"] == report["totals"]["bytes_before"] > 0
+    assert render(report).count("training graphs are not rewritten yet") == 1

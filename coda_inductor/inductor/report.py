@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Facts = dict[str, Any]
+PASSES = "left to Inductor, with the first condition that failed"
 
 
 def render(report: Facts) -> str:
@@ -31,9 +32,11 @@ def render(report: Facts) -> str:
             moved = f"{gigabytes(r['bytes_before'])} -> {gigabytes(r['bytes_after'])}"
             lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
         said = {(p["why"], p["source"]) for p in graph["passes"]}
-        alone = [r for r in graph["refused"] if (r["reason"], r["source"]) not in said]
+        whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
+        alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]
+        lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (
-            ("left to Inductor, with the first condition that failed", _passes(graph["passes"])),
+            ("its passes" if whole else PASSES, _passes(graph["passes"], whole)),
             ("refused", _refusals(alone)),
         ):
             lines += [f"  {title}:", *rows] if rows else []
@@ -50,14 +53,15 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count / 1e6:.2f} MB"
 
 
-def _passes(passes: Sequence[Facts]) -> list[str]:
-    """Equal passes of many layers once: how many, the bytes of one, the reason and its line, the operations."""
+def _passes(passes: Sequence[Facts], known: str) -> list[str]:
+    """Equal passes of many layers once: how many, the bytes of one, the reason (unless `known`) and its line, the
+    operations."""
     same: dict[tuple[str, str, str], list[int]] = {}
     for p in passes:
         same.setdefault((p["why"], p["source"], p["what"]), []).append(p["bytes"])
     rows = []
     for (why, at, what), moved in same.items():
-        rows.append(f"    {len(moved):>3} x {gigabytes(moved[0]):<9} {why}  {place(at)}")
+        rows.append(f"    {len(moved):>3} x {gigabytes(moved[0]):<9} {'' if why == known else why + '  '}{place(at)}")
         rows.append(f"{'':<20}{what if len(what) < 96 else what[:92] + ' ...'}")
     return rows
 
