@@ -46,6 +46,14 @@ class Group:
     tokens: int
     values: dict[object, Any] = field(default_factory=dict)
 
+    @property
+    def mask(self) -> int:
+        """The products of the group, as a bit set."""
+        mask = 0
+        for b in self.builts:
+            mask |= b.draft.space.mask
+        return mask
+
     def key(self) -> str:
         """What the outcome depends on."""
         parts = [*(b.region.text for b in self.builts), str(legality.bucket(self.tokens)), record.device_name()]
@@ -275,10 +283,13 @@ def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], 
 def baseline(group: Group, plan: Plan) -> Callable[[], object]:
     """The same nodes of the user's graph as Inductor compiles them, from the tensors that are there before the group
     runs."""
-    wanted = [node for b in group.builts for node in b.draft.supplies]
     new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[Tensor]()
-    needed, given = _needed(plan, group, wanted)
-    for node in (n for n in plan.program.lifted.graph.nodes if n in needed):
+    mask, deps = group.mask, plan.program.lifted.deps
+    needed, given = _needed(deps, mask, [node for b in group.builts for node in b.draft.supplies])
+    # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
+    nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
+    wanted = [n for n in nodes if deps[n] & mask and isinstance(n.meta.get("val"), Tensor) and n.users.keys() - needed]
+    for node in nodes:
         if node in given:
             value = group.value(node)
             copies[node] = value
@@ -294,18 +305,15 @@ def baseline(group: Group, plan: Plan) -> Callable[[], object]:
     return lambda: run(*tensors)
 
 
-def _needed(plan: Plan, group: Group, wanted: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """(what must run to make `wanted`, what of that is given): given is what waits for no product of the group."""
-    mask = 0
-    for b in group.builts:
-        mask |= b.draft.space.mask
+def _needed(deps: dict[fx.Node, int], mask: int, wanted: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """(what must run to make `wanted`, what of that is given): given is what waits for no product of the mask."""
     needed, given, todo = set[fx.Node](), set[fx.Node](), list(wanted)
     while todo:
         node = todo.pop()
         if node in needed:
             continue
         needed.add(node)
-        if not plan.program.lifted.deps[node] & mask and not g.is_view(node) and not g.is_cast(node):
+        if not deps[node] & mask and not g.is_view(node) and not g.is_cast(node):
             given.add(node)
         else:
             todo += node.all_input_nodes

@@ -74,6 +74,8 @@ def defer(program: Program, con: Term) -> Term:
     producer's epilogue."""
     terms, (x, w) = program.lifted.terms, con.args
     makers = program.makers(x)
+    if program.narrow(con):
+        return con
     parts = separate(terms, x, makers, con.over)
     tiles = [p for p in parts if p.rest.hosts]
     vectors = [p for p in parts if not p.rest.hosts]

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import torch
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
@@ -64,6 +65,12 @@ class Program:
     """What the graph's products compute as they stand there, biases included."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
+
+    def narrow(self, con: Term) -> bool:
+        """Has the product's operand too few exponents (float16) to be stored before it is normalised? Nothing bounds the
+        range of a residual stream."""
+        product = self.lifted.products.get(con.bit)
+        return product is not None and product.x.meta["val"].dtype == torch.float16
 
     def columns(self, acc: Term) -> tuple[int, ...]:
         """The axes of an accumulator's columns."""
