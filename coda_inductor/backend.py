@@ -15,7 +15,7 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.compile_fx import compile_fx
 
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.settings import PASSED_ON, Settings, unknown
+from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.joint_pass import JointPass, machine
 
 Settings.read()  # torch.compile imports this: a wrong variable is said there, and not when the model first runs
@@ -42,7 +42,7 @@ class CodaBackend:
         known = inductor_config.get_config_copy()
         for name in theirs:
             if name.replace("-", "_") not in known:
-                unknown("option", PASSED_ON + name, [PASSED_ON + k for k in known])
+                unknown("option of Inductor", name, known)
         inductor = torch._TorchCompileInductorWrapper(mode, theirs, None)
         if not settings.enabled:
             return inductor(gm, example_inputs)
@@ -53,7 +53,14 @@ class CodaBackend:
         except Unsupported as error:
             ours.failed(error, gm.graph, "every graph")
             return inductor(gm, example_inputs)
-        return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
+        try:
+            return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
+        except Exception as error:  # after the pass, in what Inductor makes of our operations
+            if settings.strict or not ours.rewrote:
+                raise
+            compiled = inductor(gm, example_inputs)  # if this fails as well, it was not us
+            ours.failed(error, gm.graph, "a graph")
+            return compiled
 
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""

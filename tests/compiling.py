@@ -84,7 +84,7 @@ def run(model: Callable[..., Any], *args: Any, backend: str = "coda", grad: bool
     return ran
 
 
-REFERENCE = {"target": "reference"}
+REFERENCE: dict[str, Any] = {"target": "reference"}
 
 
 class Interpreted:
@@ -120,4 +120,18 @@ def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..
     monkeypatch.setattr(launch, "KERNELS", {})
     door = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(Compiled=build))
     monkeypatch.setattr(launch, "importlib", door)
+    launch.LAUNCHES.clear()
     launch.FALLBACKS.clear()
+
+
+class Centred(nn.Module):
+    """A GPT-style layer without attention: two LayerNorms, biases, tanh and GELU."""
+
+    def __init__(self, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__()
+        self.first, self.v, self.o = nn.LayerNorm(width), nn.Linear(width, 96), nn.Linear(96, width)
+        self.second, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.o(torch.tanh(self.v(self.first(x))))
+        return h + self.down(nn.functional.gelu(self.up(self.second(h))))  # type: ignore[no-any-return]

@@ -392,7 +392,8 @@ def test_strides_of_inputs(
     x = view(a), view(r)
     ran = run(model, *x, options={} if kernels else REFERENCE)
     close(ran.output, model(*x).detach())
-    assert ran.regions == [3]
+    (report,) = ran.reports  # what lies otherwise than in rows is left, with a reason, or copied, with a warning
+    assert report.sites and (len(report.sites) == 3 or any("laid out" in r.reason for r in report.refused))
     assert all("an input was copied" in text for text in ran) and len(ran) <= 1
 
 

@@ -1,0 +1,255 @@
+"""Warm starts: what a second process finds, what makes it look again, and two processes at once on one store."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from codegen_cases import token_scale
+from compiling import REFERENCE, half, pretend, run, streams
+
+from coda_inductor.codegen import target
+from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import joint, joint_pass
+from coda_inductor.inductor.joint_pass import JointPass
+
+HERE = Path(__file__).resolve().parent
+
+SCRIPT = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+from compiling import half, run, streams
+options = json.loads(sys.argv[1])
+if options.pop("pretend", None):
+    import pathlib, pytest
+    from compiling import pretend
+    pretend(pytest.MonkeyPatch(), pathlib.Path(sys.argv[3]))
+    dtype = torch.bfloat16
+else:
+    dtype = torch.float64
+ran = run(half(dtype), *streams(dtype), options=options)
+torch.save(ran.output, sys.argv[2])
+found = {f"{k}.{n}": v for k in ("aot_autograd", "inductor") for n, v in counters[k].items() if "cache" in n}
+print(json.dumps({"said": list(ran), "regions": ran.regions, **found}))
+"""
+
+
+class Process:
+    """Runs SCRIPT with one directory for Inductor's caches; `regions` are those of the rewrites that happened."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def start(self, package: Path = HERE.parent, name: str = "out", **options: Any) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(package), str(HERE), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor")}
+        arguments = [json.dumps(options), str(self.directory / name), str(self.directory)]
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, *arguments],
+            cwd=self.directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def read(self, process: subprocess.Popen[str], name: str = "out") -> dict[str, Any]:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return found | {"output": torch.load(self.directory / name)}
+
+    def __call__(self, **options: Any) -> dict[str, Any]:
+        return self.read(self.start(**options))
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Process:
+    return Process(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture(scope="module")
+def cold(process: Process) -> dict[str, Any]:
+    return process(target="reference")
+
+
+def test_first_process_misses(cold: dict[str, Any]) -> None:
+    assert cold["said"] == [] and cold["regions"] == [3]
+    assert cold["aot_autograd.autograd_cache_miss"] == 1 and cold["aot_autograd.autograd_cache_saved"] == 1
+
+
+def test_second_process_hits_and_does_not_rewrite(process: Process, cold: dict[str, Any]) -> None:
+    warm = process(target="reference")
+    assert warm["said"] == [] and warm["regions"] == []
+    assert warm["aot_autograd.autograd_cache_hit"] == 1 and "aot_autograd.autograd_cache_miss" not in warm
+    assert torch.equal(warm["output"], cold["output"])
+
+
+def test_another_setting_misses(process: Process, cold: dict[str, Any]) -> None:
+    other = process(target="reference", disable="bilinearity")
+    assert other["regions"] == [3] and other["aot_autograd.autograd_cache_miss"] == 1
+
+
+def test_another_source_misses(process: Process, cold: dict[str, Any], tmp_path: Path) -> None:
+    """The same package with a comment more."""
+    import shutil
+
+    shutil.copytree(
+        HERE.parent / "coda_inductor", tmp_path / "coda_inductor", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    laws = tmp_path / "coda_inductor" / "rewrite" / "laws.py"
+    laws.write_text(laws.read_text() + "# changed\n")
+    other = process(package=tmp_path, target="reference")
+    assert other["regions"] == [3] and other["aot_autograd.autograd_cache_miss"] == 1
+
+
+def test_kernels_are_called_from_a_warm_cache(process: Process) -> None:
+    """The text that Inductor keeps finds its kernels again, and nothing is measured twice."""
+    first, second = process(pretend=True), process(pretend=True)
+    assert first["said"] == second["said"] == []
+    assert first["regions"] == [3] and second["regions"] == []
+    assert second["aot_autograd.autograd_cache_hit"] == 1
+    assert torch.equal(first["output"], second["output"])
+
+
+# ---- in one process
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inductor's caches on, for keys of this test alone."""
+    monkeypatch.setattr(joint_pass, "sources_digest", lambda: f"these {tmp_path}")
+    with torch._inductor.config.patch(fx_graph_cache=True), torch._functorch.config.patch(enable_autograd_cache=True):
+        yield
+
+
+def test_a_cached_graph_is_not_rewritten_again(cached: None) -> None:
+    assert run(half(), *streams(), options=REFERENCE).regions == [3]
+    assert run(half(), *streams(), options=REFERENCE).regions == []
+
+
+def test_what_failed_is_not_cached(cached: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process tries again, and is told if it fails again."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("provoked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joint, "lift", fail)
+        assert len(run(half(), *streams(), options=REFERENCE)) == 1
+    ran = run(half(), *streams(), options=REFERENCE)
+    assert ran == [] and ran.regions == [3]
+    assert run(half(), *streams(), options=REFERENCE).regions == []
+
+
+def test_a_region_that_could_not_be_measured_is_not_cached(
+    cached: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("provoked")
+
+    dtype = torch.bfloat16
+    with monkeypatch.context() as patch:
+        pretend(patch, tmp_path, no_memory)
+        ran = run(half(dtype), *streams(dtype))
+        assert len(ran) == 1 and ran.regions == [0]
+    pretend(monkeypatch, tmp_path)
+    ran = run(half(dtype), *streams(dtype))
+    assert ran == [] and ran.regions == [3]
+
+
+def test_what_is_unsupported_is_cached(cached: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would be refused again, so Inductor's warm start is kept."""
+    pretend(monkeypatch, tmp_path)
+    assert len(run(half(), *streams())) == 1
+    torch._dynamo.utils.counters.clear()
+    run(half(), *streams())
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+# ---- the identity of the pass
+
+
+def test_uuid_covers_settings_sources_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uuid(**settings: Any) -> Any:
+        return JointPass(Settings(**settings)).uuid()
+
+    monkeypatch.setattr(target, "version", lambda p: "1.0")
+    base = uuid()
+    assert base == uuid() == uuid(cache_dir="/elsewhere")
+    changes: list[dict[str, Any]] = [
+        {"disable": frozenset({"gauge"})}, {"only": frozenset({"pair"})}, {"numerics": "strict"}, {"tune": "off"},
+        {"target": "reference"}, {"strict": True},
+    ]  # fmt: skip
+    assert len({base, *(uuid(**change) for change in changes)}) == 1 + len(changes)
+    assert uuid(debug_dir="/somewhere") is None  # people want to read: nothing is taken from a cache
+    for package in ("torch", "quack-kernels", "nvidia-cutlass-dsl"):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "version", lambda p, package=package: "9.9" if p == package else "1.0")
+            assert uuid() != base
+    monkeypatch.setattr(joint_pass, "sources_digest", lambda: "others")
+    assert uuid() != base
+
+
+def test_digest_reads_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    whole = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or whole(path))  # type: ignore[func-returns-value]
+    joint_pass.sources_digest.__wrapped__()
+    assert {p.resolve() for p in read} == {p.resolve() for p in Path(joint_pass.__file__).parents[1].rglob("*.py")}
+
+
+# ---- two processes at once
+
+
+def test_two_processes_at_once_measure_into_one_store(tmp_path: Path) -> None:
+    both = Process(tmp_path)
+    started = [both.start(name=name, pretend=True) for name in "ab"]
+    first, second = (both.read(p, name) for p, name in zip(started, "ab", strict=True))
+    assert first["said"] == second["said"] == []
+    assert torch.equal(first["output"], second["output"])
+    records = list((tmp_path / "kernels" / "tuning").iterdir())
+    assert len(records) >= 4 and all(json.loads(p.read_text()) for p in records)  # and no temporary file is left
+
+
+MISSING = [name for name in ("cutlass", "quack", "triton") if importlib.util.find_spec(name) is None]
+compiles = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
+
+
+def objects(directory: Path) -> dict[Path, int]:
+    """Compiled kernels, with the time of their making."""
+    return {path: path.stat().st_mtime_ns for path in sorted(directory.rglob("*.o"))}
+
+
+BUILD = """
+import sys
+from test_caches import JOB, prebuild
+print(prebuild([JOB], sys.argv[1], workers=1))
+"""
+JOB = Job(token_scale(64, 32), Config(128, 128, 1, 1, True))
+
+
+@compiles
+def test_kernel_compiled_by_two_processes_and_broken(tmp_path: Path) -> None:
+    """It is compiled once, and found again; a broken object or module is made again."""
+    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    store, environment = tmp_path / "kernels", os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, "-c", BUILD, str(store)]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in "ab"]
+    assert [p.communicate()[0].strip() for p in both] == ["{}", "{}"]
+    made = objects(store)
+    ((kernel, _),) = made.items()
+    size = kernel.stat().st_size
+    assert not list(store.rglob("*.tmp*"))
+    assert prebuild([JOB], str(store), workers=1) == {} and objects(store) == made
+    (module,) = store.glob("epilogues/*.py")
+    kernel.write_bytes(kernel.read_bytes()[: size // 2])
+    module.write_text("not a module")
+    assert prebuild([JOB], str(store), workers=1) == {}
+    assert kernel.stat().st_size == size and "def epilogue" in module.read_text()
