@@ -3,7 +3,8 @@ without CUDA graphs, in one rotation.
 
     python bench/models.py [NAME ...] [--out FILE]
 
-One JSON line for each model and mode, as bench/layers.py writes them; "floor_ms" is the model's own products as mm(out=).
+One JSON line for each model and mode, as bench/layers.py writes them; "floor_ms" is the model's own products as
+mm(out=).
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 
 def sizes(d: int, ff: int, heads: int, kv: int | None = None, **more: Any) -> dict[str, Any]:
     """The fields that most of transformers' configurations share."""
-    named = {"hidden_size": d, "intermediate_size": ff, "num_attention_heads": heads, "num_hidden_layers": 2, "vocab_size": 1024}
+    named = {
+        "hidden_size": d,
+        "intermediate_size": ff,
+        "num_attention_heads": heads,
+        "num_hidden_layers": 2,
+        "vocab_size": 1024,
+    }
     return named | ({"num_key_value_heads": kv} if kv else {}) | more | SDPA
 
 
@@ -65,7 +72,9 @@ class GPTBlock(nn.Module):
         self.c_fc, self.c_out = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).split(x.shape[2], 2))
+        q, k, v = (
+            t.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).split(x.shape[2], 2)
+        )
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.c_proj(a)
         return x + self.c_out(F.gelu(self.c_fc(self.ln_2(x))))
@@ -162,7 +171,8 @@ def run(name: str) -> list[dict[str, Any]]:
             "regions": len(report.sites) if report else 0,
             "lost": sorted({r.reason for r in report.refused if "slower" in r.reason}) if report else [],
             "compile_s": {"coda": seconds[mode, "coda"], "inductor": seconds[mode, "inductor"]},
-            "machine": torch.cuda.get_device_name(), "versions": {**target.versions(), "python": platform.python_version()},
+            "machine": torch.cuda.get_device_name(),
+            "versions": {**target.versions(), "python": platform.python_version()},
             "command": " ".join(["python", *sys.argv]),
         })  # fmt: skip
     return rows
@@ -172,7 +182,9 @@ def main() -> None:
     """Runs the models and prints a line for each mode."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(MODELS))
-    parser.add_argument("--out", default=os.path.join(os.environ.get("OUT", str(Path(__file__).parent / "results")), "models.jsonl"))
+    parser.add_argument(
+        "--out", default=os.path.join(os.environ.get("OUT", str(Path(__file__).parent / "results")), "models.jsonl")
+    )
     args = parser.parse_args()
     for name in args.names or MODELS:
         try:
@@ -183,9 +195,13 @@ def main() -> None:
         with open(args.out, "a") as file:
             for row in rows:
                 file.write(json.dumps(row) + "\n")
-                print(f"{row['case']:14s} {row['baseline'][14:]:16s} {row['ms']:7.3f} ms, torch.compile {row['baseline_ms']:7.3f} "
-                      f"({row['speedup']:.3f}x), floor {row['floor_ms']:7.3f}, regions {row['regions']}, launched "
-                      f"{row['launched']}, diff {row['difference']:.1e}, {row['lost']}, compile {row['compile_s']}", flush=True)  # fmt: skip
+                print(
+                    f"{row['case']:14s} {row['baseline'][14:]:16s} {row['ms']:7.3f} ms,"
+                    f" torch.compile {row['baseline_ms']:7.3f} ({row['speedup']:.3f}x), floor {row['floor_ms']:7.3f},"
+                    f" regions {row['regions']}, launched {row['launched']}, diff {row['difference']:.1e},"
+                    f" {row['lost']}, compile {row['compile_s']}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

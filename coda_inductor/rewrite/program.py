@@ -67,8 +67,8 @@ class Program:
     """Every sum of the graph as it was derived, by what is summed and the axes."""
 
     def narrow(self, con: Term) -> bool:
-        """Has the product's operand too few exponents (float16) to be stored before it is normalised? Nothing bounds the
-        range of a residual stream."""
+        """Has the product's operand too few exponents (float16) to be stored before it is normalised? Nothing bounds
+        the range of a residual stream."""
         product = self.lifted.products.get(con.bit)
         return product is not None and product.x.meta["val"].dtype == torch.float16
 
