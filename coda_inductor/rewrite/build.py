@@ -89,7 +89,8 @@ class _Writer:
             else:
                 dtype = source[1]  # type: ignore[index]
             name = f"in{len(self.operands)}"
-            self.operands.append(Operand(name, self.draft.space.extent(t), dtype))  # type: ignore[arg-type]
+            extent = self.draft.space.extent(t)  # a scalar is read where the graph has it as a vector over the columns
+            self.operands.append(Operand(name, "feature" if extent == "scalar" else extent, dtype))  # type: ignore[arg-type]
             self.sources.append(source)
             self.loaded[source] = name
         return self.loaded[source]

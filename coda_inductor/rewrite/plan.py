@@ -280,6 +280,8 @@ class Plan:
     def _computed(self, x: Term, space: Space) -> Computed:
         """Demands what a small computation reads."""
         extent = space.extent(x)
+        if extent == "scalar":
+            raise Conflict(banned={a.bit: "a number that it needs is not known before it runs" for a in space.accs})
         for s in sources(x):
             if s.kind == "leaf":
                 read = [self.program.lifted.node(s)]
