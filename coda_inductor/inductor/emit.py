@@ -23,6 +23,9 @@ from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.derive import statistics
 from coda_inductor.rewrite.plan import Computed, Plan
 
+ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
+"""What a new node takes over from the one in whose place it stands: its line, its side of a joint graph, its checkpoint."""
+
 
 @dataclass(slots=True)
 class Emission:
@@ -52,7 +55,7 @@ class Emission:
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         fakes = tree_map_only(fx.Node, lambda n: n.meta["val"], args)
         node.meta["val"] = target(*fakes, **kwargs)  # type: ignore[operator]
-        for key in ("stack_trace", "nn_module_stack", "seq_nr", "original_aten"):
+        for key in ORIGIN:
             if key in like.meta:
                 node.meta[key] = like.meta[key]
         return node

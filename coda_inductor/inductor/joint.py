@@ -84,10 +84,10 @@ def rewrite(
     decide: Decide = lambda plan, builts: Verdict(),
 ) -> Report:
     """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
-    what a measurement found slower. Raises Unsupported for a training graph, BrokenInvariant for a bug; the graph is
+    what a measurement found slower. Raises Unsupported for a training graph on a device, BrokenInvariant for a bug; the graph is
     then as it was."""
     start = time.perf_counter()
-    if is_joint(graph):
+    if is_joint(graph) and target != "reference":  # the kernels of backward Regions have not been measured
         raise Unsupported("training graphs are not rewritten yet", hint="run under torch.no_grad() or inference_mode()")
     backup = copy.deepcopy(graph)
     guards = _guards(graph)
@@ -106,9 +106,7 @@ def _rewrite(
     graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
 ) -> Report:
     lifted = lift(graph, rounding=settings.numerics == "strict")
-    laws = frozenset(
-        law.name for law in LAWS if allowed(law.name, LAW_NAMES, settings) and settings.numerics != "strict"
-    )
+    laws = laws_of(settings)
     banned: dict[int, str] = {}
     undeferred = 0
     while True:
@@ -135,8 +133,17 @@ def _rewrite(
 
 
 LAW_NAMES = frozenset(law.name for law in LAWS)
-REGION_KINDS = frozenset({"pair", "statistic", "pointwise"})
-"""Two products in one tile; an epilogue that sums over its rows; any other."""
+KINDS = {
+    "pair": "two products in one tile, as gate and up",
+    "statistic": "an epilogue that also sums over its rows, as for a norm",
+    "pointwise": "any other epilogue",
+}
+REGION_KINDS = frozenset(KINDS)
+
+
+def laws_of(settings: Settings) -> frozenset[str]:
+    """The laws that the derivation may use."""
+    return frozenset(name for name in LAW_NAMES if allowed(name, LAW_NAMES, settings) and settings.numerics != "strict")
 
 
 def kind(region: Region) -> str:

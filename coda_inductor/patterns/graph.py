@@ -168,3 +168,8 @@ def is_cast(node: fx.Node) -> bool:
 def is_weight(node: fx.Node) -> bool:
     """Is the node an input of the graph, up to layout and dtype?"""
     return root(node, lambda n: is_view(n) or is_cast(n)).op in ("placeholder", "get_attr")
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Does the node belong to the backward of a joint graph?"""
+    return node.meta.get("partitioner_tag") == "is_backward"

@@ -107,6 +107,71 @@ class Plan:
                 for a in node.all_input_nodes:
                     self.need(self._base(a) if self._fusible(node) else a)
         self._settle()
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drops outputs of epilogues that were only looked into, and that nothing reads in the end."""
+        drafts = self.unique()
+        made: dict[object, tuple[Draft, Term]] = {s: (d, s[0]) for d in drafts for s in d.stores}
+        made |= {node: made[s] for d in drafts for node, s in d.supplies.items()}
+        used, seen = set[object](), set[object]()
+        todo: list[object] = [n for n in self.program.lifted.graph.nodes if n.op == "output" or n.is_impure()]
+        while todo:
+            item = todo.pop()
+            if item in seen:
+                continue
+            seen.add(item)
+            if isinstance(item, Computed):
+                todo += self._read(item)
+            elif isinstance(item, Term):  # the argument of a sum
+                draft = next(d for d in drafts if item in d.sums)
+                used.add((id(draft), item))
+                todo += self._reads(draft, item)
+            elif item in made:
+                draft, term = made[item]
+                used.add((id(draft), item if isinstance(item, tuple) else draft.supplies[item]))  # type: ignore[index]
+                todo += self._reads(draft, term)
+            else:
+                assert isinstance(item, fx.Node), item
+                todo += item.all_input_nodes
+        for d in drafts:
+            d.stores = [s for s in d.stores if (id(d), s) in used]
+            d.sums = [t for t in d.sums if (id(d), t) in used]
+            d.supplies = {node: s for node, s in d.supplies.items() if s in d.stores}
+        self._sums = {t for d in drafts for t in d.sums}
+
+    def _reads(self, draft: Draft, t: Term) -> list[object]:
+        """What an epilogue reads to make t, its matrices included."""
+        out: list[object] = []
+        for acc in draft.space.accs:
+            product = self.program.product(acc)
+            out += [self.operand(acc), *(a for a in product.node.all_input_nodes if a is not product.x)]
+        seen, todo = set[Term](), [t]
+        while todo:
+            x = todo.pop()
+            if x in seen or x in draft.space.accs:
+                continue
+            seen.add(x)
+            source = None if x.deps & draft.space.mask else self.source(x, draft.space)
+            if source is None:
+                todo += x.args
+            else:
+                out.append(source.args[0] if isinstance(source, Term) else source)
+        return out
+
+    def _read(self, c: Computed) -> list[object]:
+        """What a small computation reads."""
+        out: list[object] = []
+        for s in sources(c.term):
+            if s.kind == "leaf":
+                out.append(self.program.lifted.node(s))
+            elif self.summed(s):
+                out.append(s.args[0])
+            elif c.extent == "token" and (held := self.statistic(s)) is not None:
+                out.append(held[0])
+            else:
+                out += [self.program.lifted.node(leaf) for leaf in leaves(s)]
+        return out
 
     def _settle(self) -> None:
         """Finds decisions that exclude each other."""
@@ -172,6 +237,8 @@ class Plan:
         try:
             space = self.program.space(t)
             self.program.check(t, space)
+            if g.is_backward(node) and not g.is_backward(self.program.product(space.accs[-1]).node):
+                return False  # the backward makes it again from what the forward stores anyway
             if self._order(node) != space.rows + space.columns:
                 raise Unsupported("its memory order is not rows of tokens")
             draft = self._draft(space)
