@@ -16,7 +16,7 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns.terms import ONE, Term, Terms
-from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT
+from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, is_late, separate, total
 
@@ -51,7 +51,11 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             after = defer(program, before)
         elif t.kind == "red" and t.name == "sum":
             law, after = moments(program, before, laws)
+            if after is before and TRIANGLE.name in laws:
+                law, after = TRIANGLE.name, triangle(program, before)
             program.sums[before.args[0], t.over] = after
+        for con in program.accumulators(after) if t.kind == "con" else ():
+            program.products_of.setdefault((con.args[1], con.over), []).append(con)
         if after is not before:
             firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
         program.new[t] = after
@@ -212,6 +216,66 @@ def moments(program: Program, red: Term, laws: frozenset[str]) -> tuple[str, Ter
     first, second = terms.red("sum", d, over, extents), terms.red("sum", terms.power(d, Fraction(2)), over, extents)
     cross, last = terms.mul(terms.const(Fraction(2)), u, first), terms.mul(count, terms.power(u, Fraction(2)))
     return MOMENTS.name, total(terms, second, cross, last)
+
+
+def triangle(program: Program, red: Term) -> Term:
+    """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, where q W is there up to a per-token factor and
+    the epilogue that makes Z can take the sum; else red as it is."""
+    terms, x, over = program.lifted.terms, red.args[0], red.over
+    if x.kind != "mul" or not x.hosts:
+        return red
+    found = [(f, _summed_products(f, over)) for f, p in zip(x.args, x.powers, strict=True) if p == 1]
+    candidates = [(f, cons) for f, cons in found if cons]
+    if len(candidates) != 1:
+        return red
+    factor, cons = candidates[0]
+    q = terms.const(x.coefficient)
+    for f, p in zip(x.args, x.powers, strict=True):
+        q = q if f is factor else terms.mul(q, terms.power(f, p))
+    out = []
+    for con, w in cons:
+        z, weight = con.args
+        for forward in program.products_of.get((weight, over), ()):
+            scale = _ratio(terms, q, forward.args[0])
+            if scale is None or scale.axes.intersection(over):
+                continue
+            total_of = terms.red("sum", terms.mul(z, forward), con.over, program.lifted.extents(con.over))
+            if all(_summable(program, s) for s in statistics(total_of)):
+                out.append(terms.mul(terms.const(w), scale, total_of))
+                break
+        else:
+            return red
+    return terms.add(*out)
+
+
+def _summable(program: Program, s: Term) -> bool:
+    """Can an epilogue take the sum s?"""
+    try:
+        space = program.space(s.args[0])
+        program.check(s.args[0], space)
+    except Unsupported:
+        return False
+    return set(s.over) == set(space.columns) and s.axes <= set(space.rows)
+
+
+def _summed_products(t: Term, over: tuple[int, ...]) -> list[tuple[Term, Fraction]]:
+    """t as a weighted sum of products whose columns are `over`, flattened; empty if it is none."""
+    if t.kind == "con":
+        return [(t, ONE)] if set(over) <= t.args[1].axes else []
+    if t.kind != "add" or t.coefficient:
+        return []
+    parts = [[(c, w * v) for c, v in _summed_products(a, over)] for a, w in zip(t.args, t.powers, strict=True)]
+    return [p for part in parts for p in part] if all(parts) else []
+
+
+def _ratio(terms: Terms, a: Term, b: Term) -> Term | None:
+    """a / b without the factors that they share; the caller looks at what it varies over."""
+    powers: dict[Term, Fraction] = {}
+    for t, sign in ((a, ONE), (b, -ONE)):
+        for f, p in zip(t.args, t.powers, strict=True) if t.kind == "mul" else [(t, ONE)]:
+            powers[f] = powers.get(f, Fraction(0)) + sign * p
+    number = (a.coefficient if a.kind == "mul" else ONE) / (b.coefficient if b.kind == "mul" else ONE)
+    return terms.mul(terms.const(number), *(terms.power(f, p) for f, p in powers.items() if p))
 
 
 def statistics(t: Term) -> list[Term]:

@@ -84,4 +84,15 @@ MOMENTS = Law(
     source="sum (d - mean d)^2 = sum d^2 - (sum d)^2 / K with d = x - c; c near the mean, or it cancels",
 )
 
-LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS)
+TRIANGLE = Law(
+    name="triangle",
+    before=lambda q, z, w: over_k(q * (z @ w.T)),
+    after=lambda q, z, w: over_k(z * (q @ w)),
+    shapes={"q": "M K", "z": "M N", "w": "K N"},
+    refuses=(),  # true of all matrices; what it needs is that q W is there already, which only the derivation knows
+    when="a norm's backward sums, over the row that a product z W^T is still making, its product with q, and the forward made q W",
+    numerics="moves a rounding",
+    source="sum_k q[m,k] sum_n z[m,n] w[k,n] = sum_n z[m,n] sum_k q[m,k] w[k,n]",
+)
+
+LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE)

@@ -61,6 +61,8 @@ class Program:
     undeferred: frozenset[int] = frozenset()
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
+    products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
+    """Contractions by their right operand and the axes that they sum over."""
     wholes: set[Term] = field(default_factory=set)
     """What the graph's products compute as they stand there, biases included."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
