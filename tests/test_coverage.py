@@ -1,0 +1,60 @@
+"""explain --mode infer on common models at real widths: what is left is what stands before the first product or after
+the last one, whatever the depth, so a deep model is covered all but for these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from coverage_models import build
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.explain import explain
+
+SM_90A = Settings(target="sm_90a")
+FIRST = "no product's result is read here"  # embedding or patches, and the first norm: no product of ours comes before
+LAST = "it needs a sum over the row that its own product is still making"  # a norm that no product of ours reads
+HEAD = "n = 50257 is not a multiple of 8"
+SLICED = "nothing of it could be made in an epilogue"  # the statistic of a norm of which only the last token is read
+
+
+@dataclass(frozen=True)
+class Case:
+    """`regions` of a layer and beside the layers (the first q, k, v is one less: its norm comes before any product);
+    the reasons of what is left; the coverage of two layers, and of all of them."""
+
+    name: str
+    regions: tuple[int, int]
+    left: tuple[str, ...]
+    two: float
+    deep: float
+
+
+CASES = (
+    Case("nanogpt", (4, -1), (FIRST, SLICED), 0.86, 0.95),  # at full depth: 0.995
+    Case("vit_l", (4, -1), (FIRST, LAST), 0.84, 0.95),  # 0.988
+    Case("bert_large", (6, -2), (FIRST, LAST), 0.86, 0.90),  # 0.957
+    Case("clip_l", (6, -3), (FIRST,), 0.91, 0.90),  # 0.993
+    Case("gpt2", (4, -1), (FIRST, LAST, HEAD), 0.83, 0.90),  # 0.994
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_what_is_left_stands_outside_the_layers(case: Case) -> None:
+    for layers in (2, 3):
+        model, args = build(case.name, layers)
+        report = explain(model, args, {}, "infer", SM_90A)
+        totals, (graph,) = report["totals"], report["graphs"]
+        per_layer, beside = case.regions
+        assert totals["regions"] == per_layer * layers + beside
+        assert sorted(c["reason"] for c in graph["refused"]) == sorted(case.left)
+        assert all(c["source"].rpartition(":")[2].isdigit() for c in (*graph["refused"], *graph["passes"]))
+        assert totals["passes_left"] == sum(reason != HEAD for reason in case.left)
+        assert totals["coverage"] >= case.two
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("vit_l", "bert_large")], ids=lambda c: c.name)
+def test_full_depth(case: Case) -> None:
+    model, args = build(case.name)
+    totals = explain(model, args, {}, "infer", SM_90A)["totals"]
+    assert totals["coverage"] >= case.deep
