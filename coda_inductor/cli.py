@@ -22,7 +22,7 @@ VERSIONS = ("torch", "quack-kernels", "nvidia-cutlass-dsl", "triton")
 """The distributions whose versions a bug report needs."""
 
 Answer = tuple[dict[str, Any], Callable[[], str]]
-"""What a verb found: the facts for --json, and how to say them as text."""
+"""What a verb found: the facts for --json, and how to say them as text. Status 1 if they hold "problems"."""
 
 
 def explain(arguments: Namespace) -> Answer:
@@ -39,6 +39,68 @@ def graph(arguments: Namespace) -> Answer:
     facts = import_module("coda_inductor.inductor.program").program(*model, arguments.mode, chosen)
     listing = import_module("coda_inductor.inductor.listing")
     return facts, lambda: str(listing.render(facts, arguments.before))
+
+
+def doctor(arguments: Namespace) -> Answer:
+    """What this machine has, and whether a kernel can be made and run."""
+    module = import_module("coda_inductor.commands.doctor")
+    facts = module.doctor(Settings.read()[0])
+    return facts, lambda: str(module.render(facts))
+
+
+def kernels(arguments: Namespace) -> Answer:
+    """A model's kernels, or those of the store."""
+    if not arguments.subject and (arguments.region or arguments.compile or arguments.all):
+        raise Unsupported("--region, --compile and --all are about a model", hint="name one as MODULE:FUNCTION")
+    chosen = Settings.read(options={"target": "sm_90a"})[0]
+    module = import_module("coda_inductor.commands.kernels")
+    if arguments.subject:
+        build = "all" if arguments.all else "first" if arguments.compile else ""
+        facts = module.kernels(*subject(arguments.subject), arguments.mode, chosen, arguments.region, build)
+    else:
+        facts = module.stored(chosen)
+    return facts, lambda: str(module.render(facts, arguments.source))
+
+
+def rules(arguments: Namespace) -> Answer:
+    """The laws and the kinds of Regions."""
+    module = import_module("coda_inductor.commands.rules")
+    facts = module.rules(Settings.read()[0], arguments.prove)
+    return facts, lambda: str(module.render(facts))
+
+
+def cache(arguments: Namespace) -> Answer:
+    """What the store holds, or what was removed from it."""
+    module = import_module("coda_inductor.commands.cache")
+    facts = module.cache(Settings.read()[0], arguments.action, arguments.digests, arguments.all)
+    return facts, lambda: str(module.render(facts))
+
+
+def nothing_more(parser: ArgumentParser) -> None:
+    """A verb without arguments."""
+
+
+def a_kernel(parser: ArgumentParser) -> None:
+    """The arguments of `kernels`."""
+    what = "returns (model, args) or (model, args, kwargs); without it, the kernels in the cache"
+    parser.add_argument("subject", metavar="MODULE:FUNCTION", nargs="?", help=what)
+    parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="default: %(default)s")
+    parser.add_argument("--region", metavar="ID", default="", help="only this one: r3, or the start of a digest")
+    parser.add_argument("--source", action="store_true", help="print the generated modules")
+    parser.add_argument("--compile", action="store_true", help="compile the tile that would run, into the cache")
+    parser.add_argument("--all", action="store_true", help="compile every tile that tuning would try")
+
+
+def a_proof(parser: ArgumentParser) -> None:
+    """The arguments of `rules`."""
+    parser.add_argument("--prove", action="store_true", help="prove each law with sympy")
+
+
+def an_entry(parser: ArgumentParser) -> None:
+    """The arguments of `cache`."""
+    parser.add_argument("action", choices=("ls", "rm"), help="list, or remove")
+    parser.add_argument("digests", metavar="DIGEST", nargs="*", help="of kernels or Regions; four digits are enough")
+    parser.add_argument("--all", action="store_true", help="with rm: everything")
 
 
 def a_model(parser: ArgumentParser) -> None:
@@ -66,6 +128,10 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "explain": Verb("what would be fused, what would not, and why", a_model, explain),
     "graph": Verb("the rewritten program of a model", a_side, graph),
+    "kernels": Verb("the generated kernels: source, tiles, registers", a_kernel, kernels),
+    "rules": Verb("the laws, when they are used, and their proofs", a_proof, rules),
+    "cache": Verb("the kernels and measurements kept on disk", an_entry, cache),
+    "doctor": Verb("what this machine has, and one kernel compiled", nothing_more, doctor),
 }
 
 
@@ -108,7 +174,8 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 when the request cannot be answered (said in one line on stderr)."""
+    """Returns the exit status: 0, 1 if problems were found, or 2 when the request cannot be answered (said in one line
+    on stderr)."""
     command = parser()
     arguments = command.parse_args(argv)
     if arguments.version:
@@ -123,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"coda-inductor: error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(facts, indent=2) if arguments.json else text())
-    return 0
+    return 1 if facts.get("problems") else 0
 
 
 if __name__ == "__main__":

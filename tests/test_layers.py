@@ -19,7 +19,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewrite": {"core", "patterns", "rewrite"},
     "codegen": {"core", "codegen"},
     "inductor": {"core", "patterns", "rewrite", "codegen", "inductor"},
-    "": {"", "core", "patterns", "rewrite", "codegen", "inductor", "backend", "explain"},
+    "commands": {"", "core", "patterns", "rewrite", "codegen", "inductor", "explain", "commands"},
+    "": {"", "core", "patterns", "rewrite", "codegen", "inductor", "backend", "explain", "commands"},
 }
 """Layer to the layers it may import; "" is what stands in the package's own folder."""
 

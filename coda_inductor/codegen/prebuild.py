@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from coda_inductor.core.region import Region
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from coda_inductor.codegen.worker import work; work()"
 TARGET = ("QUACK_ARCH=90", "CUTE_DSL_ARCH=sm_90a", "CUDA_VISIBLE_DEVICES=")
 MAX_WORKERS = 16
+LINE = re.compile(r"^\t([\d.]+)\t(.*)$", re.MULTILINE)  # of a worker; a compiler may print, too
 
 
 class Job(NamedTuple):
@@ -33,26 +35,38 @@ class Job(NamedTuple):
     swapped: bool = False
 
 
+class Outcome(NamedTuple):
+    """What became of a job: why it failed ("": it did not), and the seconds that compiling or loading took."""
+
+    reason: str
+    seconds: float
+
+
 def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, str]:
     """Builds the kernels in `workers` processes (None: one per core) and returns the reasons of those that failed."""
+    return {job: made.reason for job, made in outcomes(jobs, cache_dir, workers=workers).items() if made.reason}
+
+
+def outcomes(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, Outcome]:
+    """`prebuild`, with what became of every job."""
     directory = open_store(cache_dir)
-    failed: dict[Job, str] = {}
+    made: dict[Job, Outcome] = {}
     same: dict[tuple[str, Config], list[Job]] = {}  # Regions that differ in extents only share a kernel
     for job in dict.fromkeys(jobs):
         try:
             legality.require(job.region, job.config)
         except Unsupported as refusal:
-            failed[job] = str(refusal)
+            made[job] = Outcome(str(refusal), 0.0)
         else:
             text = source.render(job.region, swapped=job.swapped)
             same.setdefault((source.module_name(text), job.config), []).append(job)
     todo = [alike[0] for alike in same.values()]
     count = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS, len(todo))
     shares = [todo[i::count] for i in range(count)]
-    reasons: dict[Job, str] = {}
+    first: dict[Job, Outcome] = {}
     for share, process in [(share, _start(share, str(directory))) for share in shares]:
-        reasons |= dict(zip(share, _reasons(process, len(share)), strict=True))
-    return failed | {job: reasons[alike[0]] for alike in same.values() for job in alike if reasons[alike[0]]}
+        first |= dict(zip(share, _outcomes(process, len(share)), strict=True))
+    return made | {job: first[alike[0]] for alike in same.values() for job in alike}
 
 
 def _start(share: list[Job], directory: str) -> subprocess.Popen[str]:
@@ -67,8 +81,8 @@ def _start(share: list[Job], directory: str) -> subprocess.Popen[str]:
     return process
 
 
-def _reasons(process: subprocess.Popen[str], count: int) -> list[str]:
-    """Why each of a worker's `count` kernels failed, "" where it did not."""
+def _outcomes(process: subprocess.Popen[str], count: int) -> list[Outcome]:
+    """What became of a worker's `count` kernels."""
     out, err = process.communicate()
-    found = [line[1:] for line in out.splitlines() if line.startswith("\t")]  # a compiler may print, too
-    return found + [f"the compiling process ended early: {err.strip()[-500:]}"] * (count - len(found))
+    found = [Outcome(reason, float(seconds)) for seconds, reason in LINE.findall(out)]
+    return found + [Outcome(f"the compiling process ended early: {err.strip()[-500:]}", 0.0)] * (count - len(found))

@@ -70,6 +70,11 @@ class Settings:
                 values[name] = _value(f"option {option!r}", name, value)
         return cls(**values), inductor
 
+    @classmethod
+    def origins(cls, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Field to the environment variable that sets it; the other fields have their defaults."""
+        return {name: variable for variable, name in VARIABLES.items() if environ.get(variable)}
+
     def key(self) -> tuple[tuple[str, str], ...]:
         """What a cached result depends on: everything except the two folders, in the same order in every process."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if not f.name.endswith("_dir"))

@@ -1,0 +1,184 @@
+"""`coda-inductor cache`: what is kept in the store (codegen/store.py), and its removal.
+
+A kernel is one generated module with its compiled objects; a tuning record belongs to a Region, a contest record to a
+few. Nothing outside the store is read or removed: links are never followed, what is not ours is left where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.store import open_store
+from coda_inductor.commands.words import date, plural, size, table
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import Settings, default_cache
+
+Facts = dict[str, Any]
+
+PREFIX = "coda_epilogue_"
+SHORTEST = 4  # digits that name an entry
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row: `paths` are all that it consists of, `names` what it may be called by, `facts` what is known."""
+
+    kind: str
+    names: tuple[str, ...]
+    paths: tuple[Path, ...]
+    facts: Facts
+
+    @property
+    def bytes(self) -> int:
+        return sum(_size(path) for path in self.paths)
+
+    def row(self) -> Facts:
+        """For --json."""
+        changed = max(path.lstat().st_mtime for path in self.paths)
+        return {"kind": self.kind, "digest": self.names[0], "bytes": self.bytes, "changed": changed, **self.facts}
+
+
+def existing(cache_dir: str | None) -> Path | None:
+    """The store, None if there is none yet. Raises Unsupported if it is not private."""
+    return open_store(cache_dir) if Path(cache_dir or default_cache()).exists() else None
+
+
+def entries(store: Path) -> list[Entry]:
+    """Everything of ours in the store: kernels, then records, by name."""
+    modules: dict[str, list[Path]] = {}
+    for path in _inside(store / "epilogues"):
+        modules.setdefault(path.stem if path.suffix == ".py" else path.name, []).append(path)
+    for path in _inside(store / "objects"):
+        modules.setdefault(path.name.partition("-")[0], []).append(path)
+    found = [_kernel(name, paths) for name, paths in modules.items()]
+    return [*found, *(_record(path) for path in _inside(store / "tuning"))]
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """What lies in a folder of the store; nothing if it is a link, whose target is not ours."""
+    if folder.is_dir() and not folder.is_symlink():
+        yield from sorted(folder.iterdir())
+
+
+def _kernel(name: str, paths: list[Path]) -> Entry:
+    """A generated module and the folders of its compiled forms, or what an interrupted write left."""
+    if not name.startswith(PREFIX):
+        return Entry("leftover", (name,), tuple(paths), {})
+    tiles = [p.name.partition("-")[2] for p in paths if p.suffix != ".py"]
+    return Entry("kernel", (name.removeprefix(PREFIX),), tuple(paths), {"tiles": tiles, "device": "sm_90a"})
+
+
+def _record(path: Path) -> Entry:
+    """A tuning or contest record; an unreadable one is a leftover."""
+    found: Any = None
+    if path.suffix == ".json" and not path.is_symlink():
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            found = None
+    if not isinstance(found, dict):
+        return Entry("leftover", (path.name,), (path,), {})
+    ours = {key: found.get(key) for key in ("device", "versions", "ms")}
+    if path.name.startswith("contest-"):
+        regions = [str(r) for r in found.get("regions") or ()]
+        facts = {**ours, "regions": regions, "baseline_ms": found.get("baseline_ms")}
+        return Entry("contest", (path.stem.removeprefix("contest-"), *regions), (path,), facts)
+    facts = {**ours, "bucket": found.get("bucket"), "config": found.get("config")}
+    return Entry("tuning", (path.stem.partition("-")[0],), (path,), facts)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    found = path.lstat()
+    return sum(_size(p) for p in path.iterdir()) if stat.S_ISDIR(found.st_mode) else found.st_size
+
+
+def _selected(store: Path, digests: Sequence[str]) -> list[Entry]:
+    """The entries that `digests` name (none: all). Raises Unsupported for one that names nothing."""
+    every = entries(store)
+    for digest in digests:
+        if len(digest) < SHORTEST:
+            raise Unsupported(f"{digest!r} is too short", hint=f"give {SHORTEST} digits of a digest or more")
+        if not any(name.startswith(digest) for e in every for name in e.names):
+            raise Unsupported(f"nothing in {store} is called {digest!r}", hint="coda-inductor cache ls")
+    return [e for e in every if not digests or any(n.startswith(d) for d in digests for n in e.names)]
+
+
+def cache(settings: Settings, action: str, digests: Sequence[str], everything: bool) -> Facts:
+    """Lists ("ls") or removes ("rm") what `digests` name, or `everything`. Raises Unsupported for a wrong request."""
+    if action == "rm" and bool(digests) == everything:
+        raise Unsupported("rm takes digests or --all, one of them", hint="coda-inductor cache ls")
+    store = existing(settings.cache_dir)
+    facts: Facts = {"schema": 1, "path": settings.cache_dir or default_cache(), "action": action}
+    chosen = _selected(store, digests) if store else []
+    facts["entries"] = [entry.row() for entry in chosen]
+    if action == "rm":
+        for entry in chosen:
+            for path in entry.paths:
+                _remove(path)
+    return facts
+
+
+def _remove(path: Path) -> None:
+    """A file, a link (itself, not what it points to) or a folder; one that is gone already is no error."""
+    try:
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)  # unlinks links inside
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise Unsupported(f"cannot remove {path}: {error.strerror}") from error
+
+
+def render(facts: Facts) -> str:
+    """The entries as a table, and their sum."""
+    rows = facts["entries"]
+    lines = table(
+        [
+            (r["kind"], r["digest"], size(r["bytes"]), date(r["changed"]), r.get("device"), _what(r), _versions(r))
+            for r in rows
+        ]
+    )
+    kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("kernel", "tuning", "contest", "leftover")}
+    words = {"kernel": "kernel", "tuning": "tuning record", "contest": "contest record", "leftover": "leftover file"}
+    counts = ", ".join(plural(len(found), words[kind]) for kind, found in kinds.items() if found)
+    total = f"{counts}, {size(sum(r['bytes'] for r in rows))}" if rows else "nothing"
+    verb = "removed from" if facts["action"] == "rm" else "in"
+    return "\n".join([*lines, f"{total} {verb} {facts['path']}"])
+
+
+def _what(row: Facts) -> str:
+    """The part of a row that its kind decides."""
+    if row["kind"] == "kernel":
+        return " ".join(row["tiles"]) or "not compiled"
+    if row["kind"] == "tuning":
+        return f"up to {row['bucket']} rows: {_tile(row['config'])} {_ms(row['ms'])}"
+    if row["kind"] == "contest":
+        return f"{'+'.join(r[:8] for r in row['regions'])}: fused {_ms(row['ms'])}, Inductor {_ms(row['baseline_ms'])}"
+    return "of an interrupted write, or unreadable"
+
+
+def _tile(config: Any) -> str:
+    """A record's configuration, as legality.Config says itself."""
+    try:
+        return str(Config(**config))
+    except TypeError:  # not a record of these sources
+        return "?"
+
+
+def _ms(value: Any) -> str:
+    return f"{value:.3f} ms" if isinstance(value, int | float) else "? ms"
+
+
+def _versions(row: Facts) -> str | None:
+    found = row.get("versions")
+    return " ".join(f"{name} {v}" for name, v in found.items()) if isinstance(found, dict) else None
