@@ -1,0 +1,279 @@
+"""The tests tested: with one guard broken, the check that stands for it fails. Each check is first seen to pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import test_laws
+import test_lift
+import test_whole_graphs
+import torch
+from codegen_cases import lane_sums, random_inputs, softmax_sum
+from evaluate import Read, captured
+from odd import ODD
+from test_codegen import agree, run
+from torch import Tensor
+from zoo import CASES, Case
+
+from coda_inductor.codegen import source
+from coda_inductor.core.region import Region
+from coda_inductor.inductor import joint
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.axes import Axes
+from coda_inductor.patterns.infer import Reading
+from coda_inductor.patterns.terms import Term, Terms
+from coda_inductor.rewrite import derive, separate
+from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.plan import Draft, Plan
+from coda_inductor.rewrite.program import Program, Space
+
+
+@pytest.fixture
+def mutate() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def case(name: str) -> Case:
+    return next(c for c in CASES if c.name == name)
+
+
+def table(name: str) -> Callable[[], None]:
+    """test_whole_graphs.test_the_table, without Inductor's code generation."""
+
+    def check() -> None:
+        model, args = case(name).build()
+        reports = test_whole_graphs.check(model, *args)
+        assert test_whole_graphs.regions(reports) == (case(name).regions, case(name).deferred)
+
+    return check
+
+
+def odd(name: str) -> Callable[[], None]:
+    return lambda: test_whole_graphs.test_odd_graphs(name)
+
+
+def truth(model: Callable[..., Any], *args: Any) -> None:
+    """test_lift.test_every_term_is_its_nodes_value, read anew."""
+    for graph in captured(model, *args):
+        assert test_lift.untrue(Read(graph)) == []
+
+
+def lifted(name: str) -> Callable[[], None]:
+    def check() -> None:
+        torch.manual_seed(0)
+        function, inputs = ODD[name]
+        truth(function, *inputs())
+
+    return check
+
+
+def refused(i: int) -> Callable[[], None]:
+    return lambda: test_laws.test_no_law_fires_where_it_refuses(LAWS[0], i, True)
+
+
+def firings(name: str) -> Callable[[], None]:
+    """test_laws.test_firings_are_equalities, read anew."""
+
+    def check() -> None:
+        model, args = case(name).build()
+        for graph in captured(model, *args):
+            test_laws.check_firings(Read(graph))
+
+    return check
+
+
+def expect_red(
+    patch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None]
+) -> None:
+    check()
+    break_it(patch)
+    with pytest.raises(Exception) as failure:
+        check()
+    assert "mutation did not apply" not in str(failure.value)
+
+
+# Each mutation breaks one thing.
+
+
+def factors_may_vary_over_the_contracted_axis(patch: pytest.MonkeyPatch) -> None:
+    def is_late(t: Term, makers: int, over: Any) -> bool:
+        return bool(t.deps & makers) and not t.hosts & makers
+
+    patch.setattr(separate, "is_late", is_late)
+    patch.setattr(derive, "is_late", is_late)
+
+
+def the_gauge_is_flipped(patch: pytest.MonkeyPatch) -> None:
+    """The product is multiplied by 1 / r."""
+
+    def flipped(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> list[separate.Part]:
+        parts = separate.separate(terms, x, makers, over)
+        return [separate.Part(terms.power(p.late, terms.const(-1.0).coefficient), p.rest) for p in parts]
+
+    patch.setattr(derive, "separate", flipped)
+
+
+def the_shift_is_not_added_back(patch: pytest.MonkeyPatch) -> None:
+    shifted = derive._shifted
+    patch.setattr(
+        derive, "_shifted", lambda program, tile, vectors, over: (shifted(program, tile, vectors, over)[0], vectors)
+    )
+
+
+def an_operand_is_deferred_though_others_need_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Plan, "_settle", lambda self: None)
+
+
+def regions_may_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Plan, "_cycle", lambda self: None)
+
+
+def a_sum_may_be_used_by_its_own_product(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Program, "check", lambda self, t, space: None)
+
+
+def any_products_share_an_epilogue(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Program, "_shares", lambda self, acc, last: True)
+    patch.setattr(Program, "_same_features", lambda self, acc, last: True)
+
+
+def everything_lies_as_its_dimensions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Plan, "_order", lambda self, node: _Any())
+
+
+class _Any(tuple[int, ...]):
+    """Equal to every order of axes."""
+
+    __slots__ = ()
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def an_axis_may_stand_twice_in_a_tensor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Axes, "occupy", lambda self, tensor, ids: None)
+
+
+def halves_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    lane = g.lane
+
+    def swapped(node: Any) -> Any:
+        part = lane(node)
+        return part and (*part[:3], part[2] - 1 - part[3])
+
+    patch.setattr(g, "lane", swapped)
+
+
+def transposes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    roots = Reading.roots
+    patch.setattr(Reading, "roots", lambda self, node: roots(self, node)[::-1])
+
+
+def a_root_of_a_square_is_the_value(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("coda_inductor.patterns.terms.positive", lambda t: True)
+
+
+def rebuilt(change: Callable[[Region], Region]) -> Callable[[pytest.MonkeyPatch], None]:
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        changed = []
+
+        def built(plan: Plan, draft: Draft) -> Built:
+            made = build(plan, draft)
+            made.region = change(made.region)
+            changed.append(made.region)
+            return made
+
+        patch.setattr(joint, "build", built)
+
+    return apply
+
+
+def _swap_statement(region: Region) -> Region:
+    swap = {"add": "mul", "mul": "add", "rsqrt": "sqrt"}
+    lets = tuple(dataclasses.replace(x, op=swap.get(x.op, x.op)) if i == 0 else x for i, x in enumerate(region.lets))
+    return dataclasses.replace(region, lets=lets)
+
+
+def _swap_stores(region: Region) -> Region:
+    return dataclasses.replace(region, stores=region.stores[::-1])
+
+
+def _drop_store(region: Region) -> Region:
+    return dataclasses.replace(region, stores=region.stores[1:] or region.stores)
+
+
+def _swap_weights(region: Region) -> Region:
+    first, *others = region.products
+    if not others:
+        return region
+    second = others[0]
+    swapped = (dataclasses.replace(first, b=second.b), dataclasses.replace(second, b=first.b))
+    return dataclasses.replace(region, products=swapped)
+
+
+a_statement_is_swapped, stores_are_swapped = rebuilt(_swap_statement), rebuilt(_swap_stores)
+a_store_is_dropped, weights_are_swapped = rebuilt(_drop_store), rebuilt(_swap_weights)
+
+MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = [
+    (factors_may_vary_over_the_contracted_axis, refused(0)),
+    (factors_may_vary_over_the_contracted_axis, refused(1)),
+    (the_gauge_is_flipped, firings("norm: hf")),
+    (the_gauge_is_flipped, table("norm: hf")),
+    (the_gauge_is_flipped, firings("norm: LayerNorm")),
+    (the_shift_is_not_added_back, firings("norm: LayerNorm")),
+    (the_shift_is_not_added_back, table("norm: LayerNorm")),
+    (an_operand_is_deferred_though_others_need_it, table("normalised stream returned")),
+    (regions_may_wait_for_each_other, odd("cross_norm")),
+    (regions_may_wait_for_each_other, odd("cross_opaque")),
+    (a_sum_may_be_used_by_its_own_product, odd("norm_and_transposed")),
+    (any_products_share_an_epilogue, table("norm: hf")),
+    (everything_lies_as_its_dimensions, odd("rearranged")),
+    (an_axis_may_stand_twice_in_a_tensor, lifted("all_same")),
+    (an_axis_may_stand_twice_in_a_tensor, lifted("same_sizes_sq")),
+    (an_axis_may_stand_twice_in_a_tensor, odd("lora")),
+    (an_axis_may_stand_twice_in_a_tensor, odd("square_bias")),
+    (halves_are_swapped, lifted("half_only")),
+    (halves_are_swapped, table("mlp: chunk")),
+    (transposes_are_forgotten, lifted("xxt")),
+    (a_root_of_a_square_is_the_value, lifted("domains")),
+    (a_statement_is_swapped, table("norm: hf")),
+    (stores_are_swapped, table("norm: hf")),
+    (a_store_is_dropped, table("norm: hf")),
+    (weights_are_swapped, table("norm: hf")),
+]
+
+
+@pytest.mark.parametrize("i", range(len(MUTATIONS)), ids=lambda i: f"{MUTATIONS[i][0].__name__}-{i}")
+def test_a_broken_guard_is_seen(i: int, mutate: pytest.MonkeyPatch) -> None:
+    expect_red(mutate, *MUTATIONS[i])
+
+
+@pytest.mark.parametrize("make", [softmax_sum, lane_sums])
+def test_an_unmasked_ragged_sum_is_seen(make: Callable[[int, int], Region], mutate: pytest.MonkeyPatch) -> None:
+    region = make(24, 16)
+    inputs: list[Tensor] = random_inputs(region, 5, "cpu")
+
+    def check() -> None:
+        assert agree(region, run(source.render(region), region, inputs), inputs)
+
+    expect_red(mutate, lambda patch: patch.setattr(source, "needs_mask", lambda region, value: False), check)
+
+
+def test_space_is_what_the_mutations_take_it_for() -> None:
+    """A guard that moves takes its mutation with it: the names that are patched above exist."""
+    assert {f.name for f in dataclasses.fields(Space)} == {"accs", "rows", "columns"}
+    for owner, names in (
+        (Plan, ("_settle", "_cycle", "_order")),
+        (Program, ("check", "_shares")),
+        (Axes, ("occupy", "unify")),
+    ):
+        assert all(callable(getattr(owner, name)) for name in names)
