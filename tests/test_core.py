@@ -245,7 +245,7 @@ MALFORMED: list[tuple[str, Region, str]] = [
     ),
     ("shared b", changed(products=(Product("p", 0, 2, 16, "nk"), Product("q", 1, 2, 8, "nk"))), "contract [8, 16]"),
     ("layout", changed(products=(Product("gate", 0, 1, 16, "kk"),)), "layout 'kk' of gate's weight"),  # type: ignore[arg-type]
-    ("axis", changed(reductions=(Reduction("y2", "M"),)), "sums over ['M'], only N is known"),  # type: ignore[arg-type]
+    ("axis", changed(reductions=(Reduction("y2", "K"),)), "sums over ['K'], only N and M are known"),  # type: ignore[arg-type]
     ("dtype", changed(dtype="fp8"), "dtype 'fp8' is none of bf16, f16, f32, f64"),
     ("operand dtype", changed(operands=(*GATED.operands, Operand("o", "tile", "i8"))), "dtype 'i8'"),
     ("store dtype", changed(stores=(Store("y", "float"),)), "dtype 'float'"),

@@ -53,10 +53,13 @@ def frozen() -> nn.Module:
 
 # model, does its input need a gradient, Regions
 CASES: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
-    **{"-".join(map(str, k)): (stack(*k), True, n) for k, n in zip(KINDS, (11, 11, 12, 12, 14, 12, 14, 12, 11, 10, 12, 11), strict=True)},
-    "input without a gradient": (stack("pre", "rms", True), False, 11),
+    **{
+        "-".join(map(str, k)): (stack(*k), True, n)
+        for k, n in zip(KINDS, (12, 12, 12, 12, 14, 12, 14, 12, 12, 12, 12, 12), strict=True)
+    },
+    "input without a gradient": (stack("pre", "rms", True), False, 12),
     "frozen parameters": (frozen, True, 12),
-    "tied and twice": (Tied, False, 10),
+    "tied and twice": (Tied, False, 11),
     "checkpointed": (Checkpointed, True, 12),
 }
 
@@ -78,7 +81,7 @@ def test_gradients_equal_eagers(name: str) -> None:
     assert [len(r.sites) for r in REPORTS] == [regions]
     for mine, theirs in zip(found, wanted[0], strict=True):
         assert (mine is None) == (theirs is None)
-        assert mine is None or error(mine, theirs) < 1e-10
+        assert mine is None or theirs is None or error(mine, theirs) < 1e-10
 
 
 def steps(run: Callable[[Tensor], Tensor], model: nn.Module, xs: list[Tensor], wants: bool) -> list[Tensor | None]:

@@ -35,4 +35,4 @@ def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
         torch.empty(shape, dtype=DTYPES[s.dtype], device=tile[s.value].device).copy_(tile[s.value])
         for s in region.stores
     ]
-    return stores + [tile[r.value].sum(1) for r in region.reductions]
+    return stores + [tile[r.value].sum(1 if r.over == "N" else 0) for r in region.reductions]

@@ -69,10 +69,10 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The sum of `value` over N, finished: a float32 [M] vector (float64 in a float64 region)."""
+    """The sum of `value` over N or over M, finished: a float32 [M] or [N] vector (float64 in a float64 region)."""
 
     value: str
-    over: Literal["N"] = "N"
+    over: Literal["N", "M"] = "N"
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ def verify(region: Region) -> Region:
         defined.add(let.name)
         tiles |= {let.name} if tiles.intersection(names) else set()
     check(
-        all(r.over == "N" for r in region.reductions),
-        f"sums over {[r.over for r in region.reductions]}, only N is known",
+        all(r.over in ("N", "M") for r in region.reductions),
+        f"sums over {[r.over for r in region.reductions]}, only N and M are known",
     )
     for value in [s.value for s in region.stores] + [r.value for r in region.reductions]:
         check(value in tiles, f"{value!r} leaves the region but is not a tile")

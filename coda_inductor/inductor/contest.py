@@ -88,15 +88,9 @@ class Group:
 
     def made(self, source: object) -> Tensor:
         """A store or sum of the group; the sum of a Region outside it is sampled."""
-        key = output_key(source)
-        if key not in self.values:
-            self.values[key] = torch.empty(self.tokens, dtype=torch.float32, device=self.device).uniform_(0.5, 1.5)
-        return self.values[key]  # type: ignore[no-any-return]
-
-
-def output_key(source: object) -> object:
-    """A store is known by (term, dtype), a sum by the term that it sums."""
-    return ("sum", source.args[0]) if isinstance(source, Term) else source
+        if source not in self.values:
+            self.values[source] = torch.empty(self.tokens, dtype=torch.float32, device=self.device).uniform_(0.5, 1.5)
+        return self.values[source]  # type: ignore[no-any-return]
 
 
 def hint(size: Any) -> int:
@@ -130,14 +124,14 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
         late = any(acc.bit in deferred for acc in b.draft.space.accs)
         for source in b.inputs:
             if isinstance(source, tuple) or (late and isinstance(source, Term)):
-                first, second = sorted((leader[i], leader[makers[output_key(source)]]))
+                first, second = sorted((leader[i], leader[makers[source]]))
                 leader = [first if x == second else x for x in leader]
     return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
 
 
 def outputs(built: Built) -> list[object]:
     """The keys of a Region's outputs, in order."""
-    return [*built.draft.stores, *(("sum", t) for t in built.draft.sums)]
+    return [*built.draft.stores, *built.draft.sums]
 
 
 class Contest:

@@ -17,14 +17,14 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.ops import REGION
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.derive import statistics
 from coda_inductor.rewrite.plan import Computed, Plan
 
 ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
-"""What a new node takes over from the one in whose place it stands: its line, its side of a joint graph, its checkpoint."""
+"""What a new node takes over from the one that it replaces: its line, its side of a joint graph, its checkpoint."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Emission:
             return held
 
         lifted = self.plan.program.lifted
-        self.vectors = Vectors(lifted, self.call, lambda s: self.made.get(_key(s)), statistic, self.compute)
+        self.vectors = Vectors(lifted, self.call, lambda s: self.made.get(s), statistic, self.compute)
 
     def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
         """A new node with its fake value; origin and source line are those of `like`."""
@@ -96,7 +96,7 @@ class Emission:
             return self.call(source.node, aten.slice.Tensor, source.node, dim, source.start, source.stop)
         if isinstance(source, Computed):
             return self.vectors.write(source)
-        node = source if isinstance(source, fx.Node) else self.made[_key(source)]
+        node = source if isinstance(source, fx.Node) else self.made[source]
         matrices = built.region.matrices
         if index < matrices:
             return self.reshape(node, [-1, built.region.products[0].k]) if g.tensor(node).dim() != 2 else node  # type: ignore[union-attr]
@@ -110,12 +110,21 @@ class Emission:
         """Writes one Region and records its outputs."""
         inputs = [self.input(built, i, s) for i, s in enumerate(built.inputs)]
         node = self.call(like, REGION, inputs, built.region.text, self.target)
-        keys: list[object] = [*built.draft.stores, *(("sum", t) for t in built.draft.sums)]
+        keys: list[object] = [*built.draft.stores, *built.draft.sums]
         for i, key in enumerate(keys):
-            self.made[_key(key)] = self.call(like, operator.getitem, node, i)
+            self.made[key] = self.call(like, operator.getitem, node, i)
 
     def supply(self, built: Built) -> None:
-        """Puts the stores in the place of the nodes that they replace."""
+        """Puts the stores and the sums over tokens in the place of the nodes that they replace."""
+        for node, (red, number) in built.draft.totals.items():
+            value = g.tensor(node)
+            assert value is not None
+            new = self.made[red]
+            new = new if number == 1 else self.call(new, aten.mul.Tensor, new, float(number))
+            if g.tensor(new).dtype != value.dtype:  # type: ignore[union-attr]
+                new = self.call(new, prims.convert_element_type.default, new, value.dtype)
+            new = self.reshape(new, list(value.shape))
+            node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
         for node, stored in built.draft.supplies.items():
             value = g.tensor(node)
             assert value is not None
@@ -129,11 +138,6 @@ class Emission:
             if any(user.op == "output" for user in node.users):
                 new = self.restride(new, value)
             node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
-
-
-def _key(source: object) -> object:
-    """Where `made` lists an output: a store under (term, dtype), a sum under ("sum", the summed term)."""
-    return ("sum", source.args[0]) if isinstance(source, Term) else source
 
 
 def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
@@ -160,5 +164,5 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
 
 def _known(emission: Emission, source: Source) -> bool:
     if isinstance(source, Computed):
-        return all(_key(s) in emission.made for s in statistics(source.term) if emission.plan.summed(s))
-    return isinstance(source, fx.Node | Weight) or _key(source) in emission.made
+        return all(s in emission.made for s in statistics(source.term) if emission.plan.summed(s))
+    return isinstance(source, fx.Node | Weight) or source in emission.made

@@ -23,7 +23,8 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.laws import LAWS
-from coda_inductor.rewrite.plan import Plan, plan
+from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.search import plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ def rewrite(
     decide: Decide = lambda plan, builts: Verdict(),
 ) -> Report:
     """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
-    what a measurement found slower. Raises Unsupported for a training graph on a device, BrokenInvariant for a bug; the graph is
-    then as it was."""
+    what a measurement found slower. Raises Unsupported for a training graph (the reference target takes those too),
+    BrokenInvariant for a bug; the graph is then as it was."""
     start = time.perf_counter()
     if is_joint(graph) and target != "reference":  # the kernels of backward Regions have not been measured
         raise Unsupported("training graphs are not rewritten yet", hint="run under torch.no_grad() or inference_mode()")

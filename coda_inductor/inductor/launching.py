@@ -109,7 +109,7 @@ def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[A
 def _outputs(region: Region, tensors: Sequence[Any]) -> list[tuple[list[Any], torch.dtype]]:
     m = tensors[region.products[0].a].get_size()[0]
     return [([m, region.n], DTYPES[s.dtype]) for s in region.stores] + [
-        ([m], region.compute) for _ in region.reductions
+        ([m if r.over == "N" else region.n], region.compute) for r in region.reductions
     ]
 
 

@@ -24,7 +24,7 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     r = parse(region)
     x = inputs[r.products[0].a]
     tiles = [x.new_empty((x.shape[0], r.n), dtype=DTYPES[s.dtype]) for s in r.stores]
-    return tiles + [x.new_empty((x.shape[0],), dtype=r.compute) for _ in r.reductions]
+    return tiles + [x.new_empty((x.shape[0] if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
 
 
 _library.impl("region", _eager, "CompositeExplicitAutograd")

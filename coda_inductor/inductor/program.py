@@ -85,7 +85,7 @@ class Derived:
 def _loads(plan: Plan, draft: Draft) -> dict[Term, Source]:
     """The early values that the epilogue of a draft reads rather than computes."""
     found: dict[Term, Source] = {}
-    seen, todo = set[Term](), [*(t for t, _ in draft.stores), *draft.sums]
+    seen, todo = set[Term](), [*(t for t, _ in draft.stores), *(s.args[0] for s in draft.sums)]
     while todo:
         x = todo.pop()
         if x in seen or x in draft.space.accs:
@@ -167,9 +167,7 @@ class Listing:
             for j, t in enumerate(built.draft.sums):
                 if (result := results.get(j + len(built.draft.stores))) is not None:
                     self.names[result] = f"s{i}{_suffix(j, len(built.draft.sums))}"
-                    terms = derived.plan.program.lifted.terms
-                    reds = (r for r in terms if r.kind == "red" and r.name == "sum" and r.args[0] is t)
-                    self.by_term.update((r, self.names[result]) for r in reds)
+                    self.by_term[t] = self.names[result]
             for j, acc in enumerate(built.draft.space.accs):
                 self.by_term[acc] = f"acc{i}{_suffix(j, len(built.draft.space.accs))}"
             for x, source in derived.loads[self.regions.index(step)].items():
@@ -264,7 +262,7 @@ class Listing:
         for j, t in enumerate(draft.sums):
             result = results.get(j + len(draft.stores))
             name, to = (self.names[result], readers.get(result, [])) if result is not None else ("unread", [])
-            sums.append({"name": name, "to": to, "formula": show(t, DEPTH, names)})
+            sums.append({"name": name, "to": to, "formula": show(t.args[0], DEPTH, names)})
         loads = list(dict.fromkeys(self._input(step, built, s) for s in built.inputs[region.matrices :]))
         facts: Facts = {"region": site.name, "digest": region.digest, "shape": f"[{site.m}, {region.n}]"}
         facts |= {"products": products, "loads": loads, "stores": stores, "sums": sums}

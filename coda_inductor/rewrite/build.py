@@ -178,7 +178,8 @@ def build(plan: Plan, draft: Draft) -> Built:
         products.append(Product(f"acc{i}", matrices.index(a), matrices.index(b), k, weight_of(product)[1]))  # type: ignore[arg-type]
         writer.values[acc] = f"acc{i}"
     stores = tuple(Store(str(writer.value(t)), dtype) for t, dtype in draft.stores)
-    sums = tuple(Reduction(str(writer.value(t))) for t in draft.sums)
+    rows = set(draft.space.rows)
+    sums = tuple(Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N") for s in draft.sums)
     n = plan.program.lifted.reading.axes.total(draft.space.columns).static
     assert n is not None
     region = Region(n, writer._dtype(), tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums)

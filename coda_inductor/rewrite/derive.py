@@ -219,8 +219,8 @@ def moments(program: Program, red: Term, laws: frozenset[str]) -> tuple[str, Ter
 
 
 def triangle(program: Program, red: Term) -> Term:
-    """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, where q W is there up to a per-token factor and
-    the epilogue that makes Z can take the sum; else red as it is."""
+    """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, where q W is there up to a per-token factor
+    and the epilogue that makes Z can take the sum; else red as it is."""
     terms, x, over = program.lifted.terms, red.args[0], red.over
     if x.kind != "mul" or not x.hosts:
         return red

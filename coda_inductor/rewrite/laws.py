@@ -90,7 +90,7 @@ TRIANGLE = Law(
     after=lambda q, z, w: over_k(z * (q @ w)),
     shapes={"q": "M K", "z": "M N", "w": "K N"},
     refuses=(),  # true of all matrices; what it needs is that q W is there already, which only the derivation knows
-    when="a norm's backward sums, over the row that a product z W^T is still making, its product with q, and the forward made q W",
+    when="a norm's backward sums q times z W^T over the row that this product still makes, and q W is there",
     numerics="moves a rounding",
     source="sum_k q[m,k] sum_n z[m,n] w[k,n] = sum_n z[m,n] sum_k q[m,k] w[k,n]",
 )

@@ -12,14 +12,12 @@ from fractions import Fraction
 
 from torch import fx
 
-from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.derive import Firing, derive, leaves, sources, statistics
-from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.derive import Firing, leaves, sources, statistics
 from coda_inductor.rewrite.program import Program, Space
 
 Stored = tuple[Term, str]
@@ -47,6 +45,8 @@ class Draft:
     stores: list[Stored] = field(default_factory=list)
     sums: list[Term] = field(default_factory=list)
     supplies: dict[fx.Node, Stored] = field(default_factory=dict)
+    totals: dict[fx.Node, tuple[Term, Fraction]] = field(default_factory=dict)
+    """Nodes that are a number times one of the sums, over tokens: gradients of gains and biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Plan:
     kept: set[fx.Node] = field(default_factory=set)
     refused: list[Refusal] = field(default_factory=list)
     _todo: list[fx.Node] = field(default_factory=list)
-    _sums: set[Term] = field(default_factory=set)
+    sums: set[Term] = field(default_factory=set)
 
     def unique(self) -> list[Draft]:
         """The drafts that do more than a bare product, in the order of the graph."""
@@ -107,71 +107,6 @@ class Plan:
                 for a in node.all_input_nodes:
                     self.need(self._base(a) if self._fusible(node) else a)
         self._settle()
-        self._trim()
-
-    def _trim(self) -> None:
-        """Drops outputs of epilogues that were only looked into, and that nothing reads in the end."""
-        drafts = self.unique()
-        made: dict[object, tuple[Draft, Term]] = {s: (d, s[0]) for d in drafts for s in d.stores}
-        made |= {node: made[s] for d in drafts for node, s in d.supplies.items()}
-        used, seen = set[object](), set[object]()
-        todo: list[object] = [n for n in self.program.lifted.graph.nodes if n.op == "output" or n.is_impure()]
-        while todo:
-            item = todo.pop()
-            if item in seen:
-                continue
-            seen.add(item)
-            if isinstance(item, Computed):
-                todo += self._read(item)
-            elif isinstance(item, Term):  # the argument of a sum
-                draft = next(d for d in drafts if item in d.sums)
-                used.add((id(draft), item))
-                todo += self._reads(draft, item)
-            elif item in made:
-                draft, term = made[item]
-                used.add((id(draft), item if isinstance(item, tuple) else draft.supplies[item]))  # type: ignore[index]
-                todo += self._reads(draft, term)
-            else:
-                assert isinstance(item, fx.Node), item
-                todo += item.all_input_nodes
-        for d in drafts:
-            d.stores = [s for s in d.stores if (id(d), s) in used]
-            d.sums = [t for t in d.sums if (id(d), t) in used]
-            d.supplies = {node: s for node, s in d.supplies.items() if s in d.stores}
-        self._sums = {t for d in drafts for t in d.sums}
-
-    def _reads(self, draft: Draft, t: Term) -> list[object]:
-        """What an epilogue reads to make t, its matrices included."""
-        out: list[object] = []
-        for acc in draft.space.accs:
-            product = self.program.product(acc)
-            out += [self.operand(acc), *(a for a in product.node.all_input_nodes if a is not product.x)]
-        seen, todo = set[Term](), [t]
-        while todo:
-            x = todo.pop()
-            if x in seen or x in draft.space.accs:
-                continue
-            seen.add(x)
-            source = None if x.deps & draft.space.mask else self.source(x, draft.space)
-            if source is None:
-                todo += x.args
-            else:
-                out.append(source.args[0] if isinstance(source, Term) else source)
-        return out
-
-    def _read(self, c: Computed) -> list[object]:
-        """What a small computation reads."""
-        out: list[object] = []
-        for s in sources(c.term):
-            if s.kind == "leaf":
-                out.append(self.program.lifted.node(s))
-            elif self.summed(s):
-                out.append(s.args[0])
-            elif c.extent == "token" and (held := self.statistic(s)) is not None:
-                out.append(held[0])
-            else:
-                out += [self.program.lifted.node(leaf) for leaf in leaves(s)]
-        return out
 
     def _settle(self) -> None:
         """Finds decisions that exclude each other."""
@@ -232,8 +167,10 @@ class Plan:
     def _supply(self, node: fx.Node) -> bool:
         """Lets an epilogue make the node, if one can. Products themselves are made by a Region only if it does more."""
         term = self.program.lifted.term.get(node)
-        if term is None or not (t := self.program.new[term]).hosts or g.is_view(node) or g.lane(node) is not None:
+        if term is None or g.is_view(node) or g.lane(node) is not None:
             return False
+        if not (t := self.program.new[term]).hosts:
+            return self._total(node, t)
         try:
             space = self.program.space(t)
             self.program.check(t, space)
@@ -253,6 +190,28 @@ class Plan:
         draft.supplies[node] = (t, DTYPE_NAMES.get(value.dtype, str(value.dtype)))
         return True
 
+    def _total(self, node: fx.Node, t: Term) -> bool:
+        """Lets an epilogue sum over its tokens what the node is the sum of."""
+        number, red = (t.coefficient, t.args[0]) if t.kind == "mul" and t.powers == (Fraction(1),) else (Fraction(1), t)
+        if red.kind != "red" or red.name != "sum" or not red.args[0].hosts:
+            return False
+        try:
+            space = self.program.space(red.args[0])
+            self.program.check(red.args[0], space)
+            late = g.is_backward(node) and not g.is_backward(self.program.product(space.accs[-1]).node)
+            if late or set(red.over) != set(space.rows) or self._order(node) != space.columns:
+                return False
+            draft = self._draft(space)
+            self.program.check(red.args[0], draft.space)
+        except Unsupported:
+            return False
+        draft.totals[node] = red, number
+        if red not in draft.sums:
+            draft.sums.append(red)
+            self.sums.add(red)
+            self._inputs(draft, red.args[0])
+        return True
+
     def _order(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(i for d in self.program.lifted.reading.roots(node) for i in d)
 
@@ -269,7 +228,8 @@ class Plan:
             draft.stores += [s for s in d.stores if s not in draft.stores]
             draft.sums += [s for s in d.sums if s not in draft.sums]
             draft.supplies |= d.supplies
-        for t in [t for t, _ in draft.stores] + draft.sums:
+            draft.totals |= d.totals
+        for t in [t for t, _ in draft.stores] + [s.args[0] for s in draft.sums]:
             try:
                 self.program.check(t, draft.space)
             except Unsupported as why:
@@ -368,7 +328,7 @@ class Plan:
 
     def summed(self, red: Term) -> bool:
         """Does some epilogue take this sum?"""
-        return red.args[0] in self._sums
+        return red in self.sums
 
     def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) for a per-token reduction that the graph holds: it is factor * node."""
@@ -411,9 +371,9 @@ class Plan:
             draft = self._draft(space)
         except Unsupported:
             return False
-        if x.args[0] not in draft.sums:
-            draft.sums.append(x.args[0])
-            self._sums.add(x.args[0])
+        if x not in draft.sums:
+            draft.sums.append(x)
+            self.sums.add(x)
             self._inputs(draft, x.args[0])
         return True
 
@@ -421,32 +381,6 @@ class Plan:
 def _deps(draft: Draft) -> int:
     """The products that must have run before all of the draft's outputs exist."""
     deps = 0
-    for t in [t for t, _ in draft.stores] + draft.sums:
+    for t in [t for t, _ in draft.stores] + [s.args[0] for s in draft.sums]:
         deps |= t.deps
     return deps
-
-
-ALL = frozenset(law.name for law in LAWS)
-
-
-def plan(
-    lifted: Lifted,
-    laws: frozenset[str] = ALL,
-    banned: dict[int, str] | None = None,
-    undeferred: int = 0,
-) -> Plan:
-    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
-    of `undeferred` ones (a bit set) stay as the user wrote them."""
-    bans = dict(banned or {})
-    for _ in range(2 * len(lifted.products) + 1):
-        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
-        made = Plan(program, derive(program, laws))
-        try:
-            made.run()
-            return made
-        except Conflict as conflict:
-            if not (conflict.banned.keys() - bans.keys() or conflict.undeferred & ~undeferred):
-                raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
-            bans |= conflict.banned
-            undeferred |= conflict.undeferred
-    raise BrokenInvariant("planning does not settle")

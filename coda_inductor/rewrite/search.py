@@ -1,0 +1,36 @@
+"""Deriving and planning, again and again until no two decisions exclude each other."""
+
+from __future__ import annotations
+
+from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.patterns.lift import Lifted
+from coda_inductor.rewrite.derive import derive
+from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.plan import Conflict, Plan
+from coda_inductor.rewrite.program import Program
+from coda_inductor.rewrite.trim import trim
+
+ALL = frozenset(law.name for law in LAWS)
+
+
+def plan(
+    lifted: Lifted,
+    laws: frozenset[str] = ALL,
+    banned: dict[int, str] | None = None,
+    undeferred: int = 0,
+) -> Plan:
+    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
+    of `undeferred` ones (a bit set) stay as the user wrote them."""
+    bans = dict(banned or {})
+    for _ in range(2 * len(lifted.products) + 1):
+        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
+        made = Plan(program, derive(program, laws))
+        try:
+            made.run()
+            return trim(made)
+        except Conflict as conflict:
+            if not (conflict.banned.keys() - bans.keys() or conflict.undeferred & ~undeferred):
+                raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
+            bans |= conflict.banned
+            undeferred |= conflict.undeferred
+    raise BrokenInvariant("planning does not settle")
