@@ -22,6 +22,7 @@ from coda_inductor.inductor.emit import emit
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.derive import statistics
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
@@ -122,7 +123,7 @@ def _rewrite(
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
     nodes = {bit: product.node for bit, product in lifted.products.items()}
-    fired = {f.product: f.law for f in made.firings}
+    fired = _fired(made)
     refused = tuple(Refusal(r.node.name, r.reason, lines[r.node.name]) for r in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
@@ -171,11 +172,22 @@ def _illegal(builts: list[Built], legal: Callable[[Region], None], settings: Set
     return losers
 
 
-def _site(i: int, built: Built, nodes: dict[int, fx.Node], fired: dict[int, str], lines: dict[str, str]) -> Site:
+def _fired(made: Plan) -> dict[object, set[str]]:
+    """The laws that made each product (by bit) and each sum what it is."""
+    fired: dict[object, set[str]] = {}
+    for f in made.firings:
+        for what in [f.product] if f.product >= 0 else statistics(f.after):
+            fired.setdefault(what, set()).add(f.law)
+    return fired
+
+
+def _site(
+    i: int, built: Built, nodes: dict[int, fx.Node], fired: dict[object, set[str]], lines: dict[str, str]
+) -> Site:
     bits = [acc.bit for acc in built.draft.space.accs]
     value = g.tensor(nodes[bits[-1]])
     assert value is not None
-    laws = tuple(sorted({fired[b] for b in bits if b in fired}))
+    laws = tuple(sorted({law for what in (*bits, *built.draft.sums) for law in fired.get(what, ())}))
     outputs = tuple(n.name for n in built.draft.supplies)
     return Site(f"r{i}", built.region, str(value.shape[0]), laws, (), outputs, lines[nodes[bits[-1]].name])
 
