@@ -152,6 +152,11 @@ def root(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
     return node
 
 
+def is_tangent(node: fx.Node) -> bool:
+    """Is the node the gradient of an output, which exists only once the forward is over?"""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
 def is_view(node: fx.Node) -> bool:
     """Does the node only rearrange its first argument? A slice of everything does, too."""
     if node.op != "call_function":

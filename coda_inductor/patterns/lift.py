@@ -59,8 +59,9 @@ class Lifted:
 def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
     """Reads a functional ATen graph with fake tensors in meta["val"]. Adds no guard and changes nothing."""
     lifted = Lifted(graph, read_axes(graph), Terms(), {}, {}, {})
+    forward = _forward(lifted)
     for node in graph.nodes:
-        deps = 0
+        deps = forward if g.is_tangent(node) else 0
         for a in node.all_input_nodes:
             deps |= lifted.deps[a]
         if node in lifted.reading.dims:
@@ -75,6 +76,18 @@ def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
             deps |= term.deps
         lifted.deps[node] = deps
     return lifted
+
+
+def _forward(lifted: Lifted) -> int:
+    """The products of the forward, as a bit set: the gradient of an output comes after all of them."""
+    backward, products, bits = set[fx.Node](), 0, 0
+    for node in lifted.graph.nodes:
+        if g.is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+        if node.target in g.PRODUCTS and node in lifted.reading.dims and node not in lifted.reading.opaque:
+            products |= (node not in backward) << bits
+            bits += 1
+    return products
 
 
 def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
