@@ -20,7 +20,7 @@ from zoo import CASES, Case
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.derive import derive
 from coda_inductor.rewrite.laws import LAWS, Law
-from coda_inductor.rewrite.plan import plan
+from coda_inductor.rewrite.search import plan
 from coda_inductor.rewrite.program import Program
 
 each_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)

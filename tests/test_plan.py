@@ -17,7 +17,8 @@ from coda_inductor.core.region import Region
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.build import build
 from coda_inductor.rewrite.laws import LAWS
-from coda_inductor.rewrite.plan import Plan, plan
+from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.search import plan
 
 ALL = frozenset(law.name for law in LAWS)
 
