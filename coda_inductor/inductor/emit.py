@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.ops import REGION
+from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
@@ -35,11 +36,12 @@ class Emission:
     target: str
     anchor: fx.Node
     plan: Plan
-    compute: torch.dtype
     made: dict[object, fx.Node] = field(default_factory=dict)
-    vectors: Vectors = field(init=False)
+    vectors: dict[torch.dtype, Vectors] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def _vectors(self, compute: torch.dtype) -> Vectors:
+        """What writes small computations in the dtype in which a Region computes."""
+
         def statistic(s: Term) -> tuple[fx.Node, Fraction]:
             held = self.plan.statistic(s)
             if held is None:
@@ -47,7 +49,9 @@ class Emission:
             return held
 
         lifted = self.plan.program.lifted
-        self.vectors = Vectors(lifted, self.call, lambda s: self.made.get(s), statistic, self.compute)
+        if compute not in self.vectors:
+            self.vectors[compute] = Vectors(lifted, self.call, self.made.get, statistic, compute)
+        return self.vectors[compute]
 
     def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
         """A new node with its fake value; origin and source line are those of `like`."""
@@ -70,16 +74,6 @@ class Emission:
         sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
         return self.call(node, aten.view.default, node, sizes)
 
-    def restride(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
-        """node in the memory order of `like`: what a graph returns has the strides that eager would give it."""
-        strides = [s if isinstance(s, int) else s.node.hint for s in like.stride()]
-        order = sorted(range(like.dim()), key=lambda i: strides[i], reverse=True)
-        if order == list(range(like.dim())):
-            return node
-        turned = self.call(node, aten.permute.default, node, order)
-        dense = self.call(node, aten.clone.default, turned, memory_format=torch.contiguous_format)
-        return self.call(node, aten.permute.default, dense, [order.index(i) for i in range(like.dim())])
-
     def _size(self, size: torch.SymInt) -> fx.Node:
         for node in self.graph.nodes:
             value = node.meta.get("val")
@@ -95,16 +89,15 @@ class Emission:
             dim = 0 if built.region.products[0].b_layout == "nk" else 1
             return self.call(source.node, aten.slice.Tensor, source.node, dim, source.start, source.stop)
         if isinstance(source, Computed):
-            return self.vectors.write(source)
+            return self._vectors(built.region.compute).write(source)
         node = source if isinstance(source, fx.Node) else self.made[source]
-        matrices = built.region.matrices
-        if index < matrices:
-            return self.reshape(node, [-1, built.region.products[0].k]) if g.tensor(node).dim() != 2 else node  # type: ignore[union-attr]
-        extent = built.region.operands[index - matrices].extent
-        rank = 2 if extent == "tile" else 1
-        if g.tensor(node).dim() == rank:  # type: ignore[union-attr]
-            return node
-        return self.call(node, aten.view.default, node, [-1, built.region.n] if rank == 2 else [-1])
+        r = built.region
+        extent = r.operands[index - r.matrices].extent if index >= r.matrices else "matrix"
+        shape = {"matrix": [-1, r.products[0].k], "tile": [-1, r.n]}.get(extent, [-1])
+        value = g.tensor(node)
+        assert value is not None
+        fits = value.dim() == len(shape) and (len(shape) == 1 or str(value.shape[1]) == str(shape[1]))
+        return node if fits else self.call(node, aten.view.default, node, shape)
 
     def region(self, like: fx.Node, built: Built) -> None:
         """Writes one Region and records its outputs."""
@@ -135,8 +128,6 @@ class Emission:
                 raise BrokenInvariant(
                     f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}"
                 )
-            if any(user.op == "output" for user in node.users):
-                new = self.restride(new, value)
             node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
 
 
@@ -146,7 +137,8 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
     if not builts:
         return
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    emission = Emission(graph, target, output, plan, builts[0].region.compute)
+    emission = Emission(graph, target, output, plan)
+    strides = Strides(graph)
     pending = list(builts)
     while pending:
         ready = [b for b in pending if all(_known(emission, s) for s in b.inputs)]
@@ -157,9 +149,25 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
         pending = [b for b in pending if b not in ready]
     for built in builts:
         emission.supply(built)
+    _unshare(emission, output)
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
+    strides.restore(emission.call)
     graph.lint()
+
+
+def _unshare(emission: Emission, output: fx.Node) -> None:
+    """What a graph returns has memory of its own: two outputs that are one store are two tensors all the same."""
+    taken, stores = set[fx.Node](), set(emission.made.values())
+
+    def own(node: fx.Node) -> fx.Node:
+        store = g.root(node, g.is_view)
+        if store in stores and store in taken:
+            return emission.call(node, aten.clone.default, node)
+        taken.add(store)
+        return node
+
+    output.args = fx.map_arg(output.args, own)
 
 
 def _known(emission: Emission, source: Source) -> bool:

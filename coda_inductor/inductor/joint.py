@@ -87,7 +87,7 @@ def rewrite(
 ) -> Report:
     """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
     what a measurement found slower. Raises Unsupported for a training graph (the reference target takes those too),
-    BrokenInvariant for a bug; the graph is then as it was."""
+    BrokenInvariant for a bug; the owning module then has its graph back as it was."""
     start = time.perf_counter()
     if is_joint(graph) and target != "reference":  # the kernels of backward Regions have not been measured
         raise Unsupported("training graphs are not rewritten yet", hint="run under torch.no_grad() or inference_mode()")

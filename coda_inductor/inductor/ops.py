@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.region import DTYPES, parse
+from coda_inductor.core.region import DTYPES, Region, parse
 
 _library = torch.library.Library("coda", "DEF")
 _library.define("region(Tensor[] inputs, str region, str target) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
@@ -23,8 +24,22 @@ def _eager(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
 def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     r = parse(region)
     x = inputs[r.products[0].a]
+    _require_shapes(r, inputs)
     tiles = [x.new_empty((x.shape[0], r.n), dtype=DTYPES[s.dtype]) for s in r.stores]
     return tiles + [x.new_empty((x.shape[0] if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
+
+
+def _require_shapes(r: Region, inputs: list[Tensor]) -> None:
+    """Raises BrokenInvariant, while compiling, for inputs that are not what the Region says. Static sizes only."""
+    wanted = {p.a: (1, p.k) for p in r.products}
+    wanted |= {p.b: (1, p.k if p.b_layout == "nk" else r.n) for p in r.products}
+    wanted |= {
+        i: (0 if o.extent == "feature" else 1, r.n) for i, o in enumerate(r.operands, r.matrices) if o.extent != "token"
+    }
+    for i, (dim, size) in wanted.items():
+        rank = 1 if i >= r.matrices and r.operands[i - r.matrices].extent != "tile" else 2
+        if inputs[i].dim() != rank or (isinstance(inputs[i].shape[dim], int) and inputs[i].shape[dim] != size):
+            raise BrokenInvariant(f"input {i} is {list(inputs[i].shape)}, dimension {dim} of {rank} should be {size}")
 
 
 _library.impl("region", _eager, "CompositeExplicitAutograd")

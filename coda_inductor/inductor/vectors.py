@@ -14,7 +14,7 @@ from torch import fx
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.patterns.lift import Lifted
+from coda_inductor.patterns.lift import ROUNDINGS, Lifted
 from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.rewrite.plan import Computed
 
@@ -25,6 +25,8 @@ FUNCTIONS: dict[str, object] = {
     "exp": aten.exp.default, "log": aten.log.default, "tanh": aten.tanh.default, "erf": aten.erf.default,
     "abs": aten.abs.default, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
+
+ROUNDED = {name: dtype for dtype, name in ROUNDINGS.items()}
 
 
 @dataclass(slots=True)
@@ -77,6 +79,9 @@ class Vectors:
                 for a in t.args
                 if is_number(a)
             ]
+            if t.name in ROUNDED:
+                narrow = self.call(args[0], prims.convert_element_type.default, args[0], ROUNDED[t.name])
+                return self.call(narrow, prims.convert_element_type.default, narrow, self.compute), order
             return self.call(args[0], FUNCTIONS[t.name], *args, *numbers), order
         if t.kind == "lanes":
             args, order = self._aligned(t.args, token)

@@ -85,7 +85,7 @@ class Axes:
                 continue
             if self.size[i] == self.size[j]:
                 if self._tensors[i] & self._tensors[j]:
-                    raise Misfit("two axes of one tensor would become one")
+                    raise Misfit("two axes of one tensor would become one, as a square weight's in x + x @ W")
                 self._bind(j, (i,))
             elif (major := self.size[i].over(self.size[j])) is not None and major != ONE:
                 left += self.split(i, self.size[j])

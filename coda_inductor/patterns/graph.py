@@ -60,6 +60,15 @@ def floating(node: fx.Node) -> bool:
     return value is not None and value.dtype.is_floating_point and all(s.static != 0 for s in sizes(node))
 
 
+def precision(node: fx.Node) -> torch.dtype | None:
+    """What a node's values are computed in: float32 for the dtypes that epilogues widen to it, else the dtype itself.
+    None if it is no single floating-point tensor."""
+    value = tensor(node)
+    if value is None or not value.dtype.is_floating_point:
+        return None
+    return torch.float32 if value.dtype in (torch.bfloat16, torch.float16) else value.dtype
+
+
 def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """(input, dimension, lanes, index) if the node is one of a few equal parts of a dimension of its input."""
     cut = _cut(node)

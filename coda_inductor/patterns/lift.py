@@ -93,6 +93,8 @@ def _forward(lifted: Lifted) -> int:
 def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
     """The node's term, None if a detail of it is not understood after all."""
     ts, reading = lifted.terms, lifted.reading
+    if any(g.precision(a) not in (None, g.precision(node)) for a in node.all_input_nodes):
+        return None  # a cast to or from float64 or eight bits is a rounding, or an island of another precision
     if (part := g.lane(node)) is not None:
         lane, index = reading.lanes[node]
         term = lifted.term[part[0]]

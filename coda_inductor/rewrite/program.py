@@ -108,6 +108,8 @@ class Program:
         if last.bit in self.banned:
             raise Unsupported(self.banned[last.bit])
         weight_of(self.product(last))
+        if not self.product(last).rows:
+            raise Unsupported("a single token")
         lanes = [a for a in accs if self._shares(a, last)]
         columns = {self.columns(a) for a in lanes}
         if len(lanes) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, lanes)):
@@ -229,8 +231,11 @@ def weight_of(product: Product) -> tuple[fx.Node, str]:
     assert value is not None
     if value.stride()[1] == 1:
         return w, "kn"
-    if value.stride()[0] == 1 and w.target in TRANSPOSES and isinstance(w.args[0], fx.Node):
-        return w.args[0], "nk"
+    base = w.args[0] if w.target in TRANSPOSES else None
+    under = g.tensor(base)
+    swaps = under is not None and under.stride() == value.stride()[::-1] == (under.stride()[0], 1)  # not permute(0, 1)
+    if isinstance(base, fx.Node) and swaps:
+        return base, "nk"
     raise Unsupported(f"the weight of {product.node} is neither row- nor column-major")
 
 
