@@ -1,0 +1,99 @@
+"""What a graph returns lies in memory as it did before: the Regions store row by row, and what the graph makes of
+their stores inherits that order, however its own inputs lay."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from coda_inductor.patterns.graph import aten
+
+Layout = tuple[tuple[str, ...], ...]
+"""The strides of every tensor that a node computes, None of them for a dimension of one element."""
+
+
+def layout(node: fx.Node) -> Layout:
+    """How the node's tensors lie in memory."""
+    tensors = (v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+    return tuple(tuple(str(s) for s, n in zip(t.stride(), t.shape, strict=True) if str(n) != "1") for t in tensors)
+
+
+def read_by(node: fx.Node) -> list[Layout]:
+    """How the node's inputs lie in memory."""
+    return [layout(n) for n in node.all_input_nodes]
+
+
+class Strides:
+    """Made before a graph is rewritten; `restore` afterwards gives its outputs the order they had."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.inputs = {node: read_by(node) for node in graph.nodes if node.op == "call_function"}
+        self.outputs = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned(graph)]
+
+    def restore(self, call: Callable[..., fx.Node]) -> None:
+        """Adds the copies; `call` makes a node before the output."""
+        self.propagate()
+        output = self.graph.output_node()
+        wanted = zip(returned(self.graph), self.outputs, strict=True)
+        new = [restrided(node, val, call) if isinstance(val, Tensor) else node for node, val in wanted]
+        output.args = (type(output.args[0])(new),) if isinstance(output.args[0], tuple | list) else tuple(new)
+
+    def propagate(self) -> None:
+        """Computes the fake values of kept nodes anew, where what they read has another order now."""
+        changed: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op != "call_function" or not isinstance(
+                node.target, torch._ops.OpOverload | type(operator.getitem)
+            ):
+                continue
+            if changed.isdisjoint(node.all_input_nodes) and self.inputs.get(node) in (None, read_by(node)):
+                continue
+            before = layout(node)
+            target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with unguarded(node):
+                node.meta["val"] = target(*args, **kwargs)
+            if layout(node) != before:
+                changed.add(node)
+
+
+def returned(graph: fx.Graph) -> list[Any]:
+    """What the graph returns."""
+    (values,) = graph.output_node().args
+    return list(values) if isinstance(values, tuple | list) else [values]
+
+
+def unguarded(node: fx.Node) -> Any:
+    """Inductor propagates once more, and guards then: what is learnt here only decides on copies."""
+    for value in tree_leaves([n.meta.get("val") for n in node.all_input_nodes]):
+        for size in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env.suppress_guards()
+    return nullcontext()
+
+
+def restrided(node: fx.Node, like: Tensor, call: Callable[..., fx.Node]) -> fx.Node:
+    """node in the memory order of `like`."""
+    value = node.meta["val"]
+    long = [i for i, n in enumerate(value.shape) if str(n) != "1"]
+    if [str(value.stride(i)) for i in long] == [str(like.stride(i)) for i in long]:
+        return node
+    order = descending(like)
+    if [i for i in order if i in long] == [i for i in descending(value) if i in long]:
+        return node
+    turned = call(node, aten.permute.default, node, order)
+    dense = call(node, aten.clone.default, turned, memory_format=torch.contiguous_format)
+    return call(node, aten.permute.default, dense, [order.index(i) for i in range(like.dim())])
+
+
+def descending(tensor: Tensor) -> list[int]:
+    """The tensor's dimensions, the one with the longest stride first."""
+    strides = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
+    return sorted(range(tensor.dim()), key=lambda i: strides[i], reverse=True)
