@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import launch, store, target, tune
 from coda_inductor.codegen.legality import Config
+from coda_inductor.core import errors
 from coda_inductor.core.errors import BrokenInvariant, CodaWarning, Unsupported, warn
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
@@ -346,6 +347,25 @@ def test_two_failures_are_two_warnings_and_one_is_one(monkeypatch: pytest.Monkey
     assert len(ran) == 1
     ran = run(Breaks(), *streams(), options=REFERENCE)
     assert len(ran) == 1 and "another" in ran[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kinds"),
+    [
+        ("products of f16", "products of f32", 2),
+        ("no bf16 on sm_90a", "no bf16 on sm_80a", 2),
+        ("in2 is dead", "in3 is dead", 2),
+        ("model.py:41: 128 tokens", "model.py:7: 64 tokens", 1),
+        ("a.py:1: region 00c0ffee00c0ffee at 0x7f3a", "a.py:1: region 0badcafe0badcafe at 0x11", 1),
+    ],
+)
+def test_only_numbers_make_no_new_warning(one: str, other: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "said", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn(one)
+        warn(other)
+    assert len(caught) == kinds
 
 
 def test_warnings_as_errors_stop_the_compile() -> None:
