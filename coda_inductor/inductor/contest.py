@@ -14,16 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
-from coda_inductor.codegen import launch, legality, record, store, tune
+from coda_inductor.codegen import launch, legality, record, store, target, tune
 from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import lowering
 from coda_inductor.inductor.joint import Verdict
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
@@ -32,6 +35,9 @@ from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.plan import Computed, Plan
 
 log = logging.getLogger("coda_inductor.contest")
+
+hint = partial(lowering.hint, otherwise=None)
+"""A size to measure at."""
 
 WIN = 1.02  # Inductor's time over ours, at least
 ROUNDS = 25
@@ -54,13 +60,20 @@ class Group:
             mask |= b.draft.space.mask
         return mask
 
-    def key(self) -> str:
-        """What the outcome depends on."""
-        parts = [*(b.region.text for b in self.builts), str(legality.bucket(self.tokens)), record.device_name()]
-        return (
-            "contest-"
-            + hashlib.sha256("|".join([*parts, record.sources_digest(), torch.__version__]).encode()).hexdigest()[:24]
-        )
+    def key(self, plan: Plan) -> str:
+        """What the outcome depends on: both programs, what they run on, and the versions that compile them."""
+        parts = [
+            str(legality.bucket(self.tokens)),
+            record.device_name(),
+            record.sources_digest(),
+            str(target.versions()),
+        ]
+        with torch.no_grad(), unset_fake_temporarily():
+            for b in self.builts:
+                parts += [b.region.text, *map(laid_out, b.inputs)]
+                parts.append(described(*small(plan, self, b, computed(b))[0].nodes))
+        parts.append(described(*subgraph(self, plan)[0].nodes))
+        return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
 
     def value(self, node: fx.Node) -> Any:
         """A tensor for a node that the group reads: random at the root of its views. Sizes are the hints."""
@@ -91,11 +104,6 @@ class Group:
         if source not in self.values:
             self.values[source] = torch.empty(self.tokens, dtype=torch.float32, device=self.device).uniform_(0.5, 1.5)
         return self.values[source]  # type: ignore[no-any-return]
-
-
-def hint(size: Any) -> int:
-    """A size to measure at."""
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def sample(node: fx.Node, device: torch.device) -> Any:
@@ -180,11 +188,11 @@ class Contest:
             for b in members:
                 launch.kernel(b.region.text, self.settings.cache_dir).build(tokens)
             return ""
-        directory = store.open_store(self.settings.cache_dir)
-        found = store.read_record(directory, group.key(), timed)
+        directory, key = store.open_store(self.settings.cache_dir), group.key(plan)
+        found = store.read_record(directory, key, timed)
         if found is None:
             measured = self.measure(group, plan)
-            found = store.write_record(directory, group.key(), measured, timed)
+            found = store.write_record(directory, key, measured, timed)
         self.rows.append(found)
         log.info("%s: fused %.4f ms, Inductor %.4f ms", "+".join(found["regions"]), found["ms"], found["baseline_ms"])
         if found["baseline_ms"] >= WIN * found["ms"]:
@@ -222,20 +230,41 @@ def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     )
 
 
-def computations(plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
-    """The small computations that a Region needs, as Inductor compiles them; their results become values of the
-    group."""
-    wanted = [s for s in dict.fromkeys(built.inputs) if isinstance(s, Computed) and s not in group.values]
-    if not wanted:
-        return []
-    new, tensors, copies = fx.Graph(), list[Tensor](), dict[object, fx.Node]()
+def described(*nodes: fx.Node) -> str:
+    """A small graph as text, in which names play no part."""
+    number = {node: f"%{i}" for i, node in enumerate(nodes)}
+
+    def line(node: fx.Node) -> str:
+        asked = "" if node.op == "placeholder" else fx.map_arg((node.args, node.kwargs), number.__getitem__)
+        return f"{node.op if node.op in ('placeholder', 'output') else node.target}{asked}{laid_out(node)}"
+
+    return "\n".join(map(line, nodes))
+
+
+def laid_out(source: Source) -> str:
+    """The type, sizes and strides of what is read or computed, at the sizes measured; "~" marks symbolic ones."""
+    if isinstance(source, Weight):
+        return f"{laid_out(source.node)}[{source.start}:{source.stop}]"
+    if not isinstance(source, fx.Node):
+        return type(source).__name__
+    said = []
+    for value in tree_leaves(source.meta.get("val")):
+        sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+        numbers = [f"{hint(n)}{'~' * isinstance(n, torch.SymInt)}" for n in sizes if isinstance(n, int | torch.SymInt)]
+        said.append(f"{getattr(value, 'dtype', '')}{numbers}")
+    return str(said)
+
+
+def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tuple[fx.Graph, list[object]]:
+    """The small computations that a Region needs, and the keys of what they read."""
+    new, copies = fx.Graph(), dict[object, fx.Node]()
 
     def given(key: object) -> fx.Node:
         if key not in copies:
-            value = group.value(key) if isinstance(key, fx.Node) else group.made(key)
+            like = key.meta["val"] if isinstance(key, fx.Node) else torch.empty(group.tokens, device="meta")
+            sizes = [hint(s) for s in like.shape], [hint(s) for s in like.stride()]
             copies[key] = new.placeholder(f"given_{len(copies)}")
-            copies[key].meta["val"] = torch.empty_like(value, device="meta")
-            tensors.append(value)
+            copies[key].meta["val"] = torch.empty_strided(*sizes, dtype=like.dtype, device="meta")
         return copies[key]
 
     def call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
@@ -254,8 +283,22 @@ def computations(plan: Plan, group: Group, built: Built) -> list[Callable[[], ob
 
     vectors = Vectors(plan.program.lifted, call, sum_of, statistic, built.region.compute)
     new.output(tuple(vectors.write(c) for c in wanted))
-    order = {node: i for i, node in enumerate(n for n in new.nodes if n.op == "placeholder")}
-    tensors = [t for _, t in sorted(zip(copies.values(), tensors, strict=True), key=lambda nt: order[nt[0]])]
+    return new, list(copies)
+
+
+def computed(built: Built) -> list[Computed]:
+    """The inputs of a Region that are computed, each once."""
+    return [s for s in dict.fromkeys(built.inputs) if isinstance(s, Computed)]
+
+
+def computations(plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
+    """The small computations that a Region needs, as Inductor compiles them; their results become values of the
+    group."""
+    wanted = [c for c in computed(built) if c not in group.values]
+    if not wanted:
+        return []
+    new, keys = small(plan, group, built, wanted)
+    tensors = [group.value(key) if isinstance(key, fx.Node) else group.made(key) for key in keys]
     run = compiled(fx.GraphModule(torch.nn.Module(), new), tensors)
     group.values |= dict(zip(wanted, run(*tensors), strict=True))
     return [lambda: run(*tensors)]
@@ -277,26 +320,31 @@ def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], 
 def baseline(group: Group, plan: Plan) -> Callable[[], object]:
     """The same nodes of the user's graph as Inductor compiles them, from the tensors that are there before the group
     runs."""
-    new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[Tensor]()
+    graph, given = subgraph(group, plan)
+    tensors = [group.value(node) for node in given]
+    run = compiled(fx.GraphModule(torch.nn.Module(), graph), tensors)
+    return lambda: run(*tensors)
+
+
+def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
+    """What the group stands for in the user's graph, and the nodes whose tensors it reads."""
+    new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
     mask, deps = group.mask, plan.program.lifted.deps
     needed, given = _needed(deps, mask, [node for b in group.builts for node in b.draft.supplies])
     # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
     nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
     wanted = [n for n in nodes if deps[n] & mask and isinstance(n.meta.get("val"), Tensor) and n.users.keys() - needed]
     for node in nodes:
-        if node in given:
-            value = group.value(node)
-            copies[node] = value
-            if isinstance(value, Tensor):
-                copies[node] = new.placeholder(node.name)
-                tensors.append(value)
-        elif isinstance(node.meta.get("val"), torch.SymInt):
+        if isinstance(node.meta.get("val"), torch.SymInt):
             copies[node] = hint(node.meta["val"])
+        elif node in given and isinstance(node.meta.get("val"), Tensor):
+            copies[node] = new.placeholder(node.name)
+            copies[node].meta["val"] = node.meta["val"]
+            tensors.append(node)
         else:
             copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output(tuple(copies[n] for n in wanted))
-    run = compiled(fx.GraphModule(torch.nn.Module(), new), tensors)
-    return lambda: run(*tensors)
+    return new, tensors
 
 
 def _needed(deps: dict[fx.Node, int], mask: int, wanted: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:

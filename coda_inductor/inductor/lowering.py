@@ -17,6 +17,8 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor.core.errors import Unsupported
+
 Path = tuple[str, ...]
 """How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, in its own order."""
 Reads = dict[fx.Node, dict[Path, int]]
@@ -118,10 +120,13 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def hint(size: Any) -> int:
-    """The extent that torch traced a symbolic size with; Inductor's own fallback where there was none."""
+def hint(size: Any, otherwise: int | None = 8192) -> int:
+    """The extent that torch traced a symbolic size with. Where there was none: Inductor's own fallback, or, with None,
+    Unsupported is raised."""
     known = size.node.hint if isinstance(size, torch.SymInt) else size
-    return int(known) if known is not None else 8192
+    if known is None and otherwise is None:
+        raise Unsupported(f"the size {size} is known only when the model runs")
+    return int(otherwise if known is None else known)  # type: ignore[arg-type]
 
 
 def elements(node: fx.Node) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor.inductor.lowering import hint
 from coda_inductor.patterns.graph import aten
 
 Layout = tuple[tuple[str, ...], ...]
@@ -95,5 +96,5 @@ def restrided(node: fx.Node, like: Tensor, call: Callable[..., fx.Node]) -> fx.N
 
 def descending(tensor: Tensor) -> list[int]:
     """The tensor's dimensions, the one with the longest stride first."""
-    strides = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
+    strides = [hint(s) for s in tensor.stride()]
     return sorted(range(tensor.dim()), key=lambda i: strides[i], reverse=True)

@@ -1,0 +1,93 @@
+"""A contest's verdict is found again only for what was measured: both programs, on this machine, by these compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import half, pretend, run, streams
+from torch import Tensor
+
+from coda_inductor.codegen import store, target
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor import contest
+
+W, V = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
+X = torch.randn(320, 64, dtype=torch.bfloat16)
+T = torch.rand(320, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The keys of the contests that were looked up."""
+    pretend(monkeypatch, tmp_path)
+    asked: list[str] = []
+    read = store.read_record
+
+    def note(directory: Path, key: str, *rest: Any) -> Any:
+        asked.extend([key] if key.startswith("contest-") else [])
+        return read(directory, key, *rest)
+
+    monkeypatch.setattr(store, "read_record", note)
+    return asked
+
+
+def first(keys: list[str], f: Callable[..., Any], *args: Tensor) -> str:
+    """The key of the one contest over f."""
+    keys.clear()
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        assert run(f, *args).regions == [1]
+    (key,) = dict.fromkeys(keys)
+    return key
+
+
+def silu(x: Tensor, t: Tensor) -> Tensor:
+    return F.silu(F.linear(x, W)) * t[:, None]
+
+
+def silu_again(y: Tensor, s: Tensor) -> Tensor:
+    return F.silu(F.linear(y, V)) * s[:, None]
+
+
+def silu_spelled(x: Tensor, t: Tensor) -> Tensor:
+    y = F.linear(x, W)
+    return y.float().div(1 + torch.exp(-y.float())).to(y.dtype) * t[:, None]
+
+
+def test_names_play_no_part(keys: list[str]) -> None:
+    assert first(keys, silu, X, T) == first(keys, silu_again, X.clone(), T.clone())
+
+
+def test_what_it_stands_for_is_in_the_key(keys: list[str]) -> None:
+    assert first(keys, silu, X, T) != first(keys, silu_spelled, X, T)
+
+
+def test_a_group_that_the_change_does_not_reach_keeps_its_key(keys: list[str]) -> None:
+    """The norm's epsilon: gate, up and what makes their statistic are measured again, the last product is not."""
+    found = []
+    for eps in (1e-2, 1e-3):
+        keys.clear()
+        model = half(torch.bfloat16)
+        model.norm = torch.nn.RMSNorm(64, eps, dtype=torch.bfloat16)
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            assert run(model, *streams(torch.bfloat16)).regions == [3]
+        found.append(set(keys))
+    assert found[0] != found[1] and len(found[0] & found[1]) == 1
+
+
+@pytest.mark.parametrize("package", ["nvidia-cutlass-dsl", "quack-kernels", "torch"])
+def test_versions_are_in_the_key(keys: list[str], monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    before, versions = first(keys, silu, X, T), target.versions()
+    monkeypatch.setattr(target, "versions", lambda: versions | {package: "another"})
+    assert first(keys, silu, X, T) != before
+
+
+def test_no_contest_at_sizes_that_nobody_knows() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with pytest.raises(Unsupported, match="known only when the model runs"):
+        contest.hint(ShapeEnv().create_unbacked_symint())
