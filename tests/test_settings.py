@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import subprocess
 import sys
@@ -70,6 +71,8 @@ def test_inductor_options_are_passed_on() -> None:
 
 ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"CODA_INDUCTOR_TUNES": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
+    ({"CODA_INDUCTR": "0"}, {}, "did you mean 'CODA_INDUCTOR'"),
+    ({"CODA_INDUCTR_TUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
     ({"CODA_INDUCTOR_AUTOTUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
     ({}, {"numeric": "fast"}, "did you mean 'numerics'"),
     ({}, {"NUMERICS": "fast"}, "known: cache_dir, debug_dir, disable, enabled"),
@@ -129,6 +132,15 @@ def test_check_kinds_suggests_the_nearest() -> None:
     Settings(disable=frozenset({"triangle"})).check_kinds(["triangle", "adjoint"])
     with pytest.raises(SettingError, match="did you mean 'triangle'"):
         Settings(only=frozenset({"triangel"})).check_kinds(["triangle", "adjoint"])
+
+
+@pytest.mark.parametrize("variable", ["CODA_INDUCTOR_DISABLE", "CODA_INDUCTOR_ONLY"])
+def test_a_wrong_law_is_said_where_torch_compile_is_called(variable: str) -> None:
+    code = "import torch; torch.compile(lambda x: x, backend='coda')"
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {variable: "gauge,triangel", "PYTHONPATH": path}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert said.returncode == 1 and "did you mean 'triangle'" in said.stderr
 
 
 def test_default_cache_is_in_the_users_cache() -> None:

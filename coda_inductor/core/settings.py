@@ -61,6 +61,8 @@ class Settings:
                 name = VARIABLES.get(variable) or unknown("environment variable", variable, VARIABLES)
                 if text:  # an empty variable is an unset one
                     values[name] = _value(variable, name, text)
+            elif variable.startswith("CODA_") and difflib.get_close_matches(variable, VARIABLES, 1, 0.85):
+                unknown("environment variable", variable, VARIABLES)
         inductor: dict[str, Any] = {}
         for option, value in (options or {}).items():
             if option.startswith(PASSED_ON):
