@@ -27,7 +27,8 @@ class CodaWarning(RuntimeWarning):
     """Something was not done our way: the text says what, why, and what the user may do."""
 
 
-NUMBERS = re.compile(r"\b(0x[0-9a-f]+|[0-9a-f]{16,}|\d+)\b")  # addresses, digests, line numbers and sizes; never "f16"
+NUMBERS = re.compile(r"\b(0x[0-9a-f]+|[0-9a-f]{16,}|\d+(\.\d+)?(e[-+]?\d+)?)\b")
+"""Addresses, digests, line numbers, sizes, errors; never a part of a word, as in "f16"."""
 
 said: set[str] = set()
 """The warnings of this process, without their numbers."""
