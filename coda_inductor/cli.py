@@ -6,8 +6,11 @@ A verb loads what it needs when it runs, so that --help, --version and a mistype
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -150,6 +153,22 @@ def subject(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return model, args, kwargs
 
 
+def theirs(error: Exception) -> str:
+    """The user's "file:line" that an exception came from; empty if it is ours. Dynamo names it in the text only.
+    Libraries, and what builds and runs the model (capture.py), are passed over."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    named = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code:")[2])
+    frames = named or [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    ours, passing = os.path.dirname(__file__) + os.sep, (f"{os.sep}site-packages{os.sep}", os.path.dirname(os.__file__))
+    for file, line in reversed(frames):
+        if file.startswith(ours) and not file.endswith("capture.py"):
+            return ""
+        if not file.startswith((ours, "<")) and not any(p in file for p in passing):
+            return f"{file}:{line}"
+    return "{}:{}".format(*named[-1]) if named else ""
+
+
 def versions() -> str:
     """One line with our version and those of what we stand on."""
     found = [f"Python {platform.python_version()}"]
@@ -170,6 +189,7 @@ def parser() -> ArgumentParser:
         sub = verbs.add_parser(name, help=verb.help, description=verb.help)
         verb.arguments(sub)
         sub.add_argument("--json", action="store_true", help="print the facts as JSON")
+        sub.add_argument("--traceback", action="store_true", help="show where an exception of yours came from")
     return top
 
 
@@ -188,6 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts, text = VERBS[arguments.verb].run(arguments)
     except CodaError as error:
         print(f"coda-inductor: error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        place = theirs(error)
+        if not place or arguments.traceback or Settings.read()[0].strict:
+            raise
+        what = str(error).strip().partition("\n")[0]
+        said = Unsupported(f"{type(error).__name__}: {what}", where=place, hint="--traceback shows where it came from")
+        print(f"coda-inductor: error: {said}", file=sys.stderr)
         return 2
     print(json.dumps(facts, indent=2) if arguments.json else text())
     return 1 if facts.get("problems") else 0

@@ -30,6 +30,25 @@ def wrong():
 def needs():
     import no_such_library
 
+def bare():
+    return torch.nn.Linear(8, 8), torch.randn(4, 8)
+
+def raises():
+    return {}["no such size"]
+
+def misfit():
+    return torch.randn(3, 4) @ torch.randn(3, 4)
+
+class Misfit(torch.nn.Module):
+    def forward(self, x):
+        return x @ torch.randn(7, 7)
+
+def fails():
+    return Misfit(), (torch.randn(4, 8),)
+
+def plain():
+    return torch.nn.GELU(), (torch.randn(4, 8),)
+
 number = 3
 """
 
@@ -123,11 +142,8 @@ def test_errors_say_what_where_and_what_to_do(
 
 
 def test_a_bug_of_ours_keeps_its_traceback(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise KeyError("v12")
-
-    monkeypatch.setattr(calls, "explain", fail)
-    with pytest.raises(KeyError):
+    monkeypatch.setattr(calls, "explain", None)
+    with pytest.raises(TypeError, match="not callable"):
         cli.main(["explain", "m:f"])
 
 
@@ -185,6 +201,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("their_model:missing", "module 'their_model' has no function 'missing'"),
         ("their_model:number", "module 'their_model' has no function 'number'"),
         ("their_model:wrong", "their_model:wrong returned int (return (model, args)"),
+        ("their_model.py:build", "'their_model.py' is a file, not a module (drop the .py: their_model:build)"),
+        ("their_model:bare", "returned a tensor where a tuple is wanted (return (model, (tensor,)))"),
+        ("their_model:raises", "their_model.py:17: KeyError: 'no such size' (--traceback"),
+        ("their_model:misfit", "their_model.py:20: RuntimeError: "),
+        ("their_model:fails", "their_model.py:24: "),
         ("their_model:needs", "their_model:needs: cannot import it: No module named 'no_such_library'"),
     ],
 )
@@ -193,6 +214,19 @@ def test_a_wrong_subject_is_one_line(here: Path, spec: str, said: str, capsys: p
     error = capsys.readouterr().err
     assert said in error
     assert error.startswith("coda-inductor: error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_a_traceback_on_demand(here: Path, by_flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_STRICT", str(int(not by_flag)))
+    with pytest.raises(KeyError):
+        cli.main(["explain", "their_model:raises", *["--traceback"] * by_flag])
+
+
+def test_a_model_without_a_product_is_said_to_have_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("explain", "graph", "kernels"):
+        assert cli.main([verb, "their_model:plain"]) == 0
+        assert "it has no matrix product" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -112,6 +112,9 @@ def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]
     module, _, name = spec.partition(":")
     if not module or not name:
         raise Unsupported(f"{spec!r} names no function", hint="write MODULE:FUNCTION, as in my_model:build")
+    if module.endswith(".py"):
+        plain = module.removeprefix("./").removesuffix(".py").replace("/", ".")
+        raise Unsupported(f"{module!r} is a file, not a module", hint=f"drop the .py: {plain}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     function = getattr(importlib.import_module(module), name, None)
@@ -119,6 +122,8 @@ def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]
         raise Unsupported(f"module {module!r} has no function {name!r}", where=spec)
     with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
         made = function()
+    if isinstance(made, tuple) and len(made) > 1 and isinstance(made[1], Tensor):
+        raise Unsupported(f"{spec} returned a tensor where a tuple is wanted", hint="return (model, (tensor,))")
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
         hint = "return (model, args) or (model, args, kwargs)"
         raise Unsupported(f"{spec} returned {type(made).__name__}", hint=hint)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import fx
 
 from coda_inductor.codegen import legality
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import Decide, Report, Verdict, rewrite
 from coda_inductor.inductor.joint_pass import PRODUCTS, require_graph
@@ -21,7 +22,7 @@ def target_of(settings: Settings) -> str:
 def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = lambda plan, builts: Verdict()) -> Report:
     """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` and `require_graph` do."""
     if not any(node.target in PRODUCTS for node in graph.nodes):
-        return Report()
+        raise Unsupported("it has no matrix product")
     if settings.target == "reference":
         return rewrite(graph, settings, decide=decide)
     require_graph(graph)
