@@ -14,6 +14,7 @@ import pytest
 
 from coda_inductor.core.errors import CodaError
 from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings, default_cache
+from coda_inductor.inductor.joint import allowed
 
 DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
 
@@ -121,11 +122,12 @@ def test_key_is_the_same_in_every_process() -> None:
     assert keys == {f"{Settings(disable=frozenset('abcdefgh')).key()}\n".encode()}
 
 
-def test_allows() -> None:
-    assert Settings().allows("rope")
-    assert not Settings(disable=frozenset({"rope"})).allows("rope")
-    only = Settings(only=frozenset({"rope", "norm"}), disable=frozenset({"norm"}))
-    assert [only.allows(kind) for kind in ("rope", "norm", "bias")] == [True, False, False]
+def test_only_restricts_the_laws_or_the_kinds_that_it_names() -> None:
+    laws, kinds = frozenset({"gauge", "shift"}), frozenset({"pair"})
+    assert allowed("gauge", laws, Settings())
+    assert not allowed("gauge", laws, Settings(disable=frozenset({"gauge"})))
+    only = Settings(only=frozenset({"gauge"}))
+    assert allowed("gauge", laws, only) and not allowed("shift", laws, only) and allowed("pair", kinds, only)
 
 
 def test_check_kinds_suggests_the_nearest() -> None:

@@ -82,10 +82,6 @@ class Settings:
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if not f.name.endswith("_dir"))
         return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
 
-    def allows(self, kind: str) -> bool:
-        """May the law or region kind `kind` be used?"""
-        return kind not in self.disable and (not self.only or kind in self.only)
-
     def check_kinds(self, known: Collection[str]) -> None:
         """Raises SettingError if `disable` or `only` names a law or region kind that is not among `known`."""
         for kind in sorted(self.disable | self.only):

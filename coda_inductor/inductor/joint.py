@@ -71,6 +71,7 @@ class Verdict:
 
 
 Decide = Callable[[Plan, list[Built]], Verdict]
+NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
 
 
 def is_joint(graph: fx.Graph) -> bool:
@@ -83,7 +84,7 @@ def rewrite(
     settings: Settings,
     target: str = "reference",
     legal: Callable[[Region], None] = lambda region: None,
-    decide: Decide = lambda plan, builts: Verdict(),
+    decide: Decide = NO_CONTEST,
 ) -> Report:
     """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
     what a measurement found slower. Raises Unsupported for a training graph (the reference target takes those too),

@@ -25,7 +25,7 @@ from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import launching, notes
 from coda_inductor.inductor.contest import Contest
-from coda_inductor.inductor.joint import LAW_NAMES, REGION_KINDS, Decide, Report, Verdict, rewrite
+from coda_inductor.inductor.joint import LAW_NAMES, NO_CONTEST, REGION_KINDS, Decide, Report, rewrite
 from coda_inductor.patterns.graph import source_line
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -42,7 +42,6 @@ torch.compile's, at 64 and 256 0.9x (H200, 8B widths, CUDA graphs)."""
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
 PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
-NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
 STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
 QUIETLY = "CODA_INDUCTOR=0 does so without a warning"
 BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"

@@ -10,7 +10,7 @@ from torch import fx
 from coda_inductor.codegen import legality
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.joint import Decide, Report, Verdict, rewrite
+from coda_inductor.inductor.joint import NO_CONTEST, Decide, Report, rewrite
 from coda_inductor.inductor.joint_pass import PRODUCTS, require_graph
 
 
@@ -19,7 +19,7 @@ def target_of(settings: Settings) -> str:
     return "sm_90a" if settings.target == "auto" else settings.target
 
 
-def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = lambda plan, builts: Verdict()) -> Report:
+def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = NO_CONTEST) -> Report:
     """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` and `require_graph` do."""
     if not any(node.target in PRODUCTS for node in graph.nodes):
         raise Unsupported("it has no matrix product")
