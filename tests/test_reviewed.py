@@ -92,3 +92,8 @@ def test_strict_rounds_in_vectors_too() -> None:
 def test_one_token(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     check(lambda x: F.layer_norm(F.linear(F.silu(F.linear(x, W)), W2) + x, (8,)) @ W, x)
+
+
+def test_a_symbolic_width() -> None:
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        check(lambda x, w, v: F.linear(F.silu(F.linear(x, w)), v) + x, X, W, W2)

@@ -110,6 +110,9 @@ class Program:
         weight_of(self.product(last))
         if not self.product(last).rows:
             raise Unsupported("a single token")
+        sizes = self.lifted.reading.axes
+        if sizes.total(self.product(last).columns).static is None or sizes.total(last.over).static is None:
+            raise Unsupported("a width that is a symbol")
         lanes = [a for a in accs if self._shares(a, last)]
         columns = {self.columns(a) for a in lanes}
         if len(lanes) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, lanes)):
