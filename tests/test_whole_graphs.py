@@ -120,6 +120,43 @@ def test_transformers(name: str, cls: str, config: dict[str, Any], count: int, d
     assert regions(reports) == (count, deferred)
 
 
+def pictures(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """A vision model of transformers or a block of bench/models.py (diffusion, nanoGPT), small, with its inputs."""
+    import transformers
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+    bench = importlib.import_module("models")
+    sys.path.pop(0)
+    image = {k: SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    image |= {"image_size": 16, "patch_size": 4, "attn_implementation": "sdpa"}
+    picture, tokens = torch.randn(2, 3, 16, 16).double(), torch.randn(2, 6, 32).double()
+    return {
+        "vit": lambda: (transformers.ViTModel(transformers.ViTConfig(**image)), (picture,)),
+        "clip": lambda: (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**image)), (picture,)),
+        "dit": lambda: (
+            bench.Sequence(*(bench.DiTBlock(32, 4) for _ in range(2))),
+            (tokens, torch.randn(2, 32).double()),
+        ),
+        "nanogpt": lambda: (bench.Sequence(*(bench.GPTBlock(32, 4) for _ in range(2))), (tokens,)),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "deferred"), [("vit", 9, 5), ("clip", 9, 5), ("dit", 2, 0), ("nanogpt", 7, 3)]
+)
+def test_vision_diffusion_and_nanogpt(name: str, count: int, deferred: int) -> None:
+    """Convolutions and per-sample modulation stay outside; no cast to float32 stands in these models."""
+    torch.manual_seed(0)
+    model, inputs = pictures(name)
+    model = model.double().eval()
+    reports = check(lambda *xs: first(model(*xs)), *inputs, run=False)
+    assert regions(reports) == (count, deferred)
+
+
+def first(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_odd_graphs(name: str) -> None:
     function, inputs = ODD[name]
