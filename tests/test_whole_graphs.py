@@ -127,18 +127,21 @@ def pictures(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
     bench = importlib.import_module("models")
     sys.path.pop(0)
-    image = {k: SMALL[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    shared = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    image: dict[str, Any] = {k: SMALL[k] for k in shared}
     image |= {"image_size": 16, "patch_size": 4, "attn_implementation": "sdpa"}
     picture, tokens = torch.randn(2, 3, 16, 16).double(), torch.randn(2, 6, 32).double()
-    return {
+    clip: Any = transformers.CLIPVisionModel
+    made: dict[str, Callable[[], tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]] = {
         "vit": lambda: (transformers.ViTModel(transformers.ViTConfig(**image)), (picture,)),
-        "clip": lambda: (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**image)), (picture,)),
+        "clip": lambda: (clip(transformers.CLIPVisionConfig(**image)), (picture,)),
         "dit": lambda: (
             bench.Sequence(*(bench.DiTBlock(32, 4) for _ in range(2))),
             (tokens, torch.randn(2, 32).double()),
         ),
         "nanogpt": lambda: (bench.Sequence(*(bench.GPTBlock(32, 4) for _ in range(2))), (tokens,)),
-    }[name]()
+    }
+    return made[name]()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_vision_diffusion_and_nanogpt(name: str, count: int, deferred: int) -> N
 
 
 def first(out: Any) -> torch.Tensor:
-    return out if isinstance(out, torch.Tensor) else out[0]  # type: ignore[no-any-return]
+    return out if isinstance(out, torch.Tensor) else out[0]
 
 
 @pytest.mark.parametrize("name", ODD)
