@@ -26,7 +26,7 @@ from coda_inductor.inductor.schedule import Kernel, kernels
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.plan import Computed, Draft, Plan
+from coda_inductor.rewrite.plan import Computed, Loaded, Plan
 from coda_inductor.rewrite.program import TRANSPOSES
 
 Facts = dict[str, Any]
@@ -75,28 +75,14 @@ class Derived:
 
     plan: Plan
     builts: list[Built]
-    loads: list[dict[Term, Source]]
+    loads: list[dict[Term, Loaded]]
 
     @classmethod
     def of(cls, plan: Plan, builts: list[Built]) -> Derived:
-        return cls(plan, builts, [_loads(plan, b.draft) for b in builts])
-
-
-def _loads(plan: Plan, draft: Draft) -> dict[Term, Source]:
-    """The early values that the epilogue of a draft reads rather than computes."""
-    found: dict[Term, Source] = {}
-    seen, todo = set[Term](), [*(t for t, _ in draft.stores), *(s.args[0] for s in draft.sums)]
-    while todo:
-        x = todo.pop()
-        if x in seen or x in draft.space.accs:
-            continue
-        seen.add(x)
-        source = None if x.deps & draft.space.mask else plan.source(x, draft.space)
-        if source is None:
-            todo += x.args
-        else:
-            found[x] = source
-    return found
+        loads = []
+        for draft in (b.draft for b in builts):
+            loads.append(plan.loads(draft, *(t for t, _ in draft.stores), *(s.args[0] for s in draft.sums)))
+        return cls(plan, builts, loads)
 
 
 @dataclass(eq=False, slots=True)

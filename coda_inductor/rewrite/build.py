@@ -15,7 +15,7 @@ from coda_inductor.core.region import DTYPE_NAMES, Let, Operand, Product, Reduct
 from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term, positive
-from coda_inductor.rewrite.plan import Computed, Draft, Plan, Stored
+from coda_inductor.rewrite.plan import Computed, Draft, Loaded, Plan
 from coda_inductor.rewrite.program import weight_of
 
 Value = str | float
@@ -31,8 +31,8 @@ class Weight:
     stop: int | None = None
 
 
-Source = fx.Node | Stored | Term | Weight | Computed
-"""Where an input comes from: a node, another Region's store or sum, a weight, or a small computation."""
+Source = Loaded | Weight
+"""Where an input comes from: what an epilogue loads, or a weight."""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,9 @@ class Computed:
     order: tuple[int, ...]
 
 
+Loaded = fx.Node | Stored | Term | Computed
+"""Where an epilogue's input comes from: a node, a store, a sum (its reduction), or a small computation."""
+
 MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
 
 
@@ -209,7 +212,7 @@ class Plan:
         if red not in draft.sums:
             draft.sums.append(red)
             self.sums.add(red)
-            self._inputs(draft, red.args[0])
+            self.loads(draft, red.args[0])
         return True
 
     def _order(self, node: fx.Node) -> tuple[int, ...]:
@@ -270,20 +273,26 @@ class Plan:
             raise Conflict(banned={a.bit: f"it would store {stored[1]}" for a in draft.space.accs})
         if stored not in draft.stores:
             draft.stores.append(stored)
-            self._inputs(draft, stored[0])
+            self.loads(draft, stored[0])
 
-    def _inputs(self, draft: Draft, t: Term) -> None:
-        """Demands what an epilogue reads to make t."""
-        seen, todo = set[Term](), [t]
+    def loads(self, draft: Draft, *values: Term) -> dict[Term, Loaded]:
+        """The early terms that an epilogue reads rather than computes to make the values, and from where; asking is
+        demanding."""
+        found: dict[Term, Loaded] = {}
+        seen, todo = set[Term](), list(values)
         while todo:
             x = todo.pop()
             if x in seen or x in draft.space.accs:
                 continue
             seen.add(x)
-            leaf = None if x.deps & draft.space.mask else self.source(x, draft.space)
-            todo += x.args if leaf is None else ()
+            source = None if x.deps & draft.space.mask else self.source(x, draft.space)
+            if source is None:
+                todo += x.args
+            else:
+                found[x] = source
+        return found
 
-    def source(self, x: Term, space: Space) -> fx.Node | Stored | Term | Computed | None:
+    def source(self, x: Term, space: Space) -> Loaded | None:
         """Where an epilogue gets an early x: a node, a store, a sum (its reduction), a computation; None if it makes
         x itself from x's arguments."""
         extent = space.extent(x)
@@ -374,7 +383,7 @@ class Plan:
         if x not in draft.sums:
             draft.sums.append(x)
             self.sums.add(x)
-            self._inputs(draft, x.args[0])
+            self.loads(draft, x.args[0])
         return True
 
 

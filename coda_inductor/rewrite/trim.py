@@ -52,18 +52,7 @@ def _reads(plan: Plan, draft: Draft, t: Term) -> list[object]:
     for acc in draft.space.accs:
         product = plan.program.product(acc)
         out += [plan.operand(acc), *(a for a in product.node.all_input_nodes if a is not product.x)]
-    seen, todo = set[Term](), [t]
-    while todo:
-        x = todo.pop()
-        if x in seen or x in draft.space.accs:
-            continue
-        seen.add(x)
-        source = None if x.deps & draft.space.mask else plan.source(x, draft.space)
-        if source is None:
-            todo += x.args
-        else:
-            out.append(source)
-    return out
+    return [*out, *plan.loads(draft, t).values()]
 
 
 def _read(plan: Plan, c: Computed) -> list[object]:
