@@ -116,7 +116,7 @@ def test_few_tokens_are_left_to_inductor_as_when_compiling() -> None:
 def test_a_graph_without_products_has_no_regions() -> None:
     report = explain(lambda x: torch.relu(x) + 1, (torch.empty(1 << 21),), {}, "infer", SM_90A)
     (graph,) = report["graphs"]
-    assert graph["regions"] == [] and graph["refused"][0]["reason"] == "no product's result is read here"
+    assert graph["regions"] == [] and graph["refused"][0]["reason"] == "it has no matrix product"
 
 
 def test_what_is_not_understood_is_named() -> None:
