@@ -1,6 +1,6 @@
 """Every tile of the Regions of a Llama layer beside the bare products, interleaved: one JSON line per Region and tile.
 
-    python bench/kernels.py [FILE]      (default: kernels.jsonl in $OUT, or in bench/results)
+    python bench/kernels.py [FILE]      (default: bench/results/kernels.jsonl)
 
 "floor_ms" is torch.mm(out=) for the Region's products, "ratio" what the fused kernel takes of that. About two minutes.
 """
@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +83,7 @@ def rows(name: str, region: Region) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    default = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / "kernels.jsonl"
+    default = Path(__file__).parent / "results" / "kernels.jsonl"
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
     path.parent.mkdir(parents=True, exist_ok=True)
     work = [case for d, ff in WIDTHS for case in cases(d, ff)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
@@ -245,9 +244,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["half", "layer"])
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS))
     parser.add_argument("--mode")
-    parser.add_argument(
-        "--out", default=os.path.join(os.environ.get("OUT", str(Path(__file__).parent / "results")), "layers.jsonl")
-    )
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "layers.jsonl"))
     args = parser.parse_args()
     for case in args.cases:
         for d in args.widths if case in ("half", "layer") else [0]:

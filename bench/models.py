@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import time
@@ -182,9 +181,7 @@ def main() -> None:
     """Runs the models and prints a line for each mode."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(MODELS))
-    parser.add_argument(
-        "--out", default=os.path.join(os.environ.get("OUT", str(Path(__file__).parent / "results")), "models.jsonl")
-    )
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "models.jsonl"))
     args = parser.parse_args()
     for name in args.names or MODELS:
         try:
