@@ -26,7 +26,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import launching, notes
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.joint import LAW_NAMES, NO_CONTEST, REGION_KINDS, Decide, Report, rewrite
-from coda_inductor.patterns.graph import source_line
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
 
@@ -37,11 +37,10 @@ REPORTS: deque[Report] = deque(maxlen=64)
 
 SMALL = 256
 """Graphs traced with fewer tokens are left to Inductor on a GPU: at M = 1 and 16 the fused chain took 1.1x the time of
-torch.compile's, at 64 and 256 0.9x (H200, 8B widths, CUDA graphs)."""
+torch.compile's, at 64 0.90x and at 256 0.97x (H200, 8B widths, CUDA graphs, tiles by hand)."""
 
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
-PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
 QUIETLY = "CODA_INDUCTOR=0 does so without a warning"
 BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"
@@ -74,7 +73,7 @@ class JointPass(CustomGraphPass):
         note = notes.begin(graph, self.settings)
         done: Report | CodaError | None = None
         try:
-            if any(node.target in PRODUCTS for node in graph.nodes):
+            if any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
                 done = self._rewrite(graph)
         except CodaError as error:
             done = error
@@ -143,7 +142,7 @@ def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Callable[[Region]
 
 def require_graph(graph: fx.Graph) -> None:
     """Raises Unsupported for a graph that is left to Inductor on every machine, by its products' dtypes or rows."""
-    dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in PRODUCTS}
+    dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in MATRIX_PRODUCTS}
     if not dtypes & set(DTYPES):
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         hint = "kernels multiply bfloat16 and float16: cast, or use autocast"
@@ -157,14 +156,14 @@ def require_graph(graph: fx.Graph) -> None:
 
 def device_and_tokens(graph: fx.Graph) -> tuple[torch.device, int]:
     """Where the graph's products run, and the most rows that one of them has (by the hint, if symbolic)."""
-    products = [n.meta["val"] for n in graph.nodes if n.target in PRODUCTS]
+    products = [n.meta["val"] for n in graph.nodes if n.target in MATRIX_PRODUCTS]
     rows = [m if isinstance(m, int) else int(m.node.hint or SMALL) for m in (p.shape[0] for p in products)]
     return products[0].device, max(rows)
 
 
 def line_of(graph: fx.Graph) -> str:
     """The user's line of the graph's first product."""
-    products = (node for node in graph.nodes if node.target in PRODUCTS)
+    products = (node for node in graph.nodes if node.target in MATRIX_PRODUCTS)
     return next(filter(None, map(source_line, products)), "")
 
 

@@ -11,7 +11,8 @@ from coda_inductor.codegen import legality
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import NO_CONTEST, Decide, Report, rewrite
-from coda_inductor.inductor.joint_pass import PRODUCTS, require_graph
+from coda_inductor.inductor.joint_pass import require_graph
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 
 
 def target_of(settings: Settings) -> str:
@@ -21,7 +22,7 @@ def target_of(settings: Settings) -> str:
 
 def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = NO_CONTEST) -> Report:
     """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` and `require_graph` do."""
-    if not any(node.target in PRODUCTS for node in graph.nodes):
+    if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
         raise Unsupported("it has no matrix product")
     if settings.target == "reference":
         return rewrite(graph, settings, decide=decide)

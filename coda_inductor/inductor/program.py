@@ -18,12 +18,12 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.joint import Report, Verdict, is_joint
-from coda_inductor.inductor.joint_pass import PRODUCTS
 from coda_inductor.inductor.lowering import Extern, base_of, kind_of, lower, owner
 from coda_inductor.inductor.offline import rewrite_for, target_of
 from coda_inductor.inductor.ops import REGION
 from coda_inductor.inductor.schedule import Kernel, kernels
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.plan import Computed, Loaded, Plan
@@ -58,11 +58,9 @@ def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
         return Verdict()
 
     try:
-        report: Report | None = rewrite_for(graph, settings, decide)
+        report = rewrite_for(graph, settings, decide)
     except Unsupported as why:
         return {"kind": kind, "untouched": str(why), "before": before, "after": before, "laws": []}
-    if not seen or report is None:
-        return {"kind": kind, "untouched": "it has no matrix product", "before": before, "after": before, "laws": []}
     listing = Listing(graph, seen[0], report)
     after = listing.steps()
     untouched = "" if report.sites else "nothing follows a product that an epilogue could do"
@@ -199,7 +197,7 @@ class Listing:
             facts |= {"nodes": [n.name for n in work], "bytes": step.kernel.bytes, "source": _line(work[-1])}
         elif step.node is not None and _is_region(step.node):
             facts |= self._region(step, readers)
-        elif step.node is not None and step.node.target in PRODUCTS:
+        elif step.node is not None and step.node.target in MATRIX_PRODUCTS:
             *_, x, w = step.node.args
             assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
             k = str(x.meta["val"].shape[-1])
@@ -285,7 +283,7 @@ def units(graph: fx.Graph) -> list[Step]:
     for op in lower(graph).order:
         if isinstance(op, Extern) and any(isinstance(n.meta.get("val"), Tensor) for n in (op.out, *op.out.users)):
             made = [u for u in op.out.users if kind_of(u) == "output"] if not g.tensor(op.out) is not None else [op.out]
-            kind: Kind = "gemm" if op.out.target in PRODUCTS or _is_region(op.out) else "opaque"
+            kind: Kind = "gemm" if op.out.target in MATRIX_PRODUCTS or _is_region(op.out) else "opaque"
             steps.append(Step(kind, op.out, None, list(op.reads), made, place[op.out]))
     return steps
 

@@ -25,7 +25,10 @@ VIEWS: frozenset[object] = frozenset({
 LOOPS: frozenset[object] = frozenset({aten.var_mean.correction})
 """Operations that Inductor makes a loop of although they are no single value."""
 
-PRODUCTS: frozenset[object] = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
+MATRIX_PRODUCTS: frozenset[object] = frozenset({aten.mm.default, aten.addmm.default})
+"""Products that may become Regions."""
+PRODUCTS: frozenset[object] = MATRIX_PRODUCTS | {aten.bmm.default}
+"""All that are read as contractions."""
 
 
 def tensor(node: object) -> torch.Tensor | None:
