@@ -27,8 +27,9 @@ from coda_inductor.patterns.infer import Reading
 from coda_inductor.patterns.terms import Term, Terms
 from coda_inductor.rewrite import derive, separate
 from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.draft import Draft
 from coda_inductor.rewrite.laws import LAWS
-from coda_inductor.rewrite.plan import Draft, Plan
+from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import Program, Space
 
 

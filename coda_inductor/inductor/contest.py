@@ -32,7 +32,8 @@ from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.plan import Computed, Plan
+from coda_inductor.rewrite.draft import Computed
+from coda_inductor.rewrite.plan import Plan
 
 log = logging.getLogger("coda_inductor.contest")
 

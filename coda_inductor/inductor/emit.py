@@ -22,7 +22,8 @@ from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.derive import statistics
-from coda_inductor.rewrite.plan import Computed, Plan
+from coda_inductor.rewrite.draft import Computed
+from coda_inductor.rewrite.plan import Plan
 
 ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
 """What a new node takes over from the one that it replaces: its line, its side of a joint graph, its checkpoint."""

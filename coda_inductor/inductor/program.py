@@ -26,7 +26,8 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.plan import Computed, Loaded, Plan
+from coda_inductor.rewrite.draft import Computed, Loaded
+from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import TRANSPOSES
 
 Facts = dict[str, Any]

@@ -16,7 +16,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import ROUNDINGS, Lifted
 from coda_inductor.patterns.terms import Term, is_number
-from coda_inductor.rewrite.plan import Computed
+from coda_inductor.rewrite.draft import Computed
 
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
 Order = tuple[int, ...]

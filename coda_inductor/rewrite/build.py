@@ -15,7 +15,8 @@ from coda_inductor.core.region import DTYPE_NAMES, Let, Operand, Product, Reduct
 from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term, positive
-from coda_inductor.rewrite.plan import Computed, Draft, Loaded, Plan
+from coda_inductor.rewrite.draft import Computed, Draft, Loaded
+from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import weight_of
 
 Value = str | float

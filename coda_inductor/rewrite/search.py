@@ -5,8 +5,9 @@ from __future__ import annotations
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.rewrite.derive import derive
+from coda_inductor.rewrite.draft import Conflict
 from coda_inductor.rewrite.laws import LAWS
-from coda_inductor.rewrite.plan import Conflict, Plan
+from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.trim import trim
 

@@ -6,7 +6,8 @@ from torch import fx
 
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.derive import leaves, sources
-from coda_inductor.rewrite.plan import Computed, Draft, Plan
+from coda_inductor.rewrite.draft import Computed, Draft
+from coda_inductor.rewrite.plan import Plan
 
 
 def trim(plan: Plan) -> Plan:

@@ -1,0 +1,58 @@
+"""The records of a plan: what an epilogue stores and sums, and where its inputs come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from torch import fx
+
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.program import Space
+
+Stored = tuple[Term, str]
+"""A value and the dtype in which it is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N],
+    over the axes `order`."""
+
+    term: Term
+    extent: str
+    order: tuple[int, ...]
+
+
+Loaded = fx.Node | Stored | Term | Computed
+"""Where an epilogue's input comes from: a node, a store, a sum (its reduction), or a small computation."""
+
+MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
+
+
+@dataclass(slots=True)
+class Draft:
+    """A Region in the making: its space, what it stores and sums, and the graph's nodes that its stores replace."""
+
+    space: Space
+    stores: list[Stored] = field(default_factory=list)
+    sums: list[Term] = field(default_factory=list)
+    supplies: dict[fx.Node, Stored] = field(default_factory=dict)
+    totals: dict[fx.Node, tuple[Term, Fraction]] = field(default_factory=dict)
+    """Nodes that are a number times one of the sums, over tokens: gradients of gains and biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node that stays with Inductor although it follows a product, and the first condition that failed."""
+
+    node: fx.Node
+    reason: str
+
+
+class Conflict(Exception):
+    """Two decisions exclude each other; planning starts again with these products banned or undeferred."""
+
+    def __init__(self, *, banned: dict[int, str] | None = None, undeferred: int = 0) -> None:
+        super().__init__(str(banned or undeferred))
+        self.banned, self.undeferred = banned or {}, undeferred
