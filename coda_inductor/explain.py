@@ -147,7 +147,9 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     wide = "f64" if region.dtype == "f64" else "f32"
     size = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     loads = sum(shapes[o.extent][0] * size[o.dtype] for o in region.operands)
-    stores = sum(rows * n * size[s.dtype] for s in region.stores) + len(region.reductions) * rows * size[wide]
+    sums = {"N": shapes["token"], "M": shapes["feature"]}  # what is left of a sum varies as such a vector
+    stores = sum(rows * n * size[s.dtype] for s in region.stores)
+    stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
     tiles = len(region.products) * rows * n * size[region.dtype]
     return {
         "id": site.name,
@@ -157,7 +159,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "k": max(p.k for p in region.products),
         "laws": list(site.laws),
         "stores": [f"{s.dtype}[{site.m}, {n}]" for s in region.stores],
-        "reductions": [f"{wide}[{site.m}]" for _ in region.reductions],
+        "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
         "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
         "bytes_before": bytes_before,
         "bytes_after": max(loads + stores - tiles, 0),

@@ -91,6 +91,53 @@ def norm_backward(n: int, k: int) -> Region:
     ))  # fmt: skip
 
 
+def norm_gradients(n: int, k: int) -> Region:
+    """A norm's backward with the gradients of its gain and bias: sums over tokens that are 0 past the last one."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "kn"),),
+        (Operand("dres", "tile", "bf16"), Operand("h", "tile", "bf16"), Operand("gain", "feature", "bf16"),
+         Operand("r", "token", "f32"), Operand("c", "token", "f32")),
+        (Let("dz", "mul", ("acc", "gain")), Let("scaled", "mul", ("dz", "r")), Let("hc", "mul", ("h", "c")),
+         Let("dn", "sub", ("scaled", "hc")), Let("dh", "add", ("dres", "dn")), Let("normed", "mul", ("h", "r")),
+         Let("dgain", "mul", ("normed", "acc"))),
+        (Store("dh", "bf16"),), (Reduction("dgain", "M"), Reduction("acc", "M")),
+    ))  # fmt: skip
+
+
+def swiglu_backward(n: int, k: int) -> Region:
+    """The gradients of gate and up from that of their product, the product anew, and the dots that a norm's backward
+    takes of them: three stores, two sums."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "kn"),), (Operand("g", "tile", "bf16"), Operand("u", "tile", "bf16")),
+        (Let("s", "sigmoid", ("g",)), Let("silu", "mul", ("g", "s")), Let("y", "mul", ("silu", "u")),
+         Let("du", "mul", ("acc", "silu")), Let("less", "sub", (1.0, "s")), Let("gl", "mul", ("g", "less")),
+         Let("more", "add", ("gl", 1.0)), Let("slope", "mul", ("s", "more")), Let("dy", "mul", ("acc", "u")),
+         Let("dg", "mul", ("dy", "slope")), Let("dgg", "mul", ("dg", "g")), Let("duu", "mul", ("du", "u"))),
+        (Store("dg", "bf16"), Store("du", "bf16"), Store("y", "bf16")), (Reduction("dgg"), Reduction("duu")),
+    ))  # fmt: skip
+
+
+def bias_sums(n: int, k: int) -> Region:
+    """SiLU with a bias backwards, summed over tokens. A row past M reads the bias, so it needs the mask; the sum over
+    features beside it needs none."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),), (Operand("x", "tile", "bf16"), Operand("bias", "feature", "bf16")),
+        (Let("z", "add", ("x", "bias")), Let("s", "sigmoid", ("z",)), Let("y", "mul", ("z", "s")),
+         Let("less", "sub", (1.0, "s")), Let("zl", "mul", ("z", "less")), Let("more", "add", ("zl", 1.0)),
+         Let("slope", "mul", ("s", "more")), Let("dz", "mul", ("acc", "slope"))),
+        (Store("dz", "bf16"),), (Reduction("dz", "M"), Reduction("y", "M"), Reduction("dz")),
+    ))  # fmt: skip
+
+
+def weighted_sums(n: int, k: int, dtype: str = "bf16") -> Region:
+    """Sums over tokens that read a token vector: of 16 bits it does not end with 0 when M is odd."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),), (Operand("w", "token", dtype),),
+        (Let("y", "mul", ("acc", "w")), Let("z", "add", ("acc", "w"))),
+        (), (Reduction("y", "M"), Reduction("z", "M"), Reduction("y")),
+    ))  # fmt: skip
+
+
 def every_op(n: int, k: int) -> Region:
     """One let of each operation in the vocabulary, all added up."""
     lets = [Let("near", "add", ("acc", "tile")), Let("pos", "abs", ("near",)), Let("one", "add", ("pos", 1.0))]
@@ -107,7 +154,8 @@ def every_op(n: int, k: int) -> Region:
 
 
 CASES: tuple[Callable[[int, int], Region], ...] = (
-    norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, norm_backward, every_op,
+    norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, norm_backward, norm_gradients,
+    swiglu_backward, bias_sums, every_op,
 )  # fmt: skip
 
 
@@ -136,7 +184,8 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
         tiles += [x.name for x in lets[-2:] if x.name not in tiles and any(a in tiles for a in x.args)]
     wide = ["bf16"] if pair else ["bf16", "f32"]
     stores = tuple(Store(rng.choice(tiles), rng.choice(wide)) for _ in range(rng.randint(0, 3)))
-    sums = tuple(Reduction(rng.choice(tiles)) for _ in range(rng.randint(0 if stores else 1, 2)))
+    totals = [rng.choice(tiles) for _ in range(rng.randint(0 if stores else 1, 2))]
+    sums = tuple(Reduction(value, "M" if not pair and rng.random() < 0.5 else "N") for value in totals)
     return verify(Region(n, "bf16", products, operands, tuple(lets), stores, sums))
 
 
@@ -169,7 +218,8 @@ def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:
     """Outputs full of NaN: what a kernel does not write is seen."""
     nan = float("nan")
     stores = [torch.full((m, region.n), nan, dtype=DTYPES[s.dtype], device=device) for s in region.stores]
-    return stores + [torch.full((m,), nan, dtype=region.compute, device=device) for _ in region.reductions]
+    lengths = [m if r.over == "N" else region.n for r in region.reductions]
+    return stores + [torch.full((length,), nan, dtype=region.compute, device=device) for length in lengths]
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
 import types
@@ -13,8 +14,11 @@ import pytest
 import torch
 from codegen_cases import (
     CASES,
+    bias_sums,
+    blank_outputs,
     lane_sums,
     norm_backward,
+    norm_gradients,
     norm_producer,
     plain,
     random_inputs,
@@ -22,17 +26,20 @@ from codegen_cases import (
     relative_error,
     softmax_sum,
     swiglu,
+    swiglu_backward,
     token_scale,
+    weighted_sums,
 )
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality, record, source, store, target
+from coda_inductor.codegen import launch, legality, record, source, store, target, tune
 from coda_inductor.codegen.legality import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, Region, Store
 
-HANGING = 8  # columns by which the simulated last tile hangs over the edge
+HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
+KINDS = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad", "ColVecReduce", "RowVecReduce")
 
 
 class Pair(NamedTuple):
@@ -58,32 +65,37 @@ def standin() -> dict[str, Any]:
     names: dict[str, Any] = {"cute": types.SimpleNamespace(math=math, arch=arch), "select_": as_float(torch.where)}
     names |= {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32}
     names["unpack"] = lambda pair: pair
-    for kind in ("LaneVector", "MaskedSum", "ColVecLoad", "ColVecReduce", "RowVecLoad", "TileLoad"):
+    for kind in (*KINDS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
     names["gemm_epilogue"] = names["two_products"] = lambda **given: lambda fn: (fn, given)
     return names
 
 
 def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = False) -> list[Tensor]:
-    """A generated module on torch tensors, as the kernel would run it: over tiles that hang HANGING columns over the
-    edge, where hardware fills accumulators, tiles and feature vectors with 0, and plain sums add up what they get."""
+    """A generated module on torch tensors, as the kernel would run it: over tiles that hang HANGING rows and columns
+    over the edge, where hardware fills what ends there with 0, and plain sums add up what they get. A token vector of
+    16 bits is copied in pairs: past an odd M comes what lies behind it in memory."""
     names = standin()
     exec("".join(line for line in text.splitlines(keepends=True) if not line.startswith(("import ", "from "))), names)
     function, given = names["epilogue"]
 
     def hang(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x.float(), (0, HANGING))
+        return torch.nn.functional.pad(x.float(), (0, HANGING) * x.dim())
 
     products = [inputs[p.a].float() @ inputs[p.b].float().t() for p in region.products]
     m = products[0].shape[0]
     accumulators = [hang(x) for x in (reversed(products) if swapped else products)]
     values: dict[str, Any] = {}
     for slot, o, x in zip(source.slots(region).operands, region.operands, inputs[region.matrices :], strict=True):
-        full = x.float()[:, None].expand(m, region.n + HANGING) if o.extent == "token" else hang(x).expand(m, -1)
+        shape = {"token": (-1, 1), "feature": (1, -1), "tile": (m + HANGING, -1)}[o.extent]
+        padded = hang(x)
+        if o.extent == "token" and o.dtype != "f32" and m % 2:
+            padded[m] = torch.nan
+        full = padded.reshape(shape).expand(m + HANGING, region.n + HANGING)
         values[slot] = Pair(full, full) if len(products) == 2 and o.extent == "feature" else full
     found = function(Pair(*accumulators) if len(products) == 2 else accumulators[0], **values)
     slots = source.slots(region)
-    stores = [found[y][:, : region.n].to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
+    stores = [found[y][:m, : region.n].to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
     sums = []
     for slot in slots.sums:
         sink, value = given["reduces"][slot], found[slot]
@@ -91,7 +103,8 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
             value = value[0] + value[1]
         elif sink.scaled:
             value = value[0] * value[1]
-        sums.append((value[:, : region.n] if sink.kind == "MaskedSum" else value).sum(1))
+        dim, size, left = (1, region.n, m) if sink.kind.endswith("ColVecReduce") else (0, m, region.n)
+        sums.append((value.narrow(dim, 0, size) if sink.kind.startswith("Masked") else value).sum(dim)[:left])
     return stores + sums
 
 
@@ -109,25 +122,46 @@ def test_generated_functions_mean_what_the_region_means(seed: int) -> None:
 
 
 def test_the_mask_is_needed_and_there() -> None:
-    """Both forms of the mask, and in the random regions: without it some sum is wrong."""
-    for make in (softmax_sum, lane_sums):
-        region, swap = make(24, 16), "MaskedSum("
+    """Every form of the mask, and in the random regions: without it some sum is wrong."""
+    for make, sink in ((softmax_sum, "ColVecReduce"), (lane_sums, "ColVecReduce"), (bias_sums, "RowVecReduce")):
+        region = make(24, 16)
         inputs = random_inputs(region, 5, "cpu")
         text = source.render(region)
-        assert swap in text and agree(region, run(text, region, inputs), inputs)
-        assert not agree(region, run(text.replace(swap, "ColVecReduce("), region, inputs), inputs)
-    masked = [r for r in map(random_region, range(120)) if any(source.needs_mask(r, x.value) for x in r.reductions)]
-    broken = 0
-    for region in masked:
-        inputs = random_inputs(region, 5, "cpu")
-        broken += not agree(region, run(source.render(region).replace(swap, "ColVecReduce("), region, inputs), inputs)
-    assert len(masked) > 10 and broken > len(masked) // 2
+        assert f"Masked{sink}(" in text and agree(region, run(text, region, inputs), inputs)
+        assert not agree(region, run(text.replace("Masked", ""), region, inputs), inputs)
+    for over in ("N", "M"):
+        regions = [dataclasses.replace(r, reductions=(x,)) for r in map(random_region, range(300))
+                   for x in r.reductions if x.over == over and source.needs_mask(r, x)]  # fmt: skip
+        broken = 0
+        for region in regions:
+            inputs = random_inputs(region, 5, "cpu")
+            broken += not agree(region, run(source.render(region).replace("Masked", ""), region, inputs), inputs)
+        assert len(regions) > 8 and broken > len(regions) // 2
 
 
 def test_a_sum_of_zeros_past_the_edge_is_not_masked() -> None:
-    for make in (norm_producer, norm_backward):
+    for make in (norm_producer, norm_backward, norm_gradients, swiglu_backward):
         region = make(24, 16)
-        assert not source.needs_mask(region, region.reductions[0].value)
+        assert not any(source.needs_mask(region, total) for total in region.reductions)
+    region = bias_sums(24, 16)
+    assert [source.needs_mask(region, total) for total in region.reductions] == [True, True, False]
+
+
+def test_what_follows_an_odd_vector_of_16_bits_is_masked() -> None:
+    for dtype, wanted in (("f32", [False, False, False]), ("bf16", [True, True, False])):
+        region = weighted_sums(24, 16, dtype)
+        assert [source.needs_mask(region, total) for total in region.reductions] == wanted
+        inputs = random_inputs(region, 5, "cpu")
+        assert agree(region, run(source.render(region), region, inputs), inputs)
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_the_generated_cases_mean_what_the_region_means(make: Callable[[int, int], Region]) -> None:
+    region = make(24, 16)
+    if region.products[0].b_layout == "kn":  # the simulation transposes
+        region = dataclasses.replace(region, products=(dataclasses.replace(region.products[0], b_layout="nk"),))
+    inputs = random_inputs(region, 5, "cpu")
+    assert agree(region, run(source.render(region), region, inputs), inputs)
 
 
 @pytest.mark.parametrize("name", source.HELPERS)
@@ -166,6 +200,7 @@ def two(**changes: Any) -> Region:
         (two(products=(Product("g", 0, 1, 64, "kn"), Product("u", 0, 2, 64, "kn"))), "[K, N] weights"),
         (two(stores=(Store("g", "f32"),)), "f32 store"),
         (two(operands=(Operand("x", "tile", "bf16"),)), "tile operand x"),
+        (two(reductions=(Reduction("g", "M"),)), "a sum over M beside two products"),
         (two(products=tuple(Product(f"p{i}", 0, 1 + i, 64, "nk") for i in range(3))), "3 products"),
     ],
 )
@@ -258,6 +293,30 @@ def test_launch_picks_the_bucket_and_the_lanes(tmp_path: Path, monkeypatch: pyte
         assert torch.equal(outs[2], interpret(region, inputs)[2])
     assert launch.LAUNCHES[region.digest] == before + 2
     assert [(c.tile_m, swapped) for c, swapped in k._compiled] == [(64, False), (128, True)]
+
+
+def test_no_tokens_sum_to_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = bias_sums(64, 32)
+    before, outs = launch.LAUNCHES[region.digest], blank_outputs(region, 0, "cpu")
+    launched(monkeypatch, region, tmp_path)(random_inputs(region, 0, "cpu"), [*outs[:2], None, *outs[3:]])
+    assert torch.equal(outs[1], torch.zeros(64)) and bool(outs[2].isnan().all())
+    assert launch.LAUNCHES[region.digest] == before
+
+
+def test_an_error_in_any_output_is_found() -> None:
+    """On the rows and columns that are compared; what follows from correct stores and sums is no error."""
+    region = bias_sums(1000, 16)
+    inputs = random_inputs(region, 900, "cpu")
+    right = interpret(region, inputs)
+    assert [out.shape for out in tune.outputs(region, inputs)] == [out.shape for out in right]
+    assert tune.worst_error(region, inputs, right) < 1e-6
+    for i in range(len(right)):
+        for place in (0, -1):
+            wrong = [out.clone() for out in right]
+            wrong[i][place] += 1000.0
+            assert tune.worst_error(region, inputs, wrong) > tune.TOLERANCE
+            wrong[i][place] = float("nan")
+            assert not tune.worst_error(region, inputs, wrong) < tune.TOLERANCE
 
 
 def test_launch_mends_or_falls_back_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,7 +352,7 @@ def regions(draw: st.DrawFn) -> Region:
             tiles.append(let.name)
     tile = st.sampled_from(tiles)
     stores = tuple(draw(st.lists(st.builds(Store, tile, dtypes), min_size=1, max_size=3)))
-    reductions = tuple(draw(st.lists(st.builds(Reduction, tile), max_size=2)))
+    reductions = tuple(draw(st.lists(st.builds(Reduction, tile, st.sampled_from(("N", "M"))), max_size=2)))
     return Region(6, draw(dtypes), products, operands, tuple(lets), stores, reductions)
 
 
@@ -371,7 +371,7 @@ def test_every_region_runs(region: Region, m: int) -> None:
     operands = [torch.randn(shapes[o.extent]).to(DTYPES[o.dtype]) for o in region.operands]
     results = interpret(region, [t.to(DTYPES[region.dtype]) for t in matrices] + operands)
     assert [(r.shape, r.dtype) for r in results] == [((m, 6), DTYPES[s.dtype]) for s in region.stores] + [
-        ((m,), region.compute) for _ in region.reductions
+        ((m if r.over == "N" else 6,), region.compute) for r in region.reductions
     ]
     assert len(show(region).splitlines()) == sum(
         len(part) for part in (region.products, region.operands, region.lets, region.stores, region.reductions)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
-from coda_inductor.explain import explain, render
+from coda_inductor.explain import explain, region_facts, render
 from coda_inductor.inductor.capture import capture, load
 
 M, N, K = 512, 256, 128
@@ -190,6 +190,14 @@ def test_what_a_region_absorbs_and_what_is_left() -> None:
     }  # fmt: skip
     assert json.loads(json.dumps(report)) == report
     assert "r0" in render(report) and "a reason" in render(report)
+
+
+def test_a_sum_is_as_long_as_what_is_left_of_the_tile() -> None:
+    product, totals = Product("acc", 0, 1, K, "nk"), (Reduction("acc"), Reduction("acc", "M"), Reduction("acc", "M"))
+    region = Region(N, "bf16", (product,), (), (), (Store("acc", "bf16"),), totals)
+    facts = region_facts(Site("r0", region, str(M), (), (), (), "model.py:1"), {}, 0, None)
+    assert facts["reductions"] == [f"f32[{M}]", f"f32[{N}]", f"f32[{N}]"]
+    assert facts["bytes_after"] == 4 * (M + 2 * N)  # beyond one tile
 
 
 def test_a_kernel_that_is_absorbed_in_part_counts_by_tensor() -> None:

@@ -1,4 +1,4 @@
-"""What quack 0.6.5 lacks: a masked sum, a feature vector for two lanes, two products in one tile.
+"""What quack 0.6.5 lacks: masked sums, a feature vector for two lanes, two products in one tile.
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """
@@ -11,20 +11,30 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import ColVecReduce, RowVecLoad, Scalar
+from quack.epilogue.ops import ColVecReduce, RowVecLoad, RowVecReduce, Scalar
 
 
-class MaskedSum(ColVecReduce):  # type: ignore[misc]
-    """A sum over N that leaves out the columns past N, whatever is in them."""
+class _Masked:
+    """Mixed into a sum of quack's: leaves out what lies past the end of the summed axis, whatever it is."""
 
     def _mask_oob_active(self) -> bool:
         return True
 
     @cute.jit
     def _mask_oob(self, frag, coords, limit, tile_shape_mn):  # type: ignore[no-untyped-def]
-        """frag: this subtile's values; coords: their (m, n) in the tile; limit: the tile's columns before N."""
+        """frag: this subtile's values; coords: their (m, n) in the tile; limit: the tile's columns before N, or its
+        rows before M."""
+        axis = self._reduce_dim()  # type: ignore[attr-defined]
         for i in cutlass.range(cute.size(frag), unroll_full=True):
-            frag[i] = cutlass.select_(coords[i][1] < limit, frag[i], Float32(0.0))
+            frag[i] = cutlass.select_(coords[i][axis] < limit, frag[i], Float32(0.0))
+
+
+class MaskedColVecReduce(_Masked, ColVecReduce):  # type: ignore[misc]
+    """A sum over N without the columns past N."""
+
+
+class MaskedRowVecReduce(_Masked, RowVecReduce):  # type: ignore[misc]
+    """A sum over M without the rows past M."""
 
 
 class LaneVector(RowVecLoad):  # type: ignore[misc]

@@ -46,7 +46,6 @@ class Compiled:
         self.stack = stack_bytes(objects_found[-1].read_bytes()) if objects_found else None
         self._run, self._scheduler = plan.compiled_fn, plan.scheduler_static
         self._arguments = plan.gemm_cls.EpilogueArguments
-        self._partials = -(-region.n * len(region.products) // config.tile_n)
         self._bind(region, self._arguments._fields, swapped)
 
     def _bind(self, region: Region, fields: tuple[str, ...], swapped: bool) -> None:
@@ -62,7 +61,8 @@ class Compiled:
             if len(region.products) == 2 and o.extent == "feature" and o.dtype != "f32"
         ]
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
-        self._sums = [(place[s], len(names.stores) + i) for i, s in enumerate(names.sums)]
+        totals = zip(names.sums, region.reductions, strict=True)
+        self._sums = [(place[s], len(names.stores) + i, r.over == "M") for i, (s, r) in enumerate(totals)]
         self._c = first + names.operands.index("c") if "c" in names.operands else None
         self._d = 0 if "D" in names.stores else None
         products = region.products[::-1] if swapped else region.products
@@ -81,18 +81,25 @@ class Compiled:
         for field, i in self._stores:
             fields[field] = self._store(i, outs[i], a)
         finish = []
-        for field, i in self._sums:
-            partial = fields[field] = torch.empty((a.shape[0], self._partials), dtype=torch.float32, device=a.device)
+        for field, i, over_m in self._sums:
+            shape = self._partials(a.shape[0], over_m)
+            partial = fields[field] = torch.empty(shape, dtype=torch.float32, device=a.device)
             if (out := outs[i]) is not None:
-                finish.append((partial, out))
+                finish.append((partial, 0 if over_m else 1, out))
         if self._offset is not None:
             # From the first weight to the second, in elements; both are 16-bit.
             fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
         self._run(a, b, d, c, self._arguments._make(fields), self._scheduler, None, None, None)
-        for partial, out in finish:
-            torch.sum(partial, 1, out=out)
+        for partial, dim, out in finish:
+            torch.sum(partial, dim, out=out)
+
+    def _partials(self, m: int, over_m: bool) -> tuple[int, int]:
+        """A sum leaves the kernel as one partial sum per tile: [tiles of M, N], or [M, tiles of N]."""
+        if over_m:
+            return -(-m // self.config.tile_m), self.region.n
+        return m, -(-self.region.n * len(self.region.products) // self.config.tile_n)
 
     def _store(self, i: int, out: Tensor | None, like: Tensor) -> Tensor:
         if out is not None:

@@ -32,7 +32,7 @@ REACH = 1 << 40  # bytes between two weights that one TMA descriptor can span; b
 
 
 class Kernel:
-    """Runs one Region at any M >= 1. Compiled kernels are shared by all token counts and kept for the process."""
+    """Runs one Region at any M. Compiled kernels are shared by all token counts and kept for the process."""
 
     def __init__(self, region: Region, directory: Path, *, strict: bool = False) -> None:
         """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning."""
@@ -45,8 +45,12 @@ class Kernel:
         self._a = region.products[0].a
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] sums, contiguous; None if unread."""
+        """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if
+        unread."""
         if not inputs[self._a].shape[0]:
+            for out in outs:
+                if out is not None:
+                    out.zero_()  # of no tokens: what is not empty is a sum over them
             return
         if inputs[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(inputs[0].device):

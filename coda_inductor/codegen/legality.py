@@ -26,7 +26,8 @@ class Config(NamedTuple):
 
     `pingpong`: two warp groups take turns on tiles (epilogue of one under the mainloop of the other) instead of halving
     one tile. `order` "n" walks the epilogue's subtiles along N first whatever the operands prefer: it frees registers
-    in epilogues with feature vectors and costs them in others, so both are timed.
+    in epilogues with feature vectors and costs them in others (most in sums over M, of which it keeps every column at
+    hand until the last rows), so both are timed.
     """
 
     tile_m: int
@@ -135,7 +136,6 @@ def require_shape(region: Region) -> None:
     for s in region.stores:
         _need(s.dtype in BYTES, f"store of {s.dtype}")
     _need(len(region.operands) <= MAX_OPERANDS, f"{len(region.operands)} operands, {MAX_OPERANDS} at most")
-    _need(all(r.over == "N" for r in region.reductions), "a reduction over another axis than N")
     _need(len(region.products) <= 2, f"{len(region.products)} products share the tile, two at most")
     if len(region.products) == 2:
         _require_lanes(region)
@@ -149,6 +149,7 @@ def _require_lanes(region: Region) -> None:
     _need(p.k == q.k, f"two products with k = {p.k} and {q.k}")
     _need(p.b_layout == q.b_layout == "nk", "two products of [K, N] weights", "lanes need a weight stored [N, K]")
     _need(all(s.dtype != "f32" for s in region.stores), "an f32 store beside two products", "store 16 bits")
+    _need(all(r.over == "N" for r in region.reductions), "a sum over M beside two products", "one product per tile")
     tiles = [o.name for o in region.operands if o.extent == "tile"]
     _need(not tiles, f"tile operand {', '.join(tiles)} beside two products")
 
@@ -201,10 +202,12 @@ def stages(region: Region, config: Config) -> Stages:
 
 
 def _vector_bytes(region: Region, config: Config) -> int:
-    """Shared memory of token and feature vectors, and of sums when two warp groups split N (never in our tiles)."""
+    """Shared memory of token and feature vectors, and of sums that warps pass on: every warp but the first of those
+    that share a row or column of the tile."""
     length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0}
-    split_n = not config.pingpong and config.tile_m == 192 and config.tile_n > 128
-    sums = 4 * config.tile_m * len(region.reductions) if split_n else 0
+    groups_m, groups_n = _warp_groups(config)
+    passed_on = {"N": config.tile_m * (groups_n - 1), "M": config.tile_n * (4 * groups_m - 1)}
+    sums = 4 * sum(passed_on[r.over] for r in region.reductions)
     return sums + sum(length[o.extent] * _vector_itemsize(region, o) for o in region.operands)
 
 
@@ -214,10 +217,18 @@ def _vector_itemsize(region: Region, operand: Operand) -> int:
     return 4 if widened else BYTES[operand.dtype]
 
 
+def _warp_groups(c: Config) -> tuple[int, int]:
+    """How the warp groups at work on one tile split it along M and N. Four warps of a group split its rows."""
+    if c.pingpong:
+        return 1, 1
+    if c.tile_m == 192:
+        return (3, 1) if c.tile_n <= 128 else (1, 2)
+    return (2 if c.tile_m == 256 else c.tile_m // 64), 1
+
+
 def _subtile(c: Config) -> tuple[int, int]:
     """The part of the tile that one turn of the epilogue handles."""
-    groups_m = 1 if c.pingpong or (c.tile_m == 192 and c.tile_n > 128) else min(c.tile_m // 64, 3)
-    groups_m = 2 if c.tile_m == 256 and not c.pingpong else groups_m
+    groups_m, _ = _warp_groups(c)
     if c.tile_m % 128 == 0 and groups_m > 1:
         return 128, math.gcd(32, c.tile_n)
     if c.tile_m % 192 == 0 and groups_m > 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from coda_inductor.core.region import DTYPES, Region
 
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
-CHECKED_ROWS = 256  # from each of the start, the middle and the end
+CHECKED = 256  # rows, or columns, from each of the start, the middle and the end
 AHEAD = 50_000  # cycles of GPU idling per call, so that the host's launches are not what is timed
 
 
@@ -101,26 +101,51 @@ def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Empty outputs for `inputs`."""
     like = inputs[region.products[0].a]
     stores = [like.new_empty((like.shape[0], region.n), dtype=DTYPES[s.dtype]) for s in region.stores]
-    return stores + [like.new_empty(like.shape[0], dtype=region.compute) for _ in region.reductions]
+    lengths = {"N": like.shape[0], "M": region.n}
+    return stores + [like.new_empty(lengths[r.over], dtype=region.compute) for r in region.reductions]
 
 
 def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
-    """The largest relative error (Frobenius) of an output against the interpreter, on rows from the start, the middle
-    and the end (the whole would cost more memory than the kernel saves); NaN if one is NaN."""
-    m = inputs[region.products[0].a].shape[0]
-    middle = max(0, m // 2 - CHECKED_ROWS // 2)
-    starts = (0, middle, max(0, m - CHECKED_ROWS))
-    rows = torch.tensor(
-        sorted({r for s in starts for r in range(s, min(m, s + CHECKED_ROWS))}), device=inputs[0].device
-    )
+    """The largest relative error (Frobenius) of an output against the interpreter, NaN if one is NaN. Compared are some
+    rows, and of sums over M some columns: the whole would cost more memory than the kernel saves."""
+    over = ["N" for _ in region.stores] + [r.over for r in region.reductions]
+    errors = []
+    for axis, narrowed in (("N", _some_rows), ("M", _some_columns)):
+        if axis in over:
+            part, places, given = narrowed(region, inputs)
+            found = [out[places] for out, o in zip(outs, over, strict=True) if o == axis]
+            errors += [_relative(*pair) for pair in zip(found, interpret(part, given), strict=True)]
+    worst = torch.stack(errors)
+    return float("nan") if bool(worst.isnan().any()) else float(worst.max())
+
+
+def _some_rows(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:
+    """(the Region without sums over M, some rows, the inputs in these rows)."""
+    rows = _sampled(inputs[region.products[0].a].shape[0], inputs[0].device)
     by_row = {p.a for p in region.products}
-    by_row |= {region.matrices + i for i, o in enumerate(region.operands) if o.extent != "feature"}
-    wanted = interpret(region, [x[rows] if i in by_row else x for i, x in enumerate(inputs)])
-    errors = torch.stack([_relative(out[rows].double(), w.double()) for out, w in zip(outs, wanted, strict=True)])
-    return float("nan") if bool(errors.isnan().any()) else float(errors.max())
+    by_row |= {i for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
+    given = [x[rows] if i in by_row else x for i, x in enumerate(inputs)]
+    return replace(region, reductions=tuple(r for r in region.reductions if r.over == "N")), rows, given
+
+
+def _some_columns(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:
+    """(the sums over M of some columns, these columns, the inputs in them)."""
+    columns = _sampled(region.n, inputs[0].device)
+    dim = {p.b: 0 if p.b_layout == "nk" else 1 for p in region.products}
+    dim |= {i: -1 for i, o in enumerate(region.operands, region.matrices) if o.extent != "token"}
+    given = [x.index_select(dim[i], columns) if i in dim else x for i, x in enumerate(inputs)]
+    totals = tuple(r for r in region.reductions if r.over == "M")
+    return replace(region, n=len(columns), stores=(), reductions=totals), columns, given
+
+
+def _sampled(size: int, device: torch.device) -> Tensor:
+    """CHECKED places from each of the start, the middle and the end."""
+    starts = (0, max(0, size // 2 - CHECKED // 2), max(0, size - CHECKED))
+    return torch.tensor(sorted({i for s in starts for i in range(s, min(size, s + CHECKED))}), device=device)
 
 
 def _relative(found: Tensor, wanted: Tensor) -> Tensor:
+    found, wanted = found.double(), wanted.double()
     norms = torch.linalg.vector_norm(found - wanted), torch.linalg.vector_norm(wanted)
     return torch.div(norms[0], norms[1].clamp_min(1e-30))
 

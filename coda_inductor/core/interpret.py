@@ -18,8 +18,8 @@ SHAPE = {"token": (-1, 1), "feature": (1, -1)}
 
 
 def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """`inputs`: matrices, then operands, as Region says. Returns the stores [M, N], then the reductions [M], each in
-    memory of its own: a functional operation may return neither an input nor one tensor twice."""
+    """`inputs`: matrices, then operands, as Region says. Returns the stores [M, N], then the reductions [M] or
+    [N], each in memory of its own: a functional operation may return neither an input nor one tensor twice."""
     matrices, operands = inputs[: region.matrices], inputs[region.matrices :]
     values: dict[str, Tensor | float] = {}
     for p in region.products:

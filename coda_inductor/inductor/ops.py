@@ -46,4 +46,4 @@ _library.impl("region", _eager, "CompositeExplicitAutograd")
 torch.library.register_fake("coda::region", _fake, lib=_library)
 
 REGION = torch.ops.coda.region.default
-"""region(inputs: matrices then operands, region: Region.text, target) -> stores [M, N], then reductions [M]."""
+"""region(inputs: matrices then operands, region: Region.text, target) -> stores [M, N], then reductions [M] or [N]."""

@@ -9,15 +9,19 @@ import pytest
 import torch
 from codegen_cases import (
     CASES,
+    bias_sums,
     blank_outputs,
     lane_sums,
     norm_backward,
+    norm_gradients,
     norm_producer,
     random_inputs,
     random_region,
     relative_error,
     softmax_sum,
     swiglu,
+    swiglu_backward,
+    weighted_sums,
 )
 from torch import Tensor
 
@@ -44,7 +48,9 @@ def missing() -> str:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing() or "none")]
 
 
-EVERYWHERE = (norm_producer, swiglu, softmax_sum, lane_sums, norm_backward)
+EVERYWHERE = (
+    norm_producer, swiglu, softmax_sum, lane_sums, norm_backward, norm_gradients, swiglu_backward, bias_sums,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +131,29 @@ def test_one_kernel_serves_many_sizes_and_skips_what_nobody_reads(cache_dir: str
         assert 0 not in verdict(region, inputs, [interpret(region, inputs)[0], outs[1], outs[2]])
         assert relative_error(outs[1], interpret(region, inputs)[1]) < TOLERANCE and bool(outs[2].isnan().all())
     assert len(kernel._compiled) == count
+
+
+def test_sums_over_tokens_at_every_edge(cache_dir: str) -> None:
+    """One row before, at and after the end of a tile, one tile and two of a cluster; whether or not all are read."""
+    region = bias_sums(1000, 520)
+    for config in legality.candidates(region, 64)[:1] + legality.LARGE[:3]:
+        for m in (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385):
+            inputs, outs = random_inputs(region, m, "cuda", seed=m), blank_outputs(region, m, "cuda")
+            launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)
+            assert verdict(region, inputs, outs) == {}, (str(config), m)
+    outs = blank_outputs(region, 385, "cuda")
+    launch.kernel(region.text, cache_dir).run_in(config, inputs, [None, None, outs[2], None])
+    assert relative_error(outs[2], interpret(region, inputs)[2]) < TOLERANCE and bool(outs[1].isnan().all())
+
+
+def test_what_follows_a_vector_in_memory_does_not_count(cache_dir: str) -> None:
+    region = weighted_sums(1000, 520)
+    for m in (1, 37, 4097):
+        inputs, outs = random_inputs(region, m, "cuda"), blank_outputs(region, m, "cuda")
+        longer = torch.full((m + 8,), float("inf"), dtype=torch.bfloat16, device="cuda")
+        longer[:m] = inputs[2]
+        launch.kernel(region.text, cache_dir)([*inputs[:2], longer[:m]], outs)
+        assert verdict(region, inputs, outs) == {}
 
 
 def test_rows_of_a_wider_tensor(cache_dir: str) -> None:
