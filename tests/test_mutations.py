@@ -11,7 +11,7 @@ import test_laws
 import test_lift
 import test_whole_graphs
 import torch
-from codegen_cases import lane_sums, random_inputs, softmax_sum
+from codegen_cases import bias_sums, lane_sums, random_inputs, softmax_sum, weighted_sums
 from evaluate import Read, captured
 from odd import ODD
 from test_codegen import agree, run
@@ -144,7 +144,7 @@ def any_products_share_an_epilogue(patch: pytest.MonkeyPatch) -> None:
 
 
 def everything_lies_as_its_dimensions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Plan, "_order", lambda self, node: _Any())
+    patch.setattr(Plan, "order", lambda self, node: _Any())
 
 
 class _Any(tuple[int, ...]):
@@ -258,22 +258,45 @@ def test_a_broken_guard_is_seen(i: int, mutate: pytest.MonkeyPatch) -> None:
     expect_red(mutate, *MUTATIONS[i])
 
 
-@pytest.mark.parametrize("make", [softmax_sum, lane_sums])
-def test_an_unmasked_ragged_sum_is_seen(make: Callable[[int, int], Region], mutate: pytest.MonkeyPatch) -> None:
+def no_sum_is_masked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(source, "needs_mask", lambda region, total: False)
+
+
+def vectors_end_with_zeros(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(source, "_read_past", lambda operand, over: 0.0)
+
+
+def masks_look_past_the_other_axis(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(source, "REAL", {"N": "feature", "M": "token"})
+
+
+@pytest.mark.parametrize(
+    ("make", "break_it"),
+    [
+        (softmax_sum, no_sum_is_masked),
+        (lane_sums, no_sum_is_masked),
+        (bias_sums, no_sum_is_masked),
+        (bias_sums, masks_look_past_the_other_axis),
+        (weighted_sums, vectors_end_with_zeros),
+    ],
+)
+def test_an_unmasked_ragged_sum_is_seen(
+    make: Callable[[int, int], Region], break_it: Callable[[pytest.MonkeyPatch], None], mutate: pytest.MonkeyPatch
+) -> None:
     region = make(24, 16)
     inputs: list[Tensor] = random_inputs(region, 5, "cpu")
 
     def check() -> None:
         assert agree(region, run(source.render(region), region, inputs), inputs)
 
-    expect_red(mutate, lambda patch: patch.setattr(source, "needs_mask", lambda region, value: False), check)
+    expect_red(mutate, break_it, check)
 
 
 def test_space_is_what_the_mutations_take_it_for() -> None:
     """A guard that moves takes its mutation with it: the names that are patched above exist."""
     assert {f.name for f in dataclasses.fields(Space)} == {"accs", "rows", "columns"}
     for owner, names in (
-        (Plan, ("_settle", "_cycle", "_order")),
+        (Plan, ("_settle", "_cycle", "order")),
         (Program, ("check", "_shares")),
         (Axes, ("occupy", "unify")),
     ):

@@ -55,10 +55,10 @@ def frozen() -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
     **{
         "-".join(map(str, k)): (stack(*k), True, n)
-        for k, n in zip(KINDS, (12, 12, 12, 12, 14, 12, 14, 12, 12, 12, 12, 12), strict=True)
+        for k, n in zip(KINDS, (13, 13, 13, 13, 15, 13, 15, 13, 13, 13, 13, 13), strict=True)
     },
-    "input without a gradient": (stack("pre", "rms", True), False, 12),
-    "frozen parameters": (frozen, True, 12),
+    "input without a gradient": (stack("pre", "rms", True), False, 13),
+    "frozen parameters": (frozen, True, 13),
     "tied and twice": (Tied, False, 11),
     "checkpointed": (Checkpointed, True, 12),
 }
@@ -93,10 +93,10 @@ def test_the_triangle_is_a_switch() -> None:
         with strict_reference():
             REPORTS.clear()
             out = steps(torch.compile(model, backend="coda", options={"disable": off}), model, [x], True)
-        laws.append({law for site in REPORTS[-1].sites for law in site.laws})
+        laws.append("triangle" in {law for site in REPORTS[-1].sites for law in site.laws})
         for mine, theirs in zip(out, steps(model, model, [x], True), strict=True):
             assert mine is None or theirs is None or error(mine, theirs) < 1e-10
-    assert laws == [{"triangle"}, set()]
+    assert laws == [True, False]
 
 
 def steps(run: Callable[[Tensor], Tensor], model: nn.Module, xs: list[Tensor], wants: bool) -> list[Tensor | None]:

@@ -21,9 +21,9 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.derive import statistics
 from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.sources import statistics
 
 ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
 """What a new node takes over from the one that it replaces: its line, its side of a joint graph, its checkpoint."""
@@ -129,7 +129,19 @@ class Emission:
                 raise BrokenInvariant(
                     f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}"
                 )
-            node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
+            if stored.again:
+                self._redirect(node, new)
+            else:
+                node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
+
+    def _redirect(self, node: fx.Node, new: fx.Node) -> None:
+        """Gives the backward's readers of a forward's node `new` in its place, also where they read a view of it."""
+        for user in list(node.users):
+            if g.is_backward(user):
+                user.replace_input_with(node, new)
+            elif g.is_view(user):
+                args = fx.map_arg(user.args, lambda a: new if a is node else a)
+                self._redirect(user, self.call(new, user.target, *args))
 
 
 def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
@@ -148,7 +160,7 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
         for built in ready:
             emission.region(lifted.products[built.draft.space.accs[-1].bit].node, built)
         pending = [b for b in pending if b not in ready]
-    for built in builts:
+    for built in sorted(builts, key=lambda b: not any(s.again for s in b.draft.supplies.values())):
         emission.supply(built)
     _unshare(emission, output)
     stable_topological_sort(graph)

@@ -22,10 +22,10 @@ from coda_inductor.inductor.emit import emit
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.build import Built, build
-from coda_inductor.rewrite.derive import statistics
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
+from coda_inductor.rewrite.sources import statistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Derived:
     def of(cls, plan: Plan, builts: list[Built]) -> Derived:
         loads = []
         for draft in (b.draft for b in builts):
-            loads.append(plan.loads(draft, *(t for t, _ in draft.stores), *(s.args[0] for s in draft.sums)))
+            loads.append(plan.loads(draft, *(s.term for s in draft.stores), *(s.args[0] for s in draft.sums)))
         return cls(plan, builts, loads)
 
 
@@ -146,7 +146,7 @@ class Listing:
             i = steps.index(step)
             assert step.node
             results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
-            for j, (t, _) in enumerate(built.draft.stores):
+            for j, (t, *_) in enumerate(built.draft.stores):
                 if j in results:
                     self.by_term.setdefault(t, self.names[results[j]])
             for j, t in enumerate(built.draft.sums):
@@ -240,14 +240,15 @@ class Listing:
         ]  # fmt: skip
         results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
         stores, sums = [], []
-        for j, (t, dtype) in enumerate(draft.stores):
+        for j, (t, dtype, _) in enumerate(draft.stores):
             name, to = (self.names[results[j]], readers.get(results[j], [])) if j in results else ("unread", [])
             shape = f"{dtype}[{site.m}, {region.n}]"
             stores.append({"name": name, "type": shape, "to": to, "formula": show(t, DEPTH, _without(names, t))})
         for j, t in enumerate(draft.sums):
             result = results.get(j + len(draft.stores))
             name, to = (self.names[result], readers.get(result, [])) if result is not None else ("unread", [])
-            sums.append({"name": name, "to": to, "formula": show(t.args[0], DEPTH, names)})
+            over = region.reductions[j].over
+            sums.append({"name": name, "to": to, "over": over, "formula": show(t.args[0], DEPTH, names)})
         loads = list(dict.fromkeys(self._input(step, built, s) for s in built.inputs[region.matrices :]))
         facts: Facts = {"region": site.name, "digest": region.digest, "shape": f"[{site.m}, {region.n}]"}
         facts |= {"products": products, "loads": loads, "stores": stores, "sums": sums}

@@ -113,6 +113,25 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     return None
 
 
+def scattered(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """(input, dimension, lanes, index) if the node is zero but for one of a few equal parts of a dimension, which is
+    its input: the gradient of a part."""
+    a: tuple[Any, ...] = node.args
+    if node.target is not aten.slice_scatter.default or len(a) > 5:
+        return None
+    base, source = a[:2]
+    dim, start = a[2] if len(a) > 2 else 0, a[3] if len(a) > 3 else None
+    zero = isinstance(base, fx.Node) and base.target is aten.full.default and base.args[1] == 0
+    if not zero or not isinstance(source, fx.Node) or not isinstance(start, int | None):
+        return None
+    whole, length = (t.shape[dim] for t in (node.meta["val"], source.meta["val"]))
+    if not isinstance(whole, int) or not isinstance(length, int) or not 0 < length < whole:
+        return None
+    first = (start or 0) % whole
+    rank = len(sizes(source))
+    return None if whole % length or first % length else (source, dim % rank, whole // length, first // length)
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """A node that reduces `source` over `dims`; "var" divides by the count less `correction`."""

@@ -101,6 +101,8 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
         return _reduce(reading, reduction)
     if node.target in (aten.cat.default, aten.stack.default):
         return _cat(reading, node, is_feature)
+    if (scattered := g.scattered(node)) is not None:
+        return _scatter(reading, node, scattered, is_feature)
     if node.target is aten.full.default or node.target is aten.scalar_tensor.default:
         return tuple(_fresh(reading, s) for s in g.sizes(node))
     raise Misfit(f"{node.target} is not an operation that we lift")
@@ -208,4 +210,18 @@ def _cat(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
     reading.lanes[node] = (lane, -1)
     if node.target is aten.stack.default:
         return (*first[:dim], (lane,), *first[dim:])
+    return (*first[:dim], (lane, *first[dim]), *first[dim + 1 :])
+
+
+def _scatter(reading: Reading, node: fx.Node, part: tuple[fx.Node, int, int, int], is_feature: IsFeature) -> Dims:
+    source, dim, count, index = part
+    first = reading.dims[source]
+    if count > MAX_LANES or (is_feature and not is_feature(source, dim)):
+        raise Misfit("a part of rows, or one of many")
+    if is_feature is None:
+        fresh = _fresh(reading, g.sizes(node)[dim])
+        reading.parts.append((fresh, first[dim]))
+        return (*first[:dim], fresh, *first[dim + 1 :])
+    lane = reading.axes.new(Size(count))
+    reading.lanes[node] = (lane, index)
     return (*first[:dim], (lane, *first[dim]), *first[dim + 1 :])

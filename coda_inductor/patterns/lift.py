@@ -112,6 +112,11 @@ def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
     if node.target in (aten.cat.default, aten.stack.default):
         over = reading.axes.roots((reading.lanes[node][0],))
         return ts.cat(over, lifted.extents(over), [lifted.term[p] for p in node.args[0]])  # type: ignore[union-attr,index]
+    if (scattered := g.scattered(node)) is not None:
+        source, _, count, index = scattered
+        over = reading.axes.roots((reading.lanes[node][0],))
+        parts = [lifted.term[source] if i == index else ts.const(0.0) for i in range(count)]
+        return ts.cat(over, lifted.extents(over), parts)
     try:
         return ts.const(node.args[-1] if node.target is aten.full.default else node.args[0])  # type: ignore[arg-type]
     except (ValueError, TypeError):

@@ -178,7 +178,7 @@ def build(plan: Plan, draft: Draft) -> Built:
         assert k is not None
         products.append(Product(f"acc{i}", matrices.index(a), matrices.index(b), k, weight_of(product)[1]))  # type: ignore[arg-type]
         writer.values[acc] = f"acc{i}"
-    stores = tuple(Store(str(writer.value(t)), dtype) for t, dtype in draft.stores)
+    stores = tuple(Store(str(writer.value(t)), dtype) for t, dtype, _ in draft.stores)
     rows = set(draft.space.rows)
     sums = tuple(Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N") for s in draft.sums)
     n = plan.program.lifted.reading.axes.total(draft.space.columns).static

@@ -19,6 +19,8 @@ from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, is_late, separate, total
+from coda_inductor.rewrite.sources import statistics
+from coda_inductor.rewrite.triangle import triangle
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,15 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         if after is not before:
             firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
         program.new[t] = after
-        if t in wholes:
+        if t in wholes and _plain(after):
             program.wholes.add(after)
         program.nodes.setdefault(after, []).extend(held[t])
     return firings
+
+
+def _plain(t: Term) -> bool:
+    """Is t a product, with its bias at most? cuBLAS computes that as well."""
+    return t.kind == "con" or (t.kind == "add" and all(a.kind in ("con", "leaf") for a in t.args))
 
 
 def _undeferred(program: Program, readers: int, laws: frozenset[str]) -> bool:
@@ -216,88 +223,3 @@ def moments(program: Program, red: Term, laws: frozenset[str]) -> tuple[str, Ter
     first, second = terms.red("sum", d, over, extents), terms.red("sum", terms.power(d, Fraction(2)), over, extents)
     cross, last = terms.mul(terms.const(Fraction(2)), u, first), terms.mul(count, terms.power(u, Fraction(2)))
     return MOMENTS.name, total(terms, second, cross, last)
-
-
-def triangle(program: Program, red: Term) -> Term:
-    """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, where q W is there up to a per-token factor
-    and the epilogue that makes Z can take the sum; else red as it is."""
-    terms, x, over = program.lifted.terms, red.args[0], red.over
-    if x.kind != "mul" or not x.hosts:
-        return red
-    found = [(f, _summed_products(f, over)) for f, p in zip(x.args, x.powers, strict=True) if p == 1]
-    candidates = [(f, cons) for f, cons in found if cons]
-    if len(candidates) != 1:
-        return red
-    factor, cons = candidates[0]
-    q = terms.const(x.coefficient)
-    for f, p in zip(x.args, x.powers, strict=True):
-        q = q if f is factor else terms.mul(q, terms.power(f, p))
-    out = []
-    for con, w in cons:
-        z, weight = con.args
-        for forward in program.products_of.get((weight, over), ()):
-            scale = _ratio(terms, q, forward.args[0])
-            if scale is None or scale.axes.intersection(over):
-                continue
-            total_of = terms.red("sum", terms.mul(z, forward), con.over, program.lifted.extents(con.over))
-            if all(_summable(program, s) for s in statistics(total_of)):
-                out.append(terms.mul(terms.const(w), scale, total_of))
-                break
-        else:
-            return red
-    return terms.add(*out)
-
-
-def _summable(program: Program, s: Term) -> bool:
-    """Can an epilogue take the sum s?"""
-    try:
-        space = program.space(s.args[0])
-        program.check(s.args[0], space)
-    except Unsupported:
-        return False
-    return set(s.over) == set(space.columns) and s.axes <= set(space.rows)
-
-
-def _summed_products(t: Term, over: tuple[int, ...]) -> list[tuple[Term, Fraction]]:
-    """t as a weighted sum of products whose columns are `over`, flattened; empty if it is none."""
-    if t.kind == "con":
-        return [(t, ONE)] if set(over) <= t.args[1].axes else []
-    if t.kind != "add" or t.coefficient:
-        return []
-    parts = [[(c, w * v) for c, v in _summed_products(a, over)] for a, w in zip(t.args, t.powers, strict=True)]
-    return [p for part in parts for p in part] if all(parts) else []
-
-
-def _ratio(terms: Terms, a: Term, b: Term) -> Term | None:
-    """a / b without the factors that they share; the caller looks at what it varies over."""
-    powers: dict[Term, Fraction] = {}
-    for t, sign in ((a, ONE), (b, -ONE)):
-        for f, p in zip(t.args, t.powers, strict=True) if t.kind == "mul" else [(t, ONE)]:
-            powers[f] = powers.get(f, Fraction(0)) + sign * p
-    number = (a.coefficient if a.kind == "mul" else ONE) / (b.coefficient if b.kind == "mul" else ONE)
-    return terms.mul(terms.const(number), *(terms.power(f, p) for f, p in powers.items() if p))
-
-
-def statistics(t: Term) -> list[Term]:
-    """The reductions that a vector is made of, through pointwise operations."""
-    return [s for s in sources(t) if s.kind == "red"]
-
-
-def sources(t: Term) -> list[Term]:
-    """The reductions and tensors that t is made of, through pointwise operations."""
-    found, seen, todo = [], set[Term](), [t]
-    while todo:
-        x = todo.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.kind in ("red", "leaf"):
-            found.append(x)
-        elif x.kind != "con":
-            todo += x.args
-    return sorted(found, key=lambda s: s.id)
-
-
-def leaves(t: Term) -> list[Term]:
-    """The tensors that t is made of, also inside reductions."""
-    return [leaf for s in sources(t) for leaf in ([s] if s.kind == "leaf" else leaves(s.args[0]))]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
 
 from torch import fx
 
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.program import Space
 
-Stored = tuple[Term, str]
-"""A value and the dtype in which it is stored."""
+
+class Stored(NamedTuple):
+    """A value and the dtype in which it is stored; `again`: the backward's own copy of what the forward had."""
+
+    term: Term
+    dtype: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,11 @@ class Refusal:
 
 
 class Conflict(Exception):
-    """Two decisions exclude each other; planning starts again with these products banned or undeferred."""
+    """Two decisions exclude each other; planning starts again with these products banned or undeferred, or with nodes
+    that may `never` be made again."""
 
-    def __init__(self, *, banned: dict[int, str] | None = None, undeferred: int = 0) -> None:
-        super().__init__(str(banned or undeferred))
-        self.banned, self.undeferred = banned or {}, undeferred
+    def __init__(
+        self, *, banned: dict[int, str] | None = None, undeferred: int = 0, never: frozenset[fx.Node] = frozenset()
+    ) -> None:
+        super().__init__(str(banned or undeferred or never))
+        self.banned, self.undeferred, self.never = banned or {}, undeferred, never

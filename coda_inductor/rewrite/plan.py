@@ -17,9 +17,11 @@ from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.derive import Firing, leaves, sources, statistics
+from coda_inductor.rewrite.again import Again
+from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Refusal, Stored
 from coda_inductor.rewrite.program import Program, Space
+from coda_inductor.rewrite.sources import leaves, sources, statistics
 
 
 @dataclass(slots=True)
@@ -31,8 +33,9 @@ class Plan:
     drafts: dict[Term, Draft] = field(default_factory=dict)  # by accumulator
     kept: set[fx.Node] = field(default_factory=set)
     refused: list[Refusal] = field(default_factory=list)
-    _todo: list[fx.Node] = field(default_factory=list)
     sums: set[Term] = field(default_factory=set)
+    again: Again = field(default_factory=Again)
+    _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
 
     def unique(self) -> list[Draft]:
         """The drafts that do more than a bare product, in the order of the graph."""
@@ -41,17 +44,17 @@ class Plan:
 
     def bare(self, draft: Draft) -> bool:
         """Does the draft only store what its product computes anyway?"""
-        return not draft.sums and all(t in self.program.wholes and self._plain(t) for t, _ in draft.stores)
+        return not draft.sums and all(s.term in self.program.wholes for s in draft.stores)
 
-    def _plain(self, t: Term) -> bool:
-        """Is t a product, with its bias at most? cuBLAS computes that as well."""
-        return t.kind == "con" or (t.kind == "add" and all(a.kind in ("con", "leaf") for a in t.args))
-
-    def need(self, node: fx.Node) -> None:
-        """The node's tensor must exist."""
+    def need(self, node: fx.Node, by: fx.Node | None = None) -> None:
+        """The node's tensor must exist; `by` is the operation that reads it, None for an epilogue."""
+        if self.again.asked(self, node, by):
+            return
         if node not in self.kept:
             self.kept.add(node)
-            self._todo.append(node)
+            self._todo.append((node, by))
+        elif g.is_view(node) and by is not None:
+            self.need(node.all_input_nodes[0], by)
 
     def run(self) -> None:
         """Works off all demands."""
@@ -59,10 +62,12 @@ class Plan:
             if node.op == "output" or node.is_impure():
                 self.need(node)
         while self._todo:
-            node = self._todo.pop()
-            if not self._supply(node):
-                for a in node.all_input_nodes:
-                    self.need(self._base(a) if self._fusible(node) else a)
+            while self._todo:
+                node, by = self._todo.pop()
+                if not self._supply(node):
+                    for a in node.all_input_nodes:
+                        self.need(self._base(a) if self._fusible(node) else a, by if g.is_view(node) else node)
+            self.again.settle(self)
         self._settle()
 
     def _settle(self) -> None:
@@ -73,7 +78,8 @@ class Plan:
                 raise Conflict(banned={acc.bit: "its halves are needed as well as the whole"})
         if (late := self._cycle()) is not None:
             raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
-        supplied = {node for d in self.drafts.values() for node in d.supplies}
+        self.again.check(self)
+        supplied = {node for d in self.drafts.values() for node, s in d.supplies.items() if not s.again}
         for firing in (f for f in self.firings if f.product >= 0):
             operand = self.program.lifted.term[self.program.lifted.products[firing.product].x]
             if any(n in self.kept and n not in supplied and not g.is_view(n) for n in self._holding(operand)):
@@ -124,7 +130,7 @@ class Plan:
     def _supply(self, node: fx.Node) -> bool:
         """Lets an epilogue make the node, if one can. Products themselves are made by a Region only if it does more."""
         term = self.program.lifted.term.get(node)
-        if term is None or g.is_view(node) or g.lane(node) is not None:
+        if term is None or g.is_view(node) or g.lane(node) is not None or self._widens(node):
             return False
         if not (t := self.program.new[term]).hosts:
             return self._total(node, t)
@@ -133,7 +139,7 @@ class Plan:
             self.program.check(t, space)
             if g.is_backward(node) and not g.is_backward(self.program.product(space.accs[-1]).node):
                 return False  # the backward makes it again from what the forward stores anyway
-            if self._order(node) != space.rows + space.columns:
+            if self.order(node) != space.rows + space.columns:
                 raise Unsupported("its memory order is not rows of tokens")
             draft = self._draft(space)
             self.program.check(t, draft.space)
@@ -143,9 +149,16 @@ class Plan:
             return False
         value = g.tensor(node)
         assert value is not None
-        self._store(draft, (t, DTYPE_NAMES.get(value.dtype, str(value.dtype))))
-        draft.supplies[node] = (t, DTYPE_NAMES.get(value.dtype, str(value.dtype)))
+        draft.supplies[node] = Stored(t, DTYPE_NAMES.get(value.dtype, str(value.dtype)))
+        self.store(draft, draft.supplies[node])
         return True
+
+    def _widens(self, node: fx.Node) -> bool:
+        """Is the node a cast to a wider dtype? Whoever reads it can do that itself, from half the bytes."""
+        source = node.args[0] if g.is_cast(node) else None
+        if not isinstance(source, fx.Node) or (value := g.tensor(source)) is None:
+            return False
+        return value.dtype.itemsize < g.tensor(node).dtype.itemsize  # type: ignore[union-attr]
 
     def _total(self, node: fx.Node, t: Term) -> bool:
         """Lets an epilogue sum over its tokens what the node is the sum of."""
@@ -156,7 +169,7 @@ class Plan:
             space = self.program.space(red.args[0])
             self.program.check(red.args[0], space)
             late = g.is_backward(node) and not g.is_backward(self.program.product(space.accs[-1]).node)
-            if late or set(red.over) != set(space.rows) or self._order(node) != space.columns:
+            if late or set(red.over) != set(space.rows) or self.order(node) != space.columns:
                 return False
             draft = self._draft(space)
             self.program.check(red.args[0], draft.space)
@@ -169,7 +182,8 @@ class Plan:
             self.loads(draft, red.args[0])
         return True
 
-    def _order(self, node: fx.Node) -> tuple[int, ...]:
+    def order(self, node: fx.Node) -> tuple[int, ...]:
+        """The node's axes as they lie, major to minor."""
         return tuple(i for d in self.program.lifted.reading.roots(node) for i in d)
 
     def _draft(self, space: Space) -> Draft:
@@ -186,7 +200,7 @@ class Plan:
             draft.sums += [s for s in d.sums if s not in draft.sums]
             draft.supplies |= d.supplies
             draft.totals |= d.totals
-        for t in [t for t, _ in draft.stores] + [s.args[0] for s in draft.sums]:
+        for t in [s.term for s in draft.stores] + [s.args[0] for s in draft.sums]:
             try:
                 self.program.check(t, draft.space)
             except Unsupported as why:
@@ -201,7 +215,7 @@ class Plan:
         product = self.program.product(acc)
         for a in product.node.all_input_nodes:
             if a is not product.x:
-                self.need(a)
+                self.need(a, product.node)
         self.operand(acc)
 
     def operand(self, acc: Term) -> fx.Node | Stored:
@@ -212,22 +226,24 @@ class Plan:
         order = product.rows + self.program.lifted.reading.roots(product.x)[-1]
         for node in self.program.nodes.get(x, ()):  # the first, so that products of one operand read one tensor
             lies = g.dense(node) or node is product.x  # attention's result often lies with its heads before its tokens
-            if lies and self._order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
-                self.need(node)
+            if lies and self.order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
+                self.need(node, product.node)
                 return node
         try:
             draft = self._draft(self.program.space(x))
         except Unsupported as why:
             raise Conflict(undeferred=acc.hosts) from why
-        self._store(draft, (x, DTYPE_NAMES[dtype]))
-        return x, DTYPE_NAMES[dtype]
+        stored = Stored(x, DTYPE_NAMES[dtype])
+        self.store(draft, stored)
+        return stored
 
-    def _store(self, draft: Draft, stored: Stored) -> None:
-        if stored[1] not in DTYPES:
-            raise Conflict(banned={a.bit: f"it would store {stored[1]}" for a in draft.space.accs})
+    def store(self, draft: Draft, stored: Stored) -> None:
+        """Lets an epilogue store a value."""
+        if stored.dtype not in DTYPES:
+            raise Conflict(banned={a.bit: f"it would store {stored.dtype}" for a in draft.space.accs})
         if stored not in draft.stores:
             draft.stores.append(stored)
-            self.loads(draft, stored[0])
+            self.loads(draft, stored.term)
 
     def loads(self, draft: Draft, *values: Term) -> dict[Term, Loaded]:
         """The early terms that an epilogue reads rather than computes to make the values, and from where; asking is
@@ -251,9 +267,9 @@ class Plan:
         x itself from x's arguments."""
         extent = space.extent(x)
         if extent == "tile":
-            if not self.program.has_tile(x, space):
+            if not self.program.has_tile(x, space) or self.program.composed(x, space):
                 return None
-            return None if self.program.single_tile(x, space) is not None else self._tile_source(x, space)
+            return self._tile_source(x, space)
         if x.kind == "red" and self._sum(x):
             return x
         if not x.args:
@@ -275,7 +291,7 @@ class Plan:
         for s in sources(x):
             if s.kind == "leaf":
                 read = [self.program.lifted.node(s)]
-                fits = extent == "feature" or not s.axes or (self._order(read[0]) == space.rows and g.dense(read[0]))
+                fits = extent == "feature" or not s.axes or (self.order(read[0]) == space.rows and g.dense(read[0]))
             elif extent == "feature":
                 read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], not s.deps
             elif fits := self._sum(s):
@@ -319,8 +335,9 @@ class Plan:
             return node
         draft = self._draft(self.program.space(x))
         dtype = g.tensor(self.program.product(draft.space.accs[0]).x).dtype  # type: ignore[union-attr]
-        self._store(draft, (x, DTYPE_NAMES[dtype]))
-        return x, DTYPE_NAMES[dtype]
+        stored = Stored(x, DTYPE_NAMES[dtype])
+        self.store(draft, stored)
+        return stored
 
     def _sum(self, x: Term) -> bool:
         """Lets the epilogue that makes the summed values sum them, if one can."""
@@ -344,6 +361,6 @@ class Plan:
 def _deps(draft: Draft) -> int:
     """The products that must have run before all of the draft's outputs exist."""
     deps = 0
-    for t in [t for t, _ in draft.stores] + [s.args[0] for s in draft.sums]:
+    for t in [s.term for s in draft.stores] + [s.args[0] for s in draft.sums]:
         deps |= t.deps
     return deps

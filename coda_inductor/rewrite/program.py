@@ -19,6 +19,7 @@ from coda_inductor.patterns.terms import Term
 
 MAX_LANES = 2
 NOT_HALVES = "it combines features that are not two halves of the columns, as rotary embeddings do"
+POINTWISE_KINDS = ("mul", "add", "fn")
 Extent = str
 
 
@@ -64,7 +65,7 @@ class Program:
     products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
     """Contractions by their right operand and the axes that they sum over."""
     wholes: set[Term] = field(default_factory=set)
-    """What the graph's products compute as they stand there, biases included."""
+    """What the graph's products compute as they stand there, biases included, unless a law has changed them."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
 
@@ -180,24 +181,38 @@ class Program:
             return []
         if not self.has_tile(x, space):
             return list(x.args)
-        if (single := self.single_tile(x, space)) is not None:
-            return [single]
+        if self.composed(x, space):
+            return list(x.args)
         if self.natural(x, space.rows + space.columns) is None and not self.storable(x, space):
             raise Unsupported("a tile that it needs is not laid out as rows of tokens")
         return []
 
-    def single_tile(self, x: Term, space: Space) -> Term | None:
-        """The one tile that a pointwise x is made of with vectors, which is cheaper to load than x is to store."""
-        if x.kind not in ("mul", "add", "fn") or x in self.wholes:
-            return None
-        tiles = [a for a in x.args if self.has_tile(a, space)]
-        return tiles[0] if len(tiles) == 1 else None
+    def composed(self, x: Term, space: Space) -> bool:
+        """Does an epilogue make an early tile x again, of the tiles and vectors that x is made of, rather than read it?
+        In the forward if that reads one tile; the backward reads what the forward stored: products and streams."""
+        if x.kind not in POINTWISE_KINDS or x in self.wholes:
+            return False
+        bases = self.bases(x, space)
+        if x in bases:
+            return False
+        one = len(bases) == 1 or sum(self.has_tile(a, space) for a in x.args) == 1
+        return one or g.is_backward(self.product(space.accs[-1]).node)
+
+    def bases(self, x: Term, space: Space) -> frozenset[Term]:
+        """The tiles that x is made of by pointwise operations; a sum of several is one, a stream."""
+        if not self.has_tile(x, space):
+            return frozenset()
+        if x.kind not in POINTWISE_KINDS or x in self.wholes:
+            return frozenset({x})
+        found = [b for a in x.args if (b := self.bases(a, space))]
+        all_of = frozenset().union(*found)
+        return frozenset({x}) if x.kind == "add" and len(found) > 1 and len(all_of) > 1 else all_of
 
     def has_tile(self, x: Term, space: Space) -> bool:
         """Is a tile in x, rather than only vectors whose product has a tile's axes?"""
         if space.extent(x) != "tile":
             return False
-        return x.kind not in ("mul", "add", "fn") or any(self.has_tile(a, space) for a in x.args)
+        return x.kind not in POINTWISE_KINDS or any(self.has_tile(a, space) for a in x.args)
 
     def storable(self, t: Term, space: Space) -> bool:
         """Can an earlier epilogue store t in the memory order of `space`?"""

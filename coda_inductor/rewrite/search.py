@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
+from coda_inductor.rewrite.again import Again
 from coda_inductor.rewrite.derive import derive
 from coda_inductor.rewrite.draft import Conflict
 from coda_inductor.rewrite.laws import LAWS
@@ -22,16 +25,19 @@ def plan(
 ) -> Plan:
     """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
     of `undeferred` ones (a bit set) stay as the user wrote them."""
-    bans = dict(banned or {})
+    bans, never = dict(banned or {}), frozenset[fx.Node]()
     for _ in range(2 * len(lifted.products) + 1):
         program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
-        made = Plan(program, derive(program, laws))
+        made = Plan(program, derive(program, laws), again=Again(never))
         try:
             made.run()
             return trim(made)
         except Conflict as conflict:
-            if not (conflict.banned.keys() - bans.keys() or conflict.undeferred & ~undeferred):
+            if not (
+                conflict.banned.keys() - bans.keys() or conflict.undeferred & ~undeferred or conflict.never - never
+            ):
                 raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
             bans |= conflict.banned
             undeferred |= conflict.undeferred
+            never |= conflict.never
     raise BrokenInvariant("planning does not settle")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import fx
 
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.derive import leaves, sources
-from coda_inductor.rewrite.draft import Computed, Draft
+from coda_inductor.rewrite.draft import Computed, Draft, Stored
 from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.sources import leaves, sources
 
 
 def trim(plan: Plan) -> Plan:
     """The plan without outputs of epilogues that were only looked into, and that nothing reads in the end."""
     drafts = plan.unique()
-    made: dict[object, tuple[Draft, Term]] = {s: (d, s[0]) for d in drafts for s in d.stores}
-    made |= {node: made[s] for d in drafts for node, s in d.supplies.items()}
+    made: dict[object, tuple[Draft, Term]] = {s: (d, s.term) for d in drafts for s in d.stores}
+    made |= {node: made[s] for d in drafts for node, s in d.supplies.items() if not s.again}
     totals = {node: red for d in drafts for node, (red, _) in d.totals.items()}
     used, seen = set[object](), set[object]()
     todo: list[object] = [n for n in plan.program.lifted.graph.nodes if n.op == "output" or n.is_impure()]
@@ -33,11 +33,11 @@ def trim(plan: Plan) -> Plan:
             todo.append(totals[item])
         elif item in made:
             draft, term = made[item]
-            used.add((id(draft), item if isinstance(item, tuple) else draft.supplies[item]))  # type: ignore[index]
+            used.add((id(draft), item if isinstance(item, Stored) else draft.supplies[item]))  # type: ignore[index]
             todo += _reads(plan, draft, term)
         else:
             assert isinstance(item, fx.Node), item
-            todo += item.all_input_nodes
+            todo += [plan.again.read(item, a) for a in item.all_input_nodes]
     for d in drafts:
         d.stores = [s for s in d.stores if (id(d), s) in used]
         d.sums = [t for t in d.sums if (id(d), t) in used]

@@ -1,0 +1,116 @@
+"""What the backward needs of the forward's tiles is made again, where an epilogue reads all that it is made of.
+
+A normalised tensor and an activation are read again by weight gradients alone. The epilogue of the product that
+carries the gradient past them reads the same stream or the same raw products anyway, so that one more store there
+takes the place of a tensor that would be kept from the forward, or of a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import DTYPE_NAMES, DTYPES
+from coda_inductor.patterns import graph as g
+from coda_inductor.rewrite.draft import Conflict, Draft, Stored
+
+if TYPE_CHECKING:
+    from coda_inductor.rewrite.plan import Plan
+
+
+@dataclass(slots=True)
+class Again:
+    """The tiles of the forward that operations of the backward ask for, until an epilogue makes them or none can.
+    `never` are those that may not be made again."""
+
+    never: frozenset[fx.Node] = frozenset()
+    waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    made: dict[fx.Node, Draft] = field(default_factory=dict)
+    _given_up: set[fx.Node] = field(default_factory=set)
+
+    def asked(self, plan: Plan, node: fx.Node, by: fx.Node | None) -> bool:
+        """Is the node put off until all epilogues are known, because only `by` of the backward asks for it so far?"""
+        if by is None or not g.is_backward(by) or node in self.never | self._given_up or not _made(plan, node):
+            return False
+        self.waiting.setdefault(node, []).append(by)
+        return True
+
+    def settle(self, plan: Plan) -> None:
+        """Finds an epilogue for each waiting node; if none is found for any, asks for one of them after all."""
+        found = {node: draft for node in self.waiting if (draft := self._host(plan, node)) is not None}
+        for node, draft in found.items():
+            self.made[node] = draft
+            value = g.tensor(node)
+            assert value is not None
+            draft.supplies[node] = Stored(
+                plan.program.new[plan.program.lifted.term[node]], DTYPE_NAMES[value.dtype], True
+            )
+            plan.store(draft, draft.supplies[node])
+        left = [node for node in self.waiting if node not in self.made]
+        if not found and left:
+            self._given_up.add(left[0])
+            del self.waiting[left[0]]
+            plan.need(left[0])
+
+    def _host(self, plan: Plan, node: fx.Node) -> Draft | None:
+        if node in self.made:
+            return None
+        t = plan.program.new[plan.program.lifted.term[node]]
+        for draft in plan.unique():
+            space = draft.space
+            if not g.is_backward(plan.program.product(space.accs[-1]).node) or t.deps & space.mask:
+                continue
+            if plan.order(node) != space.rows + space.columns or _feeds(self.waiting[node], draft, plan):
+                continue
+            read = plan.loads(draft, *(s.term for s in draft.stores), *(s.args[0] for s in draft.sums))
+            try:
+                plan.program.check(t, space)
+            except Unsupported:
+                continue
+            if plan.program.bases(t, space) <= read.keys():
+                return draft
+        return None
+
+    def read(self, reader: fx.Node, node: fx.Node) -> fx.Node | Stored:
+        """What an operation that stays reads as `node`."""
+        under = g.root(node, g.is_view)
+        again = g.is_backward(reader) and under in self.made
+        return self.made[under].supplies[under] if again else node
+
+    def check(self, plan: Plan) -> None:
+        """Raises Conflict if a node that is made again would feed the epilogue that makes it."""
+        for node, draft in self.made.items():
+            if _feeds(self.waiting[node], draft, plan):
+                raise Conflict(never=frozenset({node}))
+
+
+def _made(plan: Plan, node: fx.Node) -> bool:
+    """Is the node a tile that the forward makes of products and streams by pointwise operations?"""
+    term = plan.program.lifted.term.get(node)
+    if term is None or g.is_view(node) or g.lane(node) is not None or g.tensor(node).dtype not in DTYPES.values():  # type: ignore[union-attr]
+        return False
+    t = plan.program.new[term]
+    try:
+        space = plan.program.space(t)
+    except Unsupported:
+        return False
+    if g.is_backward(plan.program.product(space.accs[-1]).node) or space.extent(t) != "tile":
+        return False
+    return t not in plan.program.bases(t, space)
+
+
+def _feeds(readers: list[fx.Node], draft: Draft, plan: Plan) -> bool:
+    """Could what the readers compute reach the draft's products, or what its stores replace?"""
+    products = {plan.program.product(acc).node for d in plan.drafts.values() for acc in d.space.accs}
+    seen, todo = set[fx.Node](), [user for node in readers for user in node.users]
+    while todo:
+        node = todo.pop()
+        if node in products or node in draft.supplies:
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo += node.users
+    return False
