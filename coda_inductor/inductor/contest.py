@@ -282,7 +282,7 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
         assert held is not None
         return held
 
-    vectors = Vectors(plan.program.lifted, call, sum_of, statistic, built.region.compute)
+    vectors = Vectors(plan.program.lifted, call, sum_of, statistic, plan.pair, built.region.compute)
     new.output(tuple(vectors.write(c) for c in wanted))
     return new, list(copies)
 

@@ -51,7 +51,7 @@ class Emission:
 
         lifted = self.plan.program.lifted
         if compute not in self.vectors:
-            self.vectors[compute] = Vectors(lifted, self.call, self.made.get, statistic, compute)
+            self.vectors[compute] = Vectors(lifted, self.call, self.made.get, statistic, self.plan.pair, compute)
         return self.vectors[compute]
 
     def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
@@ -130,18 +130,18 @@ class Emission:
                     f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}"
                 )
             if stored.again:
-                self._redirect(node, new)
+                self._redirect(node, new, self.plan.again.waiting[node])
             else:
                 node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
 
-    def _redirect(self, node: fx.Node, new: fx.Node) -> None:
-        """Gives the backward's readers of a forward's node `new` in its place, also where they read a view of it."""
+    def _redirect(self, node: fx.Node, new: fx.Node, readers: list[fx.Node]) -> None:
+        """Gives the readers of a forward's node `new` in its place, also where they read a view of it."""
         for user in list(node.users):
-            if g.is_backward(user):
+            if user in readers:
                 user.replace_input_with(node, new)
             elif g.is_view(user):
                 args = fx.map_arg(user.args, lambda a: new if a is node else a)
-                self._redirect(user, self.call(new, user.target, *args))
+                self._redirect(user, self.call(new, user.target, *args), readers)
 
 
 def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:

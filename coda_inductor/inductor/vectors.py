@@ -16,6 +16,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import ROUNDINGS, Lifted
 from coda_inductor.patterns.terms import Term, is_number
+from coda_inductor.rewrite.beside import Pair
 from coda_inductor.rewrite.draft import Computed
 
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
@@ -38,6 +39,7 @@ class Vectors:
     call: Callable[..., fx.Node]
     sum_of: Callable[[Term], fx.Node | None]
     statistic: Callable[[Term], tuple[fx.Node, Fraction]]
+    pair: Callable[[Term], Pair | None]
     compute: torch.dtype
     done: dict[tuple[Term, bool], tuple[fx.Node, Order]] = field(default_factory=dict)
 
@@ -63,11 +65,11 @@ class Vectors:
         if t.kind == "red":
             if (made := self.sum_of(t)) is not None:
                 return made, (TOKENS,)
+            if token and (pair := self.pair(t)) is not None:
+                return self._beside(pair), (TOKENS,)
             if token:
                 node, factor = self.statistic(t)
-                out = self.call(node, aten.view.default, node, [-1])
-                if g.tensor(out).dtype != self.compute:  # type: ignore[union-attr]
-                    out = self.call(out, prims.convert_element_type.default, out, self.compute)
+                out = self._wide(self.call(node, aten.view.default, node, [-1]))
                 return out if factor == 1 else self.call(out, aten.mul.Tensor, out, float(factor)), (TOKENS,)
             node, order = self._value(t.args[0], token)
             over = [order.index(i) for i in t.over]
@@ -103,6 +105,23 @@ class Vectors:
         if t.coefficient != neutral:
             out = self.call(out, mul if t.kind == "mul" else add, out, float(t.coefficient))
         return out, order
+
+    def _wide(self, node: fx.Node) -> fx.Node:
+        """The node in the dtype that is computed in."""
+        if g.tensor(node).dtype == self.compute:  # type: ignore[union-attr]
+            return node
+        return self.call(node, prims.convert_element_type.default, node, self.compute)
+
+    def _beside(self, pair: Pair) -> fx.Node:
+        """The sums over tensors that are not ours to make, [M]."""
+        out = self._wide(pair.first)
+        if isinstance(pair.second, fx.Node):
+            out = self.call(pair.first, aten.mul.Tensor, out, self._wide(pair.second))
+        elif not is_number(pair.second):
+            order = self.lifted.reading.roots(pair.first)[-1]
+            out = self.call(pair.first, aten.mul.Tensor, out, self.write(Computed(pair.second, "feature", order)))
+        out = self.call(pair.first, aten.sum.dim_IntList, out, list(pair.dims))
+        return self.call(pair.first, aten.reshape.default, out, [-1])
 
     def _power(self, a: fx.Node, p: Fraction) -> fx.Node:
         if p == 1:
@@ -142,6 +161,4 @@ class Vectors:
         for axis, index in t.lanes:
             out = self.call(out, aten.select.int, out, order.index(axis), index)
             order = tuple(i for i in order if i != axis)
-        if g.tensor(node).dtype != self.compute:  # type: ignore[union-attr]
-            out = self.call(out, prims.convert_element_type.default, out, self.compute)
-        return out, order
+        return self._wide(out), order

@@ -16,7 +16,7 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns.terms import ONE, Term, Terms
-from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
+from coda_inductor.rewrite.laws import ADJOINT, BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, is_late, separate, total
 from coda_inductor.rewrite.sources import statistics
@@ -54,7 +54,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         elif t.kind == "red" and t.name == "sum":
             law, after = moments(program, before, laws)
             if after is before and TRIANGLE.name in laws:
-                law, after = TRIANGLE.name, triangle(program, before)
+                law, after = TRIANGLE.name, triangle(program, before, ADJOINT.name in laws)
             program.sums[before.args[0], t.over] = after
         for con in program.accumulators(after) if t.kind == "con" else ():
             program.products_of.setdefault((con.args[1], con.over), []).append(con)
@@ -205,6 +205,9 @@ def moments(program: Program, red: Term, laws: frozenset[str]) -> tuple[str, Ter
     if red.kind != "red" or not red.args[0].hosts:
         return "", red
     x, over = red.args[0], red.over
+    product = program.lifted.products.get(program.accumulators(x)[-1].bit)
+    if product is None or set(over).intersection(product.rows):
+        return "", red  # a sum over tokens: the gradient of a gain or a bias
     extents = program.lifted.extents(over)
     count = terms.const(Fraction(math.prod(extents.values())))
     if SHIFT.name in laws and (c := shift(program, x, over)) is not None:

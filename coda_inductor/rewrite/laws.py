@@ -95,4 +95,15 @@ TRIANGLE = Law(
     source="sum_k q[m,k] sum_n z[m,n] w[k,n] = sum_n z[m,n] sum_k q[m,k] w[k,n]",
 )
 
-LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE)
+ADJOINT = Law(
+    name="adjoint",
+    before=lambda x, y, g, h, a, b, c, d: over_k(x * (a * g + b * h)) + over_k(y * (c * g + d * h)),
+    after=lambda x, y, g, h, a, b, c, d: over_k(g * (a * x + c * y)) + over_k(h * (b * x + d * y)),
+    shapes=dict.fromkeys("xyghabcd", "M K"),
+    refuses=(),  # true of any map between two lanes: no orthogonality is assumed
+    when="a statistic is taken of a gradient that came through a rotary embedding: the rotated tensor is there",
+    numerics="moves a rounding",
+    source="sum_l x[l] sum_r L[l,r] g[r] = sum_r g[r] sum_l L[l,r] x[l], over the lanes l, r and over K",
+)
+
+LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE, ADJOINT)

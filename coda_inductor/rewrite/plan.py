@@ -18,6 +18,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.again import Again
+from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Refusal, Stored
 from coda_inductor.rewrite.program import Program, Space
@@ -272,9 +273,11 @@ class Plan:
             return self._tile_source(x, space)
         if x.kind == "red" and self._sum(x):
             return x
+        if x.kind == "red" and self.pair(x):
+            return self._computed(x, space)
         if not x.args:
             return self._vector(x, space) if x.kind == "leaf" else None
-        summed = x.kind not in ("red", "con") and all(map(self._sum, (s for s in statistics(x) if s.deps)))
+        summed = x.kind not in ("red", "con") and all(self._sum(s) or self.pair(s) for s in statistics(x) if s.deps)
         if not summed and self.program.natural(x, self._axes(x, space)) is not None:
             return self._vector(x, space)
         if (x.kind == "red" and not x.deps) or (summed and x.kind == "add" and len(sources(x)) > MAX_INLINE):
@@ -296,6 +299,8 @@ class Plan:
                 read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], not s.deps
             elif fits := self._sum(s):
                 read = []
+            elif (found := self.pair(s)) is not None:
+                read, fits = found.nodes(self.program.lifted), True
             else:
                 held = self.statistic(s)
                 read, fits = [held[0]] if held else [], held is not None
@@ -308,6 +313,10 @@ class Plan:
     def summed(self, red: Term) -> bool:
         """Does some epilogue take this sum?"""
         return red in self.sums
+
+    def pair(self, red: Term) -> Pair | None:
+        """What is summed beside an operation that is left whole, if the reduction is such a sum."""
+        return pair(self.program, red)
 
     def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) for a per-token reduction that the graph holds: it is factor * node."""

@@ -66,8 +66,19 @@ class Program:
     """Contractions by their right operand and the axes that they sum over."""
     wholes: set[Term] = field(default_factory=set)
     """What the graph's products compute as they stand there, biases included, unless a law has changed them."""
+    held: dict[Term, fx.Node] = field(default_factory=dict)
+    """Tensors that are named as they lie in memory, whatever they are made of, and their nodes."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
+
+    def hold(self, node: fx.Node) -> Term:
+        """The node's tensor as a term without arguments."""
+        lifted = self.lifted
+        lifted.leaves[node.name] = node
+        axes = (i for d in lifted.reading.roots(node) for i in d)
+        leaf = lifted.terms.leaf(node.name, axes, lifted.deps[node])
+        self.held[leaf] = node
+        return leaf
 
     def narrow(self, con: Term) -> bool:
         """Has the product's operand too few exponents (float16) to be stored before it is normalised? Nothing bounds

@@ -12,6 +12,22 @@ from fractions import Fraction
 
 from coda_inductor.patterns.terms import ONE, Term, Terms
 
+Factors = dict[Term, Fraction]
+
+
+def factors(t: Term) -> Factors:
+    """The factors of t with their powers, without its number."""
+    return dict(zip(t.args, t.powers, strict=True)) if t.kind == "mul" else {t: ONE}
+
+
+def rank_one(terms: Terms, q: Factors, over: tuple[int, ...]) -> tuple[Term, Term] | None:
+    """q as v * g, v not varying over `over` and g over nothing else; None if a factor does both."""
+    inside = [(f, p) for f, p in q.items() if f.axes.intersection(over)]
+    if any(f.hosts or f.axes - set(over) for f, _ in inside):
+        return None
+    g = terms.mul(*(terms.power(f, p) for f, p in inside))
+    return terms.mul(*(terms.power(f, p) for f, p in q.items() if not f.axes.intersection(over))), g
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

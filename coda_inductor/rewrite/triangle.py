@@ -12,46 +12,47 @@ from fractions import Fraction
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns.terms import ONE, Term, Terms
+from coda_inductor.rewrite.beside import beside
 from coda_inductor.rewrite.program import Program
+from coda_inductor.rewrite.separate import Factors, factors, rank_one
 from coda_inductor.rewrite.sources import statistics
 
-Factors = dict[Term, Fraction]
 
-
-def triangle(program: Program, red: Term) -> Term:
+def triangle(program: Program, red: Term, adjoint: bool) -> Term:
     """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, if the epilogues that make Z can take the
-    sums; else red as it is."""
+    sums, or they can be taken beside what makes Z; else red as it is. `adjoint`: may that law be used?"""
     terms, x, over = program.lifted.terms, red.args[0], red.over
     if not x.hosts:
         return red
-    factors = _factors(x)
-    found = [(f, cons) for f, p in factors.items() if p == 1 and (cons := _summed_products(f, over))]
+    powers = factors(x)
+    found = [(f, cons) for f, p in powers.items() if p == 1 and (cons := _summed_products(f, over))]
     if len(found) != 1:
         return red
     factor, cons = found[0]
-    q = {f: p for f, p in factors.items() if f is not factor}
+    q = {f: p for f, p in powers.items() if f is not factor}
     number = x.coefficient if x.kind == "mul" else ONE
     out = []
     for con, w in cons:
-        taken = _taken(program, q, con, over)
+        taken = _taken(program, q, con, over, adjoint)
         if taken is None:
             return red
         out += [terms.mul(terms.const(w * number), t) for t in taken]
     return terms.add(*out)
 
 
-def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...]) -> list[Term] | None:
+def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], adjoint: bool) -> list[Term] | None:
     """sum over `over` of q times the product `con`, as sums over con's own contraction."""
     terms, (z, weight) = program.lifted.terms, con.args
-    vector = _rank_one(terms, q, over)
+    vector = rank_one(terms, q, over)
     for part in [Part(None, *vector)] if vector else _parts(program, q, weight, over):
-        sums = []
-        for scale, image in part.images(program, weight, over):
+        sums = list[Term]()
+        images = part.images(program, weight, over)
+        for scale, image in images:
             total = terms.red("sum", terms.mul(z, image), con.over, program.lifted.extents(con.over))
-            if not all(_summable(program, s) for s in statistics(total)):
-                break
-            sums.append(terms.mul(scale, total))
-        else:
+            made = all(_summable(program, s) for s in statistics(total))
+            found = total if made else beside(program, con, image, adjoint)
+            sums += [terms.mul(scale, found)] if found is not None else []
+        if len(sums) == len(images):
             return sums
     return None
 
@@ -76,7 +77,7 @@ def _parts(program: Program, q: Factors, weight: Term, over: tuple[int, ...]) ->
     """The ways to write q by the operand of a product with the same weight."""
     terms, out = program.lifted.terms, []
     for forward in program.products_of.get((weight, over), ()):
-        f = _factors(forward.args[0])
+        f = factors(forward.args[0])
         number = terms.const(1 / forward.args[0].coefficient if forward.args[0].kind == "mul" else ONE)
         scale = _divided(terms, q, f)
         if not scale.axes.intersection(over):
@@ -87,24 +88,10 @@ def _parts(program: Program, q: Factors, weight: Term, over: tuple[int, ...]) ->
                 d = _difference(terms, a, b)
                 rest = {t: p for t, p in q.items() if t is not a}
                 scale = _divided(terms, rest, {t: p for t, p in f.items() if t is not b})
-                vector = _rank_one(terms, rest, over)
+                vector = rank_one(terms, rest, over)
                 if vector and not d.axes.intersection(over) and not scale.axes.intersection(over):
                     out.append(Part((terms.mul(number, scale), forward), terms.mul(d, vector[0]), vector[1]))
     return out
-
-
-def _rank_one(terms: Terms, q: Factors, over: tuple[int, ...]) -> tuple[Term, Term] | None:
-    """q as v * g, v not varying over `over` and g over nothing else; None if a factor does both."""
-    inside = [(f, p) for f, p in q.items() if f.axes.intersection(over)]
-    if any(f.hosts or f.axes - set(over) for f, _ in inside):
-        return None
-    g = terms.mul(*(terms.power(f, p) for f, p in inside))
-    return terms.mul(*(terms.power(f, p) for f, p in q.items() if not f.axes.intersection(over))), g
-
-
-def _factors(t: Term) -> Factors:
-    """The factors of t with their powers, without its number."""
-    return dict(zip(t.args, t.powers, strict=True)) if t.kind == "mul" else {t: ONE}
 
 
 def _divided(terms: Terms, a: Factors, b: Factors) -> Term:

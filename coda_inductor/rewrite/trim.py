@@ -64,6 +64,8 @@ def _read(plan: Plan, c: Computed) -> list[object]:
             out.append(plan.program.lifted.node(s))
         elif plan.summed(s):
             out.append(s)
+        elif c.extent == "token" and (found := plan.pair(s)) is not None:
+            out += found.nodes(plan.program.lifted)
         elif c.extent == "token" and (held := plan.statistic(s)) is not None:
             out.append(held[0])
         else:

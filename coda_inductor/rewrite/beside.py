@@ -1,0 +1,172 @@
+"""Statistics beside an operation that is left whole: a backward's sum of Z * (q W) where attention's backward makes Z.
+
+No epilogue can take it. It is taken of tensors that lie there anyway: Z itself and what the forward gave to attention,
+whose scale and rank-one parts leave the sum; or, through a rotary embedding, by the adjoint, attention's own gradient
+and the rotated tensor that it read. So nothing more is kept from the forward, and one pass reads it all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from coda_inductor.patterns.lift import Lifted
+from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
+from coda_inductor.rewrite.program import Program
+from coda_inductor.rewrite.separate import factors, rank_one
+from coda_inductor.rewrite.sources import leaves
+
+Rest = list[tuple[Term, Term]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The sum over the dimensions `dims` of `first` times `second`: a node of the same dimensions, or a vector over the
+    last one, which may be 1."""
+
+    first: fx.Node
+    second: fx.Node | Term
+    dims: tuple[int, ...]
+
+    def nodes(self, lifted: Lifted) -> list[fx.Node]:
+        """What it reads."""
+        if isinstance(self.second, fx.Node):
+            return [self.first, self.second]
+        return [self.first, *(lifted.node(leaf) for leaf in leaves(self.second))]
+
+
+def pair(program: Program, red: Term) -> Pair | None:
+    """A sum over tensors that lie in memory as the graph has them, as `beside` writes it; None for any other."""
+    terms, reading = program.lifted.terms, program.lifted.reading
+    powers = factors(red.args[0])
+    tensors = [program.held[f] for f in powers if f in program.held]
+    if red.name != "sum" or not 1 <= len(tensors) <= 2 or any(p != 1 for p in powers.values()):
+        return None
+    dims = reading.roots(tensors[0])
+    over = tuple(i for i, d in enumerate(dims) if d and set(d) <= set(red.over))
+    rest = terms.mul(*(f for f in powers if f not in program.held))
+    if {a for i in over for a in dims[i]} != set(red.over) or rest.axes - set(red.over) or rest.deps:
+        return None
+    if len(tensors) == 2:
+        return Pair(tensors[0], tensors[1], over) if is_number(rest) and reading.roots(tensors[1]) == dims else None
+    return Pair(tensors[0], rest, over) if over == (len(dims) - 1,) else None
+
+
+def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | None:
+    """The sum, over what the product `con` contracts, of its left operand Z times `image`: another product with con's
+    weight, or a vector. `adjoint`: may that law be used?"""
+    terms, (z, _), over = program.lifted.terms, con.args, con.over
+    product, extents = program.product(con), program.lifted.extents(over)
+    node = program.natural(z, product.rows + program.lifted.reading.roots(product.x)[-1])
+    if node is None:
+        return None
+    held = program.hold(node)
+    if image.kind != "con":
+        return _paired(program, product.rows, terms.red("sum", terms.mul(held, image), over, extents))
+    forward = program.product(image).node
+    whole = program.new[program.lifted.term[forward]]
+    parts = affine(terms, whole, image, over)
+    if parts is None:
+        return None
+    scale, rest = parts
+    turned = through(program, z, whole, over) if adjoint else None
+    dims = program.lifted.reading.roots(forward)
+    same = next((n for n in program.nodes[z] if program.lifted.reading.roots(n) == dims), node)
+    first, second = turned or (same, forward)
+    total = terms.red("sum", terms.mul(program.hold(first), program.hold(second)), over, extents)
+    out = [_paired(program, product.rows, total)]
+    for v, u in rest:
+        found = _paired(program, product.rows, terms.red("sum", terms.mul(held, u), over, extents))
+        out.append(found and terms.mul(terms.const(-ONE), v, found))
+    return terms.mul(terms.power(scale, -ONE), terms.add(*out)) if all(out) else None  # type: ignore[arg-type]
+
+
+def _paired(program: Program, rows: tuple[int, ...], red: Term) -> Term | None:
+    """red if it can be taken so, token by token in the order of `rows`."""
+    found = pair(program, red)
+    if found is None:
+        return None
+    dims = program.lifted.reading.roots(found.first)
+    return red if tuple(a for i, d in enumerate(dims) if i not in found.dims for a in d) == rows else None
+
+
+def affine(terms: Terms, whole: Term, con: Term, over: tuple[int, ...]) -> tuple[Term, Rest] | None:
+    """(s, [(v, u), ...]) such that whole = s * con + sum of v * u, with s and v per token, u per feature, and s not 0;
+    None if whole is nothing of the kind."""
+    scale, rest, todo = None, Rest(), [(whole, ONE)]
+    while todo:
+        t, w = todo.pop()
+        powers, number = factors(t), terms.const(w * (t.coefficient if t.kind == "mul" else ONE))
+        if t.kind == "add":
+            rest += [(terms.const(w * t.coefficient), terms.const(ONE))] if t.coefficient else []
+            todo += [(a, w * p) for a, p in zip(t.args, t.powers, strict=True)]
+        elif powers.get(con) == 1 and scale is None:
+            scale = terms.mul(number, *(terms.power(f, p) for f, p in powers.items() if f is not con))
+        elif (vector := rank_one(terms, powers, over)) is not None:
+            rest.append((terms.mul(number, vector[0]), vector[1]))
+        else:
+            return None
+    if scale is None or scale.axes.intersection(over) or not scale.coefficient:
+        return None
+    inverts = all(p < 0 or positive(f) for f, p in factors(scale).items())  # a negative power is never 0
+    return (scale, rest) if inverts else None
+
+
+def through(program: Program, z: Term, whole: Term, over: tuple[int, ...]) -> tuple[fx.Node, fx.Node] | None:
+    """(g, x): by the adjoint the sum of z * whole is that of g * x, if z is a linear map of g between a few lanes, and
+    x that map's adjoint of whole, which the forward has made. Nodes of the same dimensions."""
+    terms = program.lifted.terms
+    for axis in sorted(_lane_axes(z) & set(over)):
+        count = program.lifted.reading.axes.size[axis].static or 0
+        linear = _linear(terms, z, axis, count)
+        if linear is None:
+            continue
+        name, weights = linear
+        source = program.lifted.leaves[name]
+        images = [
+            terms.add(
+                *(terms.mul(weights[i, j], terms.select(whole, axis, i)) for i in range(count) if (i, j) in weights)
+            )
+            for j in range(count)
+        ]
+        for t, nodes in program.nodes.items():
+            if t.axes == z.axes and t.hosts and all(terms.select(t, axis, j) is x for j, x in enumerate(images)):
+                dims = program.lifted.reading.roots(source)
+                same = [n for n in nodes if program.lifted.reading.roots(n) == dims]
+                if same:
+                    return source, same[0]
+    return None
+
+
+def _lane_axes(t: Term) -> set[int]:
+    """The axes over which t puts lanes together, through pointwise operations."""
+    found, seen, todo = set[int](), set[Term](), [t]
+    while todo:
+        x = todo.pop()
+        if x not in seen:
+            seen.add(x)
+            found |= set(x.over) if x.kind == "lanes" else set()
+            todo += x.args if x.kind in ("mul", "add", "lanes") else ()
+    return found
+
+
+def _linear(terms: Terms, z: Term, axis: int, count: int) -> tuple[str, dict[tuple[int, int], Term]] | None:
+    """The tensor g, and the weights w such that lane i of z is the sum over j of w[i, j] * lane j of g."""
+    names, weights = set[str](), dict[tuple[int, int], Term]()
+    for i in range(count):
+        x = terms.select(z, axis, i)
+        if x.kind == "add" and x.coefficient:
+            return None
+        for t, w in zip(x.args, x.powers, strict=True) if x.kind == "add" else [(x, ONE)]:
+            powers = factors(t)
+            lanes = [f for f, p in powers.items() if f.kind == "leaf" and f.axes == z.axes - {axis} and p == 1]
+            if len(lanes) != 1 or [a for a, _ in lanes[0].lanes] != [axis]:
+                return None
+            j = lanes[0].lanes[0][1]
+            if (i, j) in weights:
+                return None
+            number = terms.const(w * (t.coefficient if t.kind == "mul" else ONE))
+            weights[i, j] = terms.mul(number, *(terms.power(f, p) for f, p in powers.items() if f is not lanes[0]))
+            names.add(lanes[0].name)
+    return (names.pop(), weights) if len(names) == 1 else None
