@@ -114,14 +114,15 @@ class Vectors:
 
     def _beside(self, pair: Pair) -> fx.Node:
         """The sums over tensors that are not ours to make, [M]."""
-        out = self._wide(pair.first)
-        if isinstance(pair.second, fx.Node):
-            out = self.call(pair.first, aten.mul.Tensor, out, self._wide(pair.second))
-        elif not is_number(pair.second):
-            order = self.lifted.reading.roots(pair.first)[-1]
-            out = self.call(pair.first, aten.mul.Tensor, out, self.write(Computed(pair.second, "feature", order)))
-        out = self.call(pair.first, aten.sum.dim_IntList, out, list(pair.dims))
-        return self.call(pair.first, aten.reshape.default, out, [-1])
+        first = pair.tensors[0]
+        out = self._wide(first)
+        for other in pair.tensors[1:]:
+            out = self.call(first, aten.mul.Tensor, out, self._wide(other))
+        if not is_number(pair.vector):
+            order = self.lifted.reading.roots(first)[-1]
+            out = self.call(first, aten.mul.Tensor, out, self.write(Computed(pair.vector, "feature", order)))
+        out = self.call(first, aten.sum.dim_IntList, out, list(pair.dims))
+        return self.call(first, aten.reshape.default, out, [-1])
 
     def _power(self, a: fx.Node, p: Fraction) -> fx.Node:
         if p == 1:

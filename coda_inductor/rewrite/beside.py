@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
 from coda_inductor.rewrite.program import Program
-from coda_inductor.rewrite.separate import factors, rank_one
+from coda_inductor.rewrite.separate import Factors, factors, rank_one
 from coda_inductor.rewrite.sources import leaves
 
 Rest = list[tuple[Term, Term]]
@@ -22,18 +23,16 @@ Rest = list[tuple[Term, Term]]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The sum over the dimensions `dims` of `first` times `second`: a node of the same dimensions, or a vector over the
-    last one, which may be 1."""
+    """The sum over the dimensions `dims` of the product of one or two `tensors` of equal dimensions and of `vector`,
+    which varies over the last dimension or not at all."""
 
-    first: fx.Node
-    second: fx.Node | Term
+    tensors: tuple[fx.Node, ...]
+    vector: Term
     dims: tuple[int, ...]
 
     def nodes(self, lifted: Lifted) -> list[fx.Node]:
         """What it reads."""
-        if isinstance(self.second, fx.Node):
-            return [self.first, self.second]
-        return [self.first, *(lifted.node(leaf) for leaf in leaves(self.second))]
+        return [*self.tensors, *(lifted.node(leaf) for leaf in leaves(self.vector))]
 
 
 def pair(program: Program, red: Term) -> Pair | None:
@@ -41,16 +40,45 @@ def pair(program: Program, red: Term) -> Pair | None:
     terms, reading = program.lifted.terms, program.lifted.reading
     powers = factors(red.args[0])
     tensors = [program.held[f] for f in powers if f in program.held]
-    if red.name != "sum" or not 1 <= len(tensors) <= 2 or any(p != 1 for p in powers.values()):
+    if red.name != "sum" or not 1 <= len(tensors) <= 2 or any(powers[f] != 1 for f in powers if f in program.held):
         return None
     dims = reading.roots(tensors[0])
     over = tuple(i for i, d in enumerate(dims) if d and set(d) <= set(red.over))
-    rest = terms.mul(*(f for f in powers if f not in program.held))
-    if {a for i in over for a in dims[i]} != set(red.over) or rest.axes - set(red.over) or rest.deps:
+    vector = terms.mul(*(terms.power(f, p) for f, p in powers.items() if f not in program.held))
+    if {a for i in over for a in dims[i]} != set(red.over) or vector.deps or reading.roots(tensors[-1]) != dims:
         return None
-    if len(tensors) == 2:
-        return Pair(tensors[0], tensors[1], over) if is_number(rest) and reading.roots(tensors[1]) == dims else None
-    return Pair(tensors[0], rest, over) if over == (len(dims) - 1,) else None
+    if vector.axes - set(dims[-1]) or not (is_number(vector) or over == (len(dims) - 1,)):
+        return None
+    return Pair(tuple(tensors), vector, over)
+
+
+def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...]) -> Term | None:
+    """The sum of t * q over the row, of tensors in memory: t, and the one tile that q is made of with vectors."""
+    terms, extents = program.lifted.terms, program.lifted.extents(over)
+    tiles = [f for f, p in q.items() if f.axes.intersection(over) and f.axes - set(over)]
+    vectors = rank_one(terms, {f: p for f, p in q.items() if f not in tiles}, over)
+    first = next((n for n in program.nodes.get(t, ()) if g.dense(n)), None)
+    if first is None or vectors is None or len(tiles) > 1 or any(q[f] != 1 for f in tiles):
+        return None
+    dims = program.lifted.reading.roots(first)
+    out = []
+    summands = [(ONE, terms.const(ONE))]
+    if tiles:
+        a = tiles[0]
+        split = a.kind == "add" and not program.nodes.get(a)
+        summands = [(w, x) for x, w in zip(a.args, a.powers, strict=True)] if split else [(ONE, a)]
+        summands += [(a.coefficient, terms.const(ONE))] if split and a.coefficient else []
+    for w, x in summands:
+        inside = bool(x.axes.intersection(over))
+        second = next((n for n in program.nodes.get(x, ()) if program.lifted.reading.roots(n) == dims), None)
+        if inside and second is None:
+            return None
+        tile = program.hold(second) if inside and second is not None else terms.const(ONE)
+        red = terms.red("sum", terms.mul(program.hold(first), tile, vectors[1]), over, extents)
+        if pair(program, red) is None:
+            return None
+        out.append(terms.mul(terms.const(w), vectors[0], red, *([] if inside else [x])))
+    return terms.add(*out)
 
 
 def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | None:
@@ -58,7 +86,10 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     weight, or a vector. `adjoint`: may that law be used?"""
     terms, (z, _), over = program.lifted.terms, con.args, con.over
     product, extents = program.product(con), program.lifted.extents(over)
-    node = program.natural(z, product.rows + program.lifted.reading.roots(product.x)[-1])
+    reading = program.lifted.reading
+    columns = reading.roots(product.x)[-1]
+    rows = [n for n in program.nodes.get(z, ()) if reading.roots(n)[-1] == columns and g.dense(n)]
+    node = next((n for n in rows if tuple(a for d in reading.roots(n) for a in d) == product.rows + columns), None)
     if node is None:
         return None
     held = program.hold(node)
@@ -71,8 +102,7 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
         return None
     scale, rest = parts
     turned = through(program, z, whole, over) if adjoint else None
-    dims = program.lifted.reading.roots(forward)
-    same = next((n for n in program.nodes[z] if program.lifted.reading.roots(n) == dims), node)
+    same = next((n for n in program.nodes[z] if reading.roots(n) == reading.roots(forward)), node)
     first, second = turned or (same, forward)
     total = terms.red("sum", terms.mul(program.hold(first), program.hold(second)), over, extents)
     out = [_paired(program, product.rows, total)]
@@ -87,7 +117,7 @@ def _paired(program: Program, rows: tuple[int, ...], red: Term) -> Term | None:
     found = pair(program, red)
     if found is None:
         return None
-    dims = program.lifted.reading.roots(found.first)
+    dims = program.lifted.reading.roots(found.tensors[0])
     return red if tuple(a for i, d in enumerate(dims) if i not in found.dims for a in d) == rows else None
 
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns.terms import ONE, Term, Terms
-from coda_inductor.rewrite.beside import beside
+from coda_inductor.rewrite.beside import beside, of_tensors
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Factors, factors, rank_one
 from coda_inductor.rewrite.sources import statistics
@@ -25,26 +25,37 @@ def triangle(program: Program, red: Term, adjoint: bool) -> Term:
     if not x.hosts:
         return red
     powers = factors(x)
-    found = [(f, cons) for f, p in powers.items() if p == 1 and (cons := _summed_products(f, over))]
+    found = [(f, parts) for f, p in powers.items() if p == 1 and (parts := _summed(program, f, over))]
     if len(found) != 1:
         return red
-    factor, cons = found[0]
+    factor, parts = found[0]
     q = {f: p for f, p in powers.items() if f is not factor}
     number = x.coefficient if x.kind == "mul" else ONE
     out = []
-    for con, w in cons:
-        taken = _taken(program, q, con, over, adjoint)
+    for part, w in parts:
+        taken = _taken(program, q, part, over, adjoint) if part.kind == "con" else _made_earlier(program, q, part, over)
         if taken is None:
             return red
         out += [terms.mul(terms.const(w * number), t) for t in taken]
     return terms.add(*out)
 
 
+def _made_earlier(program: Program, q: Factors, part: Term, over: tuple[int, ...]) -> list[Term] | None:
+    """The sum of q times what is added to the products, where that is made."""
+    terms = program.lifted.terms
+    x = terms.mul(part, *(terms.power(f, p) for f, p in q.items()))
+    total = terms.red("sum", x, over, program.lifted.extents(over))
+    if all(_summable(program, s) for s in statistics(total)):
+        return [total]
+    found = of_tensors(program, part, q, over)
+    return None if found is None else [found]
+
+
 def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], adjoint: bool) -> list[Term] | None:
     """sum over `over` of q times the product `con`, as sums over con's own contraction."""
     terms, (z, weight) = program.lifted.terms, con.args
     vector = rank_one(terms, q, over)
-    for part in [Part(None, *vector)] if vector else _parts(program, q, weight, over):
+    for part in [Part(None, [vector])] if vector else _parts(program, q, weight, over):
         sums = list[Term]()
         images = part.images(program, weight, over)
         for scale, image in images:
@@ -59,39 +70,59 @@ def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], adjoi
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """q as scale * (the operand of the product `forward`) + v * g: `forward` and scale may be None, g 1."""
+    """q as scale * (the operand of the product `forward`) + sum of v * g: (scale, forward) may be None."""
 
     forward: tuple[Term, Term] | None
-    v: Term | None
-    g: Term | None
+    vectors: list[tuple[Term, Term]]
 
     def images(self, program: Program, weight: Term, over: tuple[int, ...]) -> list[tuple[Term, Term]]:
         """(per-token factor, q W) of the parts."""
-        terms, out = program.lifted.terms, [self.forward] if self.forward else []
-        if self.v is not None and self.g is not None:
-            out.append((self.v, terms.red("sum", terms.mul(self.g, weight), over, program.lifted.extents(over))))
-        return out
+        terms, extents = program.lifted.terms, program.lifted.extents(over)
+        ranked = [(v, terms.red("sum", terms.mul(g, weight), over, extents)) for v, g in self.vectors]
+        return ([self.forward] if self.forward else []) + ranked
 
 
 def _parts(program: Program, q: Factors, weight: Term, over: tuple[int, ...]) -> list[Part]:
     """The ways to write q by the operand of a product with the same weight."""
-    terms, out = program.lifted.terms, []
+    terms, out = program.lifted.terms, list[Part]()
     for forward in program.products_of.get((weight, over), ()):
-        f = factors(forward.args[0])
-        number = terms.const(1 / forward.args[0].coefficient if forward.args[0].kind == "mul" else ONE)
-        scale = _divided(terms, q, f)
-        if not scale.axes.intersection(over):
-            out.append(Part((terms.mul(number, scale), forward), None, None))
-            continue
-        for a in (a for a in q if q[a] == 1 and a.axes.intersection(over) and a not in f):
-            for b in (b for b in f if f[b] == 1 and b.axes.intersection(over) and b not in q):
-                d = _difference(terms, a, b)
-                rest = {t: p for t, p in q.items() if t is not a}
-                scale = _divided(terms, rest, {t: p for t, p in f.items() if t is not b})
-                vector = rank_one(terms, rest, over)
-                if vector and not d.axes.intersection(over) and not scale.axes.intersection(over):
-                    out.append(Part((terms.mul(number, scale), forward), terms.mul(d, vector[0]), vector[1]))
+        operand = forward.args[0]
+        for t, w in zip(operand.args, operand.powers, strict=True) if operand.kind == "add" else [(operand, ONE)]:
+            by = _by(terms, q, t, over)
+            if by is None:
+                continue
+            scale, vectors = terms.mul(terms.const(1 / w), by[0]), by[1]
+            rest = (
+                [(a, u) for a, u in zip(operand.args, operand.powers, strict=True) if a is not t]
+                if t is not operand
+                else []
+            )
+            ranked = [rank_one(terms, factors(a), over) for a, _ in rest]
+            if all(ranked) and not (t is not operand and operand.coefficient):
+                numbers = [terms.const(-u * (a.coefficient if a.kind == "mul" else ONE)) for a, u in rest]
+                vectors = vectors + [
+                    (terms.mul(scale, n, r[0]), r[1]) for n, r in zip(numbers, ranked, strict=True) if r is not None
+                ]
+                out.append(Part((scale, forward), vectors))
     return out
+
+
+def _by(terms: Terms, q: Factors, t: Term, over: tuple[int, ...]) -> tuple[Term, list[tuple[Term, Term]]] | None:
+    """(s, [(v, g)]) such that q = s * t + v * g."""
+    f = factors(t)
+    number = terms.const(1 / t.coefficient if t.kind == "mul" else ONE)
+    scale = _divided(terms, q, f)
+    if not scale.axes.intersection(over):
+        return terms.mul(number, scale), []
+    for a in (a for a in q if q[a] == 1 and a.axes.intersection(over) and a not in f):
+        for b in (b for b in f if f[b] == 1 and b.axes.intersection(over) and b not in q):
+            d = _difference(terms, a, b)
+            rest = {x: p for x, p in q.items() if x is not a}
+            scale = _divided(terms, rest, {x: p for x, p in f.items() if x is not b})
+            vector = rank_one(terms, rest, over)
+            if vector and not d.axes.intersection(over) and not scale.axes.intersection(over):
+                return terms.mul(number, scale), [(terms.mul(d, vector[0]), vector[1])]
+    return None
 
 
 def _divided(terms: Terms, a: Factors, b: Factors) -> Term:
@@ -101,12 +132,13 @@ def _divided(terms: Terms, a: Factors, b: Factors) -> Term:
 
 
 def _difference(terms: Terms, a: Term, b: Term) -> Term:
-    """a - b without the summands that they share."""
+    """a - b without the summands that they share; one may be a summand of the other."""
     weights: dict[Term, Fraction] = {}
     number = Fraction(0)
-    for t, sign in ((a, ONE), (b, -ONE)):
-        number += sign * (t.coefficient if t.kind == "add" else 0)
-        for s, w in zip(t.args, t.powers, strict=True) if t.kind == "add" else [(t, ONE)]:
+    for t, other, sign in ((a, b, ONE), (b, a, -ONE)):
+        whole = t.kind != "add" or (other.kind == "add" and t in other.args)
+        number += 0 if whole else sign * t.coefficient
+        for s, w in [(t, ONE)] if whole else zip(t.args, t.powers, strict=True):
             weights[s] = weights.get(s, Fraction(0)) + sign * w
     return terms.add(terms.const(number), *weights, signs=[ONE, *weights.values()])
 
@@ -123,11 +155,26 @@ def _summable(program: Program, s: Term) -> bool:
     return set(s.over) == set(space.columns) and s.axes <= set(space.rows)
 
 
-def _summed_products(t: Term, over: tuple[int, ...]) -> list[tuple[Term, Fraction]]:
-    """t as a weighted sum of products whose columns are `over`, flattened; empty if it is none."""
-    if t.kind == "con":
-        return [(t, ONE)] if set(over) <= t.args[1].axes else []
-    if t.kind != "add" or t.coefficient:
-        return []
-    parts = [[(c, w * v) for c, v in _summed_products(a, over)] for a, w in zip(t.args, t.powers, strict=True)]
-    return [p for part in parts for p in part] if all(parts) else []
+Weighted = list[tuple[Term, Fraction]]
+
+
+def _summed(program: Program, t: Term, over: tuple[int, ...]) -> Weighted:
+    """t as a weighted sum of products whose columns are `over`, and of what was made before them; empty if it is
+    none."""
+    made, others = _products(t, over)
+    first = min((c.bit for c, _ in made), default=0)
+    earlier = all(a.hosts and a.hosts >> first == 0 for a, _ in others)
+    const, mul = program.lifted.terms.const, program.lifted.terms.mul
+    return made + [(mul(const(w), a), ONE) for a, w in others] if made and earlier else []
+
+
+def _products(t: Term, over: tuple[int, ...]) -> tuple[Weighted, Weighted]:
+    """The products whose columns are `over` that t adds up, through sums of such, and what else it adds."""
+    if t.kind == "con" and set(over) <= t.args[1].axes:
+        return [(t, ONE)], []
+    made, others = Weighted(), Weighted()
+    for a, w in zip(t.args, t.powers, strict=True) if t.kind == "add" and not t.coefficient else ():
+        inner, beyond = _products(a, over)
+        made += [(c, w * v) for c, v in inner]
+        others += [(c, w * v) for c, v in beyond] if inner else [(a, w)]
+    return (made, others) if made else ([], [(t, ONE)])
