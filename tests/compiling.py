@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from coda_inductor.codegen import launch, target, tune
 from coda_inductor.codegen.legality import Config
@@ -85,6 +86,44 @@ def run(model: Callable[..., Any], *args: Any, backend: str = "coda", grad: bool
 
 
 REFERENCE: dict[str, Any] = {"target": "reference"}
+
+
+HERE = "compiling.py:"
+"""Where every graph of `half` comes from."""
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Relative, Frobenius."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype and found.stride() == wanted.stride()
+    difference = (found.double() - wanted.double()).norm()
+    assert not found.numel() or float(difference / wanted.double().norm()) < CLOSE[wanted.dtype]
+
+
+def left_to_inductor(said: str, dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS, **compile_with: Any) -> Ran:
+    """The model runs twice, right, without Regions, with one warning that contains `said`."""
+    model, x = half(dtype), streams(dtype, tokens)
+    with torch.no_grad():
+        wanted = model(*x)
+    ran = run(model, *x, **compile_with)
+    close(ran.output, wanted)
+    assert ran.regions in ([], [0]) and len(ran) == 1
+    assert ran[0].startswith("coda_inductor: ") and "left to Inductor: " in ran[0] and said in ran[0]
+    assert ran[0].endswith(")")  # the hint
+    assert run(model, *x, **compile_with) == []
+    return ran
+
+
+def raised(
+    monkeypatch: pytest.MonkeyPatch, *said: str, dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS
+) -> str:
+    """What is raised under STRICT: the failure, readable through Dynamo."""
+    monkeypatch.setenv("CODA_INDUCTOR_STRICT", "1")
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(half(dtype), *streams(dtype, tokens))
+    text = str(caught.value)
+    assert text.startswith("backend='coda' raised:\n") and all(s in text for s in said), text
+    return text
 
 
 class Interpreted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +32,16 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def seed() -> None:
     """The same random tensors in every run and in every order of tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    """Every compile runs our pass: nothing comes from Inductor's caches."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

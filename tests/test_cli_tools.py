@@ -162,6 +162,28 @@ def test_what_else_changes_graphs(healthy: None, ask: Ask, monkeypatch: pytest.M
     assert doctor.inductor() == []
 
 
+@pytest.mark.parametrize(("module", "package"), [("liger_kernel", "liger-kernel"), ("unsloth", "unsloth")])
+def test_an_installed_patcher_is_named_and_not_imported(
+    healthy: None, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    """Importing one is what patches, in some of them."""
+    for name in ("liger_kernel", "unsloth"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    site, facts = tmp_path / "site", tmp_path / "site" / f"{module}-1.2.3.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2.3\n")
+    (facts / "top_level.txt").write_text(f"{module}\n")
+    (site / module).mkdir()
+    (site / module / "__init__.py").write_text("raise AssertionError('imported')")
+    assert module not in ask("doctor")[1]
+    sys.path.insert(0, str(site))  # the fixture puts it back
+    status, said, _ = ask("doctor")
+    (line,) = [line for line in said.splitlines() if line.startswith(f"  {module}")]
+    assert status == 0 and line.split()[:2] == [module, "1.2.3"] and "calls that cannot be read" in line
+    (found,) = [other for other in ask("doctor", "--json")[1]["others"] if other["name"] == module]
+    assert (found["version"], found["imported"]) == ("1.2.3", False)
+
+
 # kernels
 
 

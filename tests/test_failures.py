@@ -8,15 +8,14 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compiling import REFERENCE, TOKENS, Interpreted, Ran, half, pretend, run, streams
+from compiling import HERE, REFERENCE, Interpreted, close, half, left_to_inductor, pretend, raised, run, streams
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import launch, store, target, tune
@@ -30,55 +29,13 @@ from coda_inductor.inductor.joint_pass import JointPass
 from coda_inductor.patterns.lift import lift
 
 BF16 = torch.bfloat16
-CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, BF16: 2e-2, torch.float16: 4e-3}
-
-
-@pytest.fixture(autouse=True)
-def uncached() -> Iterator[None]:
-    """Every compile of these tests runs our pass."""
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
+pytestmark = pytest.mark.usefixtures("uncached")
 
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path)
     monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
-
-
-def close(found: Tensor, wanted: Tensor) -> None:
-    """Relative, Frobenius."""
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype and found.stride() == wanted.stride()
-    difference = (found.double() - wanted.double()).norm()
-    assert not found.numel() or float(difference / wanted.double().norm()) < CLOSE[wanted.dtype]
-
-
-def left_to_inductor(said: str, dtype: torch.dtype = BF16, tokens: int = TOKENS, **compile_with: Any) -> Ran:
-    """The model runs twice, right, without Regions, with one warning that contains `said`."""
-    model, x = half(dtype), streams(dtype, tokens)
-    with torch.no_grad():
-        wanted = model(*x)
-    ran = run(model, *x, **compile_with)
-    close(ran.output, wanted)
-    assert ran.regions in ([], [0]) and len(ran) == 1
-    assert ran[0].startswith("coda_inductor: ") and "left to Inductor: " in ran[0] and said in ran[0]
-    assert ran[0].endswith(")")  # the hint
-    assert run(model, *x, **compile_with) == []
-    return ran
-
-
-def raised(monkeypatch: pytest.MonkeyPatch, *said: str, dtype: torch.dtype = BF16, tokens: int = TOKENS) -> str:
-    """What is raised under STRICT: the failure, readable through Dynamo."""
-    monkeypatch.setenv("CODA_INDUCTOR_STRICT", "1")
-    with pytest.raises(BackendCompilerFailed) as caught:
-        run(half(dtype), *streams(dtype, tokens))
-    text = str(caught.value)
-    assert text.startswith("backend='coda' raised:\n") and all(s in text for s in said), text
-    return text
-
-
-HERE = "compiling.py:"
-"""Where every graph of `half` comes from."""
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.core.settings import SettingError, Settings
 from coda_inductor.inductor.joint import LAW_NAMES, REGION_KINDS, kind
-from coda_inductor.inductor.joint_pass import JointPass
+from coda_inductor.inductor.joint_pass import REPORTS, JointPass
 
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.fixture(autouse=True)
-def uncached() -> Iterator[None]:
-    """Every compile of these tests runs our pass."""
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
+pytestmark = pytest.mark.usefixtures("uncached")
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -350,8 +346,10 @@ def test_module_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = half(), streams()
     wanted = model(*x).detach()
     model.compile(backend="coda")
+    REPORTS.clear()
     with torch.no_grad():
         torch.testing.assert_close(model(*x), wanted)
+    assert [len(r.sites) for r in REPORTS] == [3]
 
 
 def per_block(stack: Stack) -> Callable[..., Tensor]:
@@ -384,8 +382,6 @@ def regions_of_dynamo(stack: Stack) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("make", [per_block, partly, nested, regions_of_dynamo])
 def test_nested_and_partial_compile(make: Callable[[Stack], Callable[..., Tensor]]) -> None:
-    from coda_inductor.inductor.joint_pass import REPORTS
-
     torch._dynamo.reset()
     stack, x = Stack(), streams()
     wanted = stack(*x).detach()

@@ -132,12 +132,21 @@ class Kernel:
         key = (config, swapped)
         if key not in self._compiled:
             with BUILDING:
-                build = importlib.import_module("coda_inductor.codegen.kernel").Compiled
+                build = compiler()
                 try:
                     self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
                 except OSError as error:  # the store: full, read-only, gone
                     raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
         return self._compiled[key]
+
+
+def compiler() -> Any:
+    """codegen.kernel.Compiled. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
+    try:
+        return importlib.import_module("coda_inductor.codegen.kernel").Compiled
+    except Exception as error:  # a driver too old for it, half an installation: each library has its own
+        what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
+        raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
 
 
 BUILDING = threading.Lock()  # autograd runs the backward in threads of its own

@@ -159,7 +159,9 @@ class Contest:
             deferred = sum(1 << f.product for f in plan.firings if f.product in bits)
             try:
                 why = self.loses(plan, members)
-            except (Unsupported, torch.OutOfMemoryError) as error:  # a kernel that cannot be built, or is wrong
+            except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
+                if not isinstance(error, Unsupported) and not out_of_memory(error):
+                    raise
                 failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
                 self.failed(failure)
                 banned |= dict.fromkeys(bits, failure.what)
@@ -229,6 +231,12 @@ def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     return Unsupported(
         what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off"
     )
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Torch has a class for it, which Inductor wraps; the driver and cuBLAS say it in words."""
+    full = isinstance(error, RuntimeError) and any(said in str(error) for said in ("out of memory", "ALLOC_FAILED"))
+    return full or isinstance(error, torch.OutOfMemoryError)
 
 
 def described(*nodes: fx.Node) -> str:

@@ -1,0 +1,146 @@
+"""Seconds to compile a model with nothing on disk (cold) and a second time (warm): backend="coda" and torch.compile's
+default, each in a fresh process.
+
+    python bench/compile_time.py [--layers N] [--width WIDTH] [--tokens N] [--vocab N] [--out FILE]
+
+One JSON line for each backend and start, as bench/layers.py writes them. The model is Llama's, by default in the sizes
+of its 1B, with random weights. "compile_s" is the first call, its run included, "call_s" the median of later ones.
+"kernels" are the objects that the process added to our store, "measured" the records, "inductor_kernels" what Inductor
+added to its own: in a warm start all three are to be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coda_inductor.codegen import launch, target
+from coda_inductor.inductor.joint_pass import REPORTS
+
+BACKENDS = ("inductor", "coda")
+CALLS = 5  # after the first
+
+
+def llama(layers: int, width: int, vocab: int, device: str) -> torch.nn.Module:
+    """transformers' Llama in the proportions of Llama-3.2-1B, in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = width // 64
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4), vocab_size=vocab, tie_word_embeddings=True, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model: torch.nn.Module = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    return model.to(torch.bfloat16).eval()
+
+
+def timed(call: Callable[[], object], device: str) -> float:
+    """Seconds of one call, to its end on the device."""
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(backend: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The half of a row that only the process that compiles can know."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = llama(args.layers, args.width, args.vocab, device)
+    ids = torch.randint(0, args.vocab, (1, args.tokens), device=device)
+    compiled = torch.compile(model, backend=backend)
+
+    def call() -> object:
+        return compiled(ids, use_cache=False).logits
+
+    with torch.no_grad():
+        first = timed(call, device)
+        later = statistics.median(timed(call, device) for _ in range(CALLS))
+        launch.LAUNCHES.clear()
+        call()
+    cached = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    return {
+        "compile_s": first, "call_s": later, "launched": sum(launch.LAUNCHES.values()), "cache_hits": cached,
+        "regions": sum(len(report.sites) for report in REPORTS), "fallbacks": sum(launch.FALLBACKS.values()),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "versions": {**target.versions(), "python": platform.python_version()},
+    }  # fmt: skip
+
+
+def made(folder: Path) -> dict[str, int]:
+    """What lies in the caches: our kernels and records, and Inductor's kernels (on a CPU its libraries)."""
+    theirs = "*.cubin" if torch.cuda.is_available() else "*.so"
+    kinds = {
+        "kernels": "coda/objects/**/*.o",
+        "measured": "coda/tuning/*.json",
+        "inductor_kernels": f"inductor/**/{theirs}",
+    }
+    return {name: sum(1 for _ in folder.glob(pattern)) for name, pattern in kinds.items()}
+
+
+def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
+    """A process with its caches in `folder`: what it measured, and what it added there."""
+    places = {
+        "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "inductor/triton", "CODA_INDUCTOR_CACHE_DIR": "coda",
+        "QUACK_CACHE_DIR": "quack", "CUTE_DSL_CACHE_DIR": "cutlass",
+    }  # fmt: skip
+    environment = os.environ | {name: str(folder / place) for name, place in places.items()}
+    before = made(folder)
+    command = [sys.executable, __file__, *arguments, "--only", backend]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {name: count - before[name] for name, count in made(folder).items()}
+
+
+def rows(args: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
+    """Cold and warm, of each backend."""
+    case = f"llama {args.layers} x {args.width}, {args.tokens} tokens, vocabulary {args.vocab}"
+    found = []
+    for backend in BACKENDS:
+        with tempfile.TemporaryDirectory() as folder:
+            for cache in ("cold", "warm"):
+                row = {"case": case, "mode": "infer", "backend": backend, "cache": cache}
+                row |= start(backend, Path(folder), arguments)
+                found.append(row | {"command": " ".join(["python", *sys.argv])})
+    return found
+
+
+def main() -> None:
+    """Runs the four processes and prints a line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("layers", 16), ("width", 2048), ("tokens", 2048), ("vocab", 128256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "compile_time.jsonl"))
+    parser.add_argument("--only", choices=BACKENDS, help=argparse.SUPPRESS)  # what a process of ours is asked to do
+    args = parser.parse_args()
+    if args.only:
+        print(json.dumps(measure(args.only, args)))
+        return
+    for row in rows(args, sys.argv[1:]):
+        with open(args.out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(
+            f"{row['backend']:9s} {row['cache']:5s} {row['compile_s']:7.2f} s, a call {row['call_s'] * 1e3:8.2f} ms,"
+            f" {row['kernels']} kernels and {row['measured']} records of ours, {row['inductor_kernels']} of Inductor's,"
+            f" {row['launched']} launched, {row['cache_hits']} cache hits",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
