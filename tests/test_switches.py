@@ -180,7 +180,7 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
     assert named | ELSEWHERE == LAW_NAMES | REGION_KINDS
 
 
-ELSEWHERE = {"shift", "moments", "triangle"}  # of norms that take a mean away, and of backwards
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint"}  # of norms that take a mean away, and of backwards
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))

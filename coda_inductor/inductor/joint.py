@@ -22,6 +22,7 @@ from coda_inductor.inductor.emit import emit
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
@@ -188,7 +189,8 @@ def _site(
     bits = [acc.bit for acc in built.draft.space.accs]
     value = g.tensor(nodes[bits[-1]])
     assert value is not None
-    laws = tuple(sorted({law for what in (*bits, *built.draft.sums) for law in fired.get(what, ())}))
+    beside = [s for x in built.inputs if isinstance(x, Computed) for s in statistics(x.term)]
+    laws = tuple(sorted({law for what in (*bits, *built.draft.sums, *beside) for law in fired.get(what, ())}))
     outputs = tuple(n.name for n in built.draft.supplies)
     return Site(f"r{i}", built.region, str(value.shape[0]), laws, (), outputs, lines[nodes[bits[-1]].name])
 

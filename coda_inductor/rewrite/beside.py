@@ -103,8 +103,10 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     scale, rest = parts
     turned = through(program, z, whole, over) if adjoint else None
     same = next((n for n in program.nodes[z] if reading.roots(n) == reading.roots(forward)), node)
-    first, second = turned or (same, forward)
-    total = terms.red("sum", terms.mul(program.hold(first), program.hold(second)), over, extents)
+    total = terms.red("sum", terms.mul(program.hold(same), program.hold(forward)), over, extents)
+    if turned:
+        direct, total = total, terms.red("sum", terms.mul(*map(program.hold, turned)), over, extents)
+        program.turned.append((direct, total))
     out = [_paired(program, product.rows, total)]
     for v, u in rest:
         found = _paired(program, product.rows, terms.red("sum", terms.mul(held, u), over, extents))

@@ -58,6 +58,8 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             program.sums[before.args[0], t.over] = after
         for con in program.accumulators(after) if t.kind == "con" else ():
             program.products_of.setdefault((con.args[1], con.over), []).append(con)
+        firings += [Firing(ADJOINT.name, *turned, -1) for turned in program.turned]
+        program.turned.clear()
         if after is not before:
             firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
         program.new[t] = after

@@ -21,6 +21,7 @@ MAX_LANES = 2
 NOT_HALVES = "it combines features that are not two halves of the columns, as rotary embeddings do"
 POINTWISE_KINDS = ("mul", "add", "fn")
 Extent = str
+Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,14 @@ class Program:
     """What the graph's products compute as they stand there, biases included, unless a law has changed them."""
     held: dict[Term, fx.Node] = field(default_factory=dict)
     """Tensors that are named as they lie in memory, whatever they are made of, and their nodes."""
+    turned: list[tuple[Term, Term]] = field(default_factory=list)
+    """Sums before and after the adjoint, in the order of its uses."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
+    _spaces: dict[Term, Space | Unsupported] = field(default_factory=dict)
+    _bases: dict[tuple[Term, Axes, Axes], frozenset[Term]] = field(default_factory=dict)
+    _tiles: dict[tuple[Term, Axes, Axes], bool] = field(default_factory=dict)
+    _dense: dict[fx.Node, tuple[Axes, bool]] = field(default_factory=dict)
 
     def hold(self, node: fx.Node) -> Term:
         """The node's tensor as a term without arguments."""
@@ -113,6 +120,17 @@ class Program:
 
     def space(self, t: Term) -> Space:
         """The tile space whose epilogue could make t: that of the last product that t reaches. Raises Unsupported."""
+        if t not in self._spaces:
+            try:
+                self._spaces[t] = self._space(t)
+            except Unsupported as why:
+                self._spaces[t] = why
+        found = self._spaces[t]
+        if isinstance(found, Unsupported):
+            raise found.with_traceback(None)
+        return found
+
+    def _space(self, t: Term) -> Space:
         accs = self.accumulators(t)
         if not accs:
             raise Unsupported("no product feeds it directly")
@@ -211,6 +229,12 @@ class Program:
 
     def bases(self, x: Term, space: Space) -> frozenset[Term]:
         """The tiles that x is made of by pointwise operations; a sum of several is one, a stream."""
+        key = x, space.rows, space.columns
+        if key not in self._bases:
+            self._bases[key] = self._made_of(x, space)
+        return self._bases[key]
+
+    def _made_of(self, x: Term, space: Space) -> frozenset[Term]:
         if not self.has_tile(x, space):
             return frozenset()
         if x.kind not in POINTWISE_KINDS or x in self.wholes:
@@ -221,9 +245,12 @@ class Program:
 
     def has_tile(self, x: Term, space: Space) -> bool:
         """Is a tile in x, rather than only vectors whose product has a tile's axes?"""
-        if space.extent(x) != "tile":
-            return False
-        return x.kind not in POINTWISE_KINDS or any(self.has_tile(a, space) for a in x.args)
+        key = x, space.rows, space.columns
+        if key not in self._tiles:
+            pointwise = x.kind in POINTWISE_KINDS
+            held = not pointwise or any(self.has_tile(a, space) for a in x.args)
+            self._tiles[key] = held and space.extent(x) == "tile"
+        return self._tiles[key]
 
     def storable(self, t: Term, space: Space) -> bool:
         """Can an earlier epilogue store t in the memory order of `space`?"""
@@ -245,11 +272,14 @@ class Program:
 
     def natural(self, t: Term, order: tuple[int, ...]) -> fx.Node | None:
         """The first node of the graph that holds t, contiguous in this order of axes."""
-        reading = self.lifted.reading
-        for node in self.nodes.get(t, ()):
-            if tuple(i for d in reading.roots(node) for i in d) == order and g.dense(node):
-                return node
-        return None
+        return next((node for node in self.nodes.get(t, ()) if self.lies(node) == (order, True)), None)
+
+    def lies(self, node: fx.Node) -> tuple[Axes, bool]:
+        """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
+        if node not in self._dense:
+            dims = self.lifted.reading.roots(node)
+            self._dense[node] = tuple(i for d in dims for i in d), g.dense(node)
+        return self._dense[node]
 
 
 def weight_of(product: Product) -> tuple[fx.Node, str]:

@@ -1,0 +1,114 @@
+"""What the laws do to joint graphs: each firing is an equality in float64, and each law of the backward is a switch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Set
+from typing import Any
+
+import pytest
+import torch
+from evaluate import Graph, Read, error, strict_reference
+from test_training import stack, steps
+from test_verdicts import KINDS
+from torch import Tensor, fx, nn
+from zoo import WIDTH, Attention, Mlp, Norm
+
+from coda_inductor.inductor import joint_pass
+from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.rewrite.derive import derive
+from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.program import Program
+
+ALL = frozenset(law.name for law in LAWS)
+
+
+class Decoder(nn.Module):
+    """Two layers with rotary embeddings: the statistics of their norms' gradients lie beside attention."""
+
+    def __init__(self, norm: str = "hf", bias: bool = False) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm(norm) for _ in range(4))
+        self.attention = nn.ModuleList(Attention(WIDTH, 4, 2, bias, rope=True) for _ in range(2))
+        self.mlps = nn.ModuleList(Mlp("separate", "F.silu", WIDTH, 24, bias) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(2):
+            x = x + self.attention[i](self.norms[2 * i](x))
+            x = x + self.mlps[i](self.norms[2 * i + 1](x))
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Set[str]]] = {
+    "rotary": (Decoder, {"bilinearity", "triangle", "adjoint"}),
+    "rotary, LayerNorm": (
+        lambda: Decoder("LayerNorm", True),
+        {"bilinearity", "shift", "moments", "triangle", "adjoint"},
+    ),
+    **{"-".join(map(str, kind)): (stack(*kind), {"triangle"}) for kind in KINDS},
+}
+
+
+def joint(model: nn.Module, *args: Tensor) -> Graph:
+    """The joint graph of the model, with random inputs and tangents."""
+    graphs: list[fx.Graph] = []
+
+    def note(graph: fx.Graph, *_: Any, **__: Any) -> Report:
+        graphs.append(fx.GraphModule(graph.owning_module, copy.deepcopy(graph)).graph)  # type: ignore[arg-type]
+        return Report()
+
+    with strict_reference(run=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joint_pass, "rewrite", note)
+        torch.compile(model, backend="coda")(*args).sum().backward()
+    (graph,) = graphs
+    values = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    return Graph(graph, [torch.randn(v.shape, dtype=v.dtype) for v in values])
+
+
+def read(name: str) -> Read:
+    torch.manual_seed(0)
+    width = WIDTH
+    return Read(joint(MODELS[name][0]().double(), torch.randn(2, 6, width, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_firing_is_an_equality(name: str) -> None:
+    graph = read(name)
+    fired = derive(Program(graph.lifted), ALL)
+    assert {f.law for f in fired} >= MODELS[name][1]
+    for f in fired:
+        axes = sorted(f.before.axes)
+        assert f.after.axes <= f.before.axes
+        before, after = graph.value(f.before), graph.value.at(f.after, axes).expand(graph.value(f.before).shape)
+        assert error(after, before) < 1e-9, f
+
+
+def test_the_adjoint_keeps_no_tensor_for_a_statistic() -> None:
+    """Without it the queries are kept from before the rotary embedding as well; the gradients are the same."""
+    torch.manual_seed(0)
+    model, x = Decoder().double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    wanted, kept, laws = steps(model, model, [x], True), [], []
+    for off in ("", "adjoint"):
+        with strict_reference():
+            REPORTS.clear()
+            with (saved := Saved()):
+                found = steps(torch.compile(model, backend="coda", options={"disable": off}), model, [x], True)
+        kept.append(saved.elements)
+        laws.append("adjoint" in {law for site in REPORTS[-1].sites for law in site.laws})
+        assert all(a is None or b is None or error(a, b) < 1e-10 for a, b in zip(found, wanted, strict=True))
+    queries = 2 * 6 * WIDTH  # of each layer, before the rotary embedding; the keys are kept in one form or the other
+    assert laws == [True, False] and kept[1] == kept[0] + 2 * queries
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the elements that are kept for the backward."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+
+        def pack(x: Tensor) -> Tensor:
+            self.elements += x.numel()
+            return x
+
+        super().__init__(pack, lambda x: x)
