@@ -15,6 +15,7 @@ from torch import fx
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.draft import Conflict, Draft, Stored
 
 if TYPE_CHECKING:
@@ -39,52 +40,54 @@ class Again:
         return True
 
     def settle(self, plan: Plan) -> None:
-        """Finds an epilogue for each waiting node; if none is found for any, asks for one of them after all."""
-        found = {node: draft for node in self.waiting if (draft := self._host(plan, node)) is not None}
+        """Finds an epilogue for each waiting node; if none is found for any, asks for all of them after all."""
+        left = [node for node in self.waiting if node not in self.made]
+        read = _read_by_epilogues(plan) if left else []
+        found = {node: draft for node in left if (draft := self._host(plan, node, read)) is not None}
         for node, draft in found.items():
             self.made[node] = draft
-            value = g.tensor(node)
-            assert value is not None
-            draft.supplies[node] = Stored(
-                plan.program.new[plan.program.lifted.term[node]], DTYPE_NAMES[value.dtype], True
-            )
+            t, dtype = plan.program.new[plan.program.lifted.term[node]], node.meta["val"].dtype
+            draft.supplies[node] = Stored(t, DTYPE_NAMES[dtype], again=True)
             plan.store(draft, draft.supplies[node])
-        left = [node for node in self.waiting if node not in self.made]
-        if not found and left:
-            self._given_up.add(left[0])
-            del self.waiting[left[0]]
-            plan.need(left[0])
+        for node in [] if found else left:
+            self._given_up.add(node)
+            del self.waiting[node]
+            plan.need(node)
 
-    def _host(self, plan: Plan, node: fx.Node) -> Draft | None:
-        if node in self.made:
+    def _host(self, plan: Plan, node: fx.Node, read: list[tuple[Draft, set[Term]]]) -> Draft | None:
+        t, beyond = plan.program.new[plan.program.lifted.term[node]], _downstream(self.waiting[node])
+        if beyond & _products(plan):
             return None
-        t = plan.program.new[plan.program.lifted.term[node]]
-        for draft in plan.unique():
+        for draft, tiles in read:
             space = draft.space
-            if not g.is_backward(plan.program.product(space.accs[-1]).node) or t.deps & space.mask:
+            if t.deps & space.mask or plan.order(node) != space.rows + space.columns or beyond & draft.supplies.keys():
                 continue
-            if plan.order(node) != space.rows + space.columns or _feeds(self.waiting[node], draft, plan):
-                continue
-            read = plan.loads(draft, *(s.term for s in draft.stores), *(s.args[0] for s in draft.sums))
             try:
                 plan.program.check(t, space)
             except Unsupported:
                 continue
-            if plan.program.bases(t, space) <= read.keys():
+            if plan.program.bases(t, space) <= tiles:
                 return draft
         return None
 
     def read(self, reader: fx.Node, node: fx.Node) -> fx.Node | Stored:
         """What an operation that stays reads as `node`."""
         under = g.root(node, g.is_view)
-        again = g.is_backward(reader) and under in self.made
+        again = under in self.made and reader in self.waiting[under]
         return self.made[under].supplies[under] if again else node
 
     def check(self, plan: Plan) -> None:
         """Raises Conflict if a node that is made again would feed the epilogue that makes it."""
+        products = _products(plan) if self.made else set()
         for node, draft in self.made.items():
-            if _feeds(self.waiting[node], draft, plan):
+            if _downstream(self.waiting[node]) & (products | draft.supplies.keys()):
                 raise Conflict(never=frozenset({node}))
+
+
+def _read_by_epilogues(plan: Plan) -> list[tuple[Draft, set[Term]]]:
+    """The backward's epilogues, with the tiles and vectors that they read."""
+    drafts = [d for d in plan.unique() if g.is_backward(plan.program.product(d.space.accs[-1]).node)]
+    return [(d, set(plan.loads(d, *(s.term for s in d.stores), *(s.args[0] for s in d.sums)))) for d in drafts]
 
 
 def _made(plan: Plan, node: fx.Node) -> bool:
@@ -102,15 +105,16 @@ def _made(plan: Plan, node: fx.Node) -> bool:
     return t not in plan.program.bases(t, space)
 
 
-def _feeds(readers: list[fx.Node], draft: Draft, plan: Plan) -> bool:
-    """Could what the readers compute reach the draft's products, or what its stores replace?"""
-    products = {plan.program.product(acc).node for d in plan.drafts.values() for acc in d.space.accs}
+def _products(plan: Plan) -> set[fx.Node]:
+    return {plan.program.product(acc).node for d in plan.unique() for acc in d.space.accs}
+
+
+def _downstream(readers: list[fx.Node]) -> set[fx.Node]:
+    """What is computed from what the readers compute."""
     seen, todo = set[fx.Node](), [user for node in readers for user in node.users]
     while todo:
         node = todo.pop()
-        if node in products or node in draft.supplies:
-            return True
         if node not in seen:
             seen.add(node)
             todo += node.users
-    return False
+    return seen
