@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
     },
     "input without a gradient": (stack("pre", "rms", True), False, 13),
     "frozen parameters": (frozen, True, 13),
-    "tied and twice": (Tied, False, 11),
+    "tied and twice": (Tied, False, 9),
     "checkpointed": (Checkpointed, True, 12),
 }
 

@@ -50,6 +50,9 @@ class Settings:
     strict: bool = False
     """True: a failure of ours is raised instead of falling back to Inductor with a warning."""
 
+    training: bool = False
+    """True: graphs with a backward are rewritten on a GPU as well. The reference target always does."""
+
     @classmethod
     def read(
         cls, environ: Mapping[str, str] = os.environ, options: Mapping[str, Any] | None = None
@@ -148,6 +151,7 @@ KINDS: dict[str, Kind] = {
     "cache_dir": FOLDER,
     "debug_dir": FOLDER,
     "strict": BOOLEAN,
+    "training": BOOLEAN,
 }
 """One row per field of Settings."""
 

@@ -16,7 +16,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.draft import Conflict, Draft, Stored
+from coda_inductor.rewrite.draft import MAX_READ, Conflict, Draft, Stored
 
 if TYPE_CHECKING:
     from coda_inductor.rewrite.plan import Plan
@@ -43,32 +43,35 @@ class Again:
         """Finds an epilogue for each waiting node; if none is found for any, asks for all of them after all."""
         left = [node for node in self.waiting if node not in self.made]
         read = _read_by_epilogues(plan) if left else []
-        found = {node: draft for node in left if (draft := self._host(plan, node, read)) is not None}
-        for node, draft in found.items():
-            self.made[node] = draft
-            t, dtype = plan.program.new[plan.program.lifted.term[node]], node.meta["val"].dtype
-            draft.supplies[node] = Stored(t, DTYPE_NAMES[dtype], again=True)
-            plan.store(draft, draft.supplies[node])
-        for node in [] if found else left:
+        for node in left:
+            if (host := self._host(plan, node, read)) is not None:
+                self.made[node] = host.draft
+                t, dtype = plan.program.new[plan.program.lifted.term[node]], node.meta["val"].dtype
+                host.draft.supplies[node] = Stored(t, DTYPE_NAMES[dtype], again=True)
+                plan.store(host.draft, host.draft.supplies[node])
+                host.known.update(plan.loads(host.draft, t))
+        for node in [] if self.made.keys() & set(left) else left:
             self._given_up.add(node)
             del self.waiting[node]
             plan.need(node)
 
-    def _host(self, plan: Plan, node: fx.Node, read: list[tuple[Draft, set[Term]]]) -> Draft | None:
+    def _host(self, plan: Plan, node: fx.Node, hosts: list[Host]) -> Host | None:
         t, beyond = plan.program.new[plan.program.lifted.term[node]], _downstream(self.waiting[node])
         if beyond & _products(plan):
             return None
-        for draft, tiles in read:
-            space = draft.space
-            if t.deps & space.mask or plan.order(node) != space.rows + space.columns or beyond & draft.supplies.keys():
+        fits = list[tuple[int, Host]]()
+        for host in hosts:
+            space = host.draft.space
+            if t.deps & space.mask or plan.order(node) != space.rows + space.columns:
                 continue
             try:
                 plan.program.check(t, space)
             except Unsupported:
                 continue
-            if plan.program.bases(t, space) <= tiles:
-                return draft
-        return None
+            if plan.program.bases(t, space) <= host.known and not beyond & host.draft.supplies.keys():
+                fits.append((len(host.known | plan.loads(host.draft, t).keys()), host))
+        size, best = min(fits, key=lambda f: f[0], default=(0, None))
+        return best if size <= MAX_READ else None
 
     def read(self, reader: fx.Node, node: fx.Node) -> fx.Node | Stored:
         """What an operation that stays reads as `node`."""
@@ -84,10 +87,17 @@ class Again:
                 raise Conflict(never=frozenset({node}))
 
 
-def _read_by_epilogues(plan: Plan) -> list[tuple[Draft, set[Term]]]:
-    """The backward's epilogues, with the tiles and vectors that they read."""
+@dataclass(frozen=True, slots=True)
+class Host:
+    """An epilogue of the backward, and the tiles and vectors that it reads."""
+
+    draft: Draft
+    known: set[Term]
+
+
+def _read_by_epilogues(plan: Plan) -> list[Host]:
     drafts = [d for d in plan.unique() if g.is_backward(plan.program.product(d.space.accs[-1]).node)]
-    return [(d, set(plan.loads(d, *(s.term for s in d.stores), *(s.args[0] for s in d.sums)))) for d in drafts]
+    return [Host(d, set(plan.loads(d, *(s.term for s in d.stores), *(s.args[0] for s in d.sums)))) for d in drafts]
 
 
 def _made(plan: Plan, node: fx.Node) -> bool:

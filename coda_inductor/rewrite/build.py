@@ -152,7 +152,7 @@ class _Writer:
 
     def _add(self, t: Term) -> Value:
         out: Value | None = None
-        for a, w in sorted(zip(t.args, t.powers, strict=True), key=lambda aw: self._rank(aw[0])):
+        for a, w in sorted(self.plan.program.summands(t), key=lambda aw: self._rank(aw[0])):
             x = self.value(a)
             if out is not None and w == -1:
                 out = self.let("sub", out, x)

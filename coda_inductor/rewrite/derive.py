@@ -15,6 +15,7 @@ from fractions import Fraction
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.laws import ADJOINT, BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
@@ -58,6 +59,9 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             program.sums[before.args[0], t.over] = after
         for con in program.accumulators(after) if t.kind == "con" else ():
             program.products_of.setdefault((con.args[1], con.over), []).append(con)
+            product = program.lifted.products.get(con.bit)
+            if product is not None and g.is_backward(product.node) and g.is_weight(product.w):
+                program.gradients.add(con.args[0])
         firings += [Firing(ADJOINT.name, *turned, -1) for turned in program.turned]
         program.turned.clear()
         if after is not before:

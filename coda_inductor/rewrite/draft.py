@@ -36,6 +36,11 @@ Loaded = fx.Node | Stored | Term | Computed
 MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
 
 
+MAX_READ = 12  # vectors and tiles that an epilogue may read (legality.MAX_OPERANDS)
+
+CROWDED = 8  # with more, per-token vectors are combined outside: eight beside the tile spill in 128x192 already
+
+
 @dataclass(slots=True)
 class Draft:
     """A Region in the making: its space, what it stores and sums, and the graph's nodes that its stores replace."""

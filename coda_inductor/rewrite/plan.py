@@ -36,6 +36,8 @@ class Plan:
     refused: list[Refusal] = field(default_factory=list)
     sums: set[Term] = field(default_factory=set)
     again: Again = field(default_factory=Again)
+    crowded: int = 0
+    """Products, as a bit set, whose epilogues would read too many vectors if they combined them themselves."""
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
 
     def unique(self) -> list[Draft]:
@@ -258,7 +260,7 @@ class Plan:
             seen.add(x)
             source = None if x.deps & draft.space.mask else self.source(x, draft.space)
             if source is None:
-                todo += x.args
+                todo += [a for a, _ in self.program.summands(x)]
             else:
                 found[x] = source
         return found
@@ -280,7 +282,9 @@ class Plan:
         summed = x.kind not in ("red", "con") and all(self._sum(s) or self.pair(s) for s in statistics(x) if s.deps)
         if not summed and self.program.natural(x, self._axes(x, space)) is not None:
             return self._vector(x, space)
-        if (x.kind == "red" and not x.deps) or (summed and x.kind == "add" and len(sources(x)) > MAX_INLINE):
+        crowded = bool(self.crowded & space.mask) and x.kind in ("mul", "add")
+        inline = 1 if crowded else MAX_INLINE if x.kind == "add" else len(sources(x))
+        if (x.kind == "red" and not x.deps) or (summed and len(sources(x)) > inline):
             return self._computed(x, space)
         if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
             return self._computed(x, space)
@@ -338,7 +342,8 @@ class Plan:
         return node
 
     def _tile_source(self, x: Term, space: Space) -> fx.Node | Stored:
-        node = self.program.natural(x, space.rows + space.columns)
+        find = self.program.narrowest if x.hosts else self.program.natural
+        node = find(x, space.rows + space.columns)
         if node is not None:
             self.need(node)
             return node

@@ -69,6 +69,8 @@ class Program:
     """What the graph's products compute as they stand there, biases included, unless a law has changed them."""
     held: dict[Term, fx.Node] = field(default_factory=dict)
     """Tensors that are named as they lie in memory, whatever they are made of, and their nodes."""
+    gradients: set[Term] = field(default_factory=set)
+    """What the products of the backward multiply: it lies in memory anyway."""
     turned: list[tuple[Term, Term]] = field(default_factory=list)
     """Sums before and after the adjoint, in the order of its uses."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
@@ -138,6 +140,8 @@ class Program:
         if last.bit in self.banned:
             raise Unsupported(self.banned[last.bit])
         weight_of(self.product(last))
+        if self.product(last).x.meta["val"].stride()[-1] != 1:
+            raise Unsupported("a weight's gradient: its left operand lies column by column")
         if not self.product(last).rows:
             raise Unsupported("a single token")
         sizes = self.lifted.reading.axes
@@ -197,7 +201,7 @@ class Program:
             elif x.kind == "lanes":
                 raise Unsupported(NOT_HALVES)
             else:
-                todo += x.args
+                todo += [a for a, _ in self.summands(x)]
 
     def _early(self, x: Term, space: Space) -> list[Term]:
         """What of an early x must be looked at further: nothing if it can be loaded as it is."""
@@ -211,7 +215,7 @@ class Program:
         if not self.has_tile(x, space):
             return list(x.args)
         if self.composed(x, space):
-            return list(x.args)
+            return [a for a, _ in self.summands(x)]
         if self.natural(x, space.rows + space.columns) is None and not self.storable(x, space):
             raise Unsupported("a tile that it needs is not laid out as rows of tokens")
         return []
@@ -219,13 +223,22 @@ class Program:
     def composed(self, x: Term, space: Space) -> bool:
         """Does an epilogue make an early tile x again, of the tiles and vectors that x is made of, rather than read it?
         In the forward if that reads one tile; the backward reads what the forward stored: products and streams."""
-        if x.kind not in POINTWISE_KINDS or x in self.wholes:
+        if x.kind not in POINTWISE_KINDS or x in self.wholes or x in self.gradients:
             return False
         bases = self.bases(x, space)
         if x in bases:
             return False
         one = len(bases) == 1 or sum(self.has_tile(a, space) for a in x.args) == 1
         return one or g.is_backward(self.product(space.accs[-1]).node)
+
+    def summands(self, x: Term) -> list[tuple[Term, Fraction]]:
+        """x's arguments with their weights or powers; a gradient that x adds up is one with its number, as it lies."""
+        pairs = list(zip(x.args, x.powers or (Fraction(1),) * len(x.args), strict=True))
+        if x.kind != "add":
+            return pairs
+        terms = self.lifted.terms
+        whole = [(terms.mul(terms.const(w), a), w, a) for a, w in pairs]
+        return [(s, Fraction(1)) if s in self.gradients else (a, w) for s, w, a in whole]
 
     def bases(self, x: Term, space: Space) -> frozenset[Term]:
         """The tiles that x is made of by pointwise operations; a sum of several is one, a stream."""
@@ -237,9 +250,9 @@ class Program:
     def _made_of(self, x: Term, space: Space) -> frozenset[Term]:
         if not self.has_tile(x, space):
             return frozenset()
-        if x.kind not in POINTWISE_KINDS or x in self.wholes:
+        if x.kind not in POINTWISE_KINDS or x in self.wholes or x in self.gradients:
             return frozenset({x})
-        found = [b for a in x.args if (b := self.bases(a, space))]
+        found = [b for a, _ in self.summands(x) if (b := self.bases(a, space))]
         all_of = frozenset().union(*found)
         return frozenset({x}) if x.kind == "add" and len(found) > 1 and len(all_of) > 1 else all_of
 
@@ -273,6 +286,11 @@ class Program:
     def natural(self, t: Term, order: tuple[int, ...]) -> fx.Node | None:
         """The first node of the graph that holds t, contiguous in this order of axes."""
         return next((node for node in self.nodes.get(t, ()) if self.lies(node) == (order, True)), None)
+
+    def narrowest(self, t: Term, order: Axes) -> fx.Node | None:
+        """As `natural`, but of the nodes that differ by a cast the one of the fewest bytes."""
+        nodes = [node for node in self.nodes.get(t, ()) if self.lies(node) == (order, True)]
+        return min(nodes, key=lambda node: node.meta["val"].dtype.itemsize, default=None)
 
     def lies(self, node: fx.Node) -> tuple[Axes, bool]:
         """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""

@@ -8,7 +8,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.rewrite.again import Again
 from coda_inductor.rewrite.derive import derive
-from coda_inductor.rewrite.draft import Conflict
+from coda_inductor.rewrite.draft import CROWDED, Conflict
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import Program
@@ -25,13 +25,16 @@ def plan(
 ) -> Plan:
     """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
     of `undeferred` ones (a bit set) stay as the user wrote them."""
-    bans, never = dict(banned or {}), frozenset[fx.Node]()
+    bans, never, crowded = dict(banned or {}), frozenset[fx.Node](), 0
     for _ in range(2 * len(lifted.products) + 1):
         program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
-        made = Plan(program, derive(program, laws), again=Again(never))
+        made = Plan(program, derive(program, laws), again=Again(never), crowded=crowded)
         try:
             made.run()
-            return trim(made)
+            trim(made)
+            if not (more := _crowded(made) & ~crowded):
+                return made
+            crowded |= more
         except Conflict as conflict:
             if not (
                 conflict.banned.keys() - bans.keys() or conflict.undeferred & ~undeferred or conflict.never - never
@@ -41,3 +44,12 @@ def plan(
             undeferred |= conflict.undeferred
             never |= conflict.never
     raise BrokenInvariant("planning does not settle")
+
+
+def _crowded(made: Plan) -> int:
+    """The products of epilogues that read more than CROWDED vectors and tiles."""
+    bits = 0
+    for d in made.unique():
+        if len(made.loads(d, *(s.term for s in d.stores), *(s.args[0] for s in d.sums))) > CROWDED:
+            bits |= d.space.mask
+    return bits

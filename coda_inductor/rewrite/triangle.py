@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.beside import beside, of_tensors
 from coda_inductor.rewrite.program import Program
@@ -22,8 +23,9 @@ def triangle(program: Program, red: Term, adjoint: bool) -> Term:
     """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, if the epilogues that make Z can take the
     sums, or they can be taken beside what makes Z; else red as it is. `adjoint`: may that law be used?"""
     terms, x, over = program.lifted.terms, red.args[0], red.over
-    if not x.hosts:
-        return red
+    product = program.lifted.products.get(x.hosts.bit_length() - 1)
+    if product is None or not g.is_backward(product.node):
+        return red  # a forward's sum is taken where it is made: what waits for it can be deferred
     powers = factors(x)
     found = [(f, parts) for f, p in powers.items() if p == 1 and (parts := _summed(program, f, over))]
     if len(found) != 1:
