@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import cudagraph_trees
 from torch._inductor.compile_fx import compile_fx
@@ -55,8 +56,11 @@ class CodaBackend:
         except Unsupported as error:
             ours.failed(error, gm.graph, "every graph")
             return inductor(gm, example_inputs)
+        # Under a memory budget the partitioner would take a Region for an operation that costs nothing.
+        counted = functorch_config.activation_memory_budget < 1 or functorch_config.is_non_builtin_to_include
         try:
-            return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
+            with functorch_config.patch(is_non_builtin_to_include=counted):
+                return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
         except Exception as error:  # after the pass, in what Inductor makes of our operations
             if settings.strict or not ours.rewrote:
                 raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -25,14 +25,16 @@ from torch.utils._pytree import tree_leaves
 from coda_inductor.codegen import launch, legality, record, store, target, tune
 from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import DTYPES
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import lowering
 from coda_inductor.inductor.joint import Verdict
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.draft import Computed
+from coda_inductor.rewrite.draft import Computed, Draft, Stored
 from coda_inductor.rewrite.plan import Plan
 
 log = logging.getLogger("coda_inductor.contest")
@@ -95,6 +97,9 @@ class Group:
             return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
         if isinstance(source, Computed):
             return self.values[source]  # type: ignore[no-any-return]
+        if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
+            width = r.products[0].k if i < r.matrices else r.n
+            self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)
@@ -132,10 +137,17 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
     for i, b in enumerate(builts):
         late = any(acc.bit in deferred for acc in b.draft.space.accs)
         for source in b.inputs:
-            if isinstance(source, tuple) or (late and isinstance(source, Term)):
-                first, second = sorted((leader[i], leader[makers[source]]))
+            if isinstance(source, Stored) or (late and isinstance(source, Term)):
+                maker = makers[source]
+                if _backward(plan, b) and not _backward(plan, builts[maker]):
+                    continue  # without the one the other keeps, or reads, what the user's graph has
+                first, second = sorted((leader[i], leader[maker]))
                 leader = [first if x == second else x for x in leader]
     return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
+
+
+def _backward(plan: Plan, built: Built) -> bool:
+    return g.is_backward(plan.program.product(built.draft.space.accs[-1]).node)
 
 
 def outputs(built: Built) -> list[object]:
@@ -339,10 +351,14 @@ def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
     """What the group stands for in the user's graph, and the nodes whose tensors it reads."""
     new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
     mask, deps = group.mask, plan.program.lifted.deps
-    needed, given = _needed(deps, mask, [node for b in group.builts for node in b.draft.supplies])
+    drafts = [b.draft for b in group.builts]
+    again = [node for d in drafts for node, s in d.supplies.items() if s.again]
+    made = [node for d in drafts for node in (*d.supplies, *d.totals) if node not in again]
+    needed, given = _needed(deps, mask, made, again, _bases(plan, drafts, again))
     # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
     nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
-    wanted = [n for n in nodes if deps[n] & mask and isinstance(n.meta.get("val"), Tensor) and n.users.keys() - needed]
+    waits = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
+    wanted = [*again, *(n for n in waits if n.users.keys() - needed)]
     for node in nodes:
         if isinstance(node.meta.get("val"), torch.SymInt):
             copies[node] = hint(node.meta["val"])
@@ -356,18 +372,33 @@ def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
     return new, tensors
 
 
-def _needed(deps: dict[fx.Node, int], mask: int, wanted: list[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """(what must run to make `wanted`, what of that is given): given is what waits for no product of the mask."""
-    needed, given, todo = set[fx.Node](), set[fx.Node](), list(wanted)
+def _bases(plan: Plan, drafts: Sequence[Draft], again: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that hold what is made again from."""
+    program, found = plan.program, set[fx.Node]()
+    for d in drafts:
+        for node in again if d.supplies.keys() & set(again) else ():
+            for base in program.bases(program.new[program.lifted.term[node]], d.space):
+                found.update(program.nodes.get(base, ()))
+    return found
+
+
+def _needed(
+    deps: dict[fx.Node, int], mask: int, made: Sequence[fx.Node], again: Sequence[fx.Node], bases: set[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """(what must run to make these nodes, what of that is given): given is what waits for no product of the mask. What
+    is made `again` is made of its bases and of sums and products."""
+    needed, given, todo = set[fx.Node](), set[fx.Node](), [(n, False) for n in made] + [(n, True) for n in again]
     while todo:
-        node = todo.pop()
+        node, anew = todo.pop()
         if node in needed:
             continue
         needed.add(node)
-        if not deps[node] & mask and not g.is_view(node) and not g.is_cast(node):
-            given.add(node)
+        late = deps[node] & mask and node.op != "placeholder"
+        anew = anew and node.target in POINTWISE and node not in bases
+        if late or anew or g.is_view(node) or g.is_cast(node):
+            todo += [(a, anew) for a in node.all_input_nodes]
         else:
-            todo += node.all_input_nodes
+            given.add(node)
     return needed, given
 
 

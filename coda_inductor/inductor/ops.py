@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import interpret
@@ -47,3 +48,10 @@ torch.library.register_fake("coda::region", _fake, lib=_library)
 
 REGION = torch.ops.coda.region.default
 """region(inputs: matrices then operands, region: Region.text, target) -> stores [M, N], then reductions [M] or [N]."""
+
+
+@register_flop_formula(torch.ops.coda.region)
+def _flops(inputs: list[torch.Size], region: str, target: str, *_: object, **__: object) -> int:
+    """What the partitioner weighs against memory, under an activation memory budget."""
+    r = parse(region)
+    return sum(2 * inputs[p.a][0] * r.n * p.k for p in r.products)

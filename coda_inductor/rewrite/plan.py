@@ -343,7 +343,7 @@ class Plan:
 
     def _tile_source(self, x: Term, space: Space) -> fx.Node | Stored:
         find = self.program.narrowest if x.hosts else self.program.natural
-        node = find(x, space.rows + space.columns)
+        node = find(x, space.rows + space.columns, space.mask)
         if node is not None:
             self.need(node)
             return node

@@ -6,6 +6,7 @@ Answers the one question on which everything turns: can this value be made in th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -216,7 +217,7 @@ class Program:
             return list(x.args)
         if self.composed(x, space):
             return [a for a, _ in self.summands(x)]
-        if self.natural(x, space.rows + space.columns) is None and not self.storable(x, space):
+        if self.natural(x, space.rows + space.columns, space.mask) is None and not self.storable(x, space):
             raise Unsupported("a tile that it needs is not laid out as rows of tokens")
         return []
 
@@ -283,14 +284,21 @@ class Program:
                 return node, factor
         return None
 
-    def natural(self, t: Term, order: tuple[int, ...]) -> fx.Node | None:
-        """The first node of the graph that holds t, contiguous in this order of axes."""
-        return next((node for node in self.nodes.get(t, ()) if self.lies(node) == (order, True)), None)
+    def natural(self, t: Term, order: Axes, mask: int | None = None) -> fx.Node | None:
+        """The first node of the graph that holds t, contiguous in this order of axes. A law may have made t known
+        before the user's node is: that waits for no more than t, or for none of the products `mask`."""
+        return next(self._holding(t, order, mask), None)
 
-    def narrowest(self, t: Term, order: Axes) -> fx.Node | None:
+    def narrowest(self, t: Term, order: Axes, mask: int | None = None) -> fx.Node | None:
         """As `natural`, but of the nodes that differ by a cast the one of the fewest bytes."""
-        nodes = [node for node in self.nodes.get(t, ()) if self.lies(node) == (order, True)]
-        return min(nodes, key=lambda node: node.meta["val"].dtype.itemsize, default=None)
+        return min(self._holding(t, order, mask), key=lambda node: node.meta["val"].dtype.itemsize, default=None)
+
+    def _holding(self, t: Term, order: Axes, mask: int | None) -> Iterator[fx.Node]:
+        for node in self.nodes.get(t, ()):
+            deps = self.lifted.deps[node]
+            late = deps & ~t.deps if mask is None else deps & mask
+            if self.lies(node) == (order, True) and not late:
+                yield node
 
     def lies(self, node: fx.Node) -> tuple[Axes, bool]:
         """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
