@@ -134,6 +134,32 @@ def test_training_graphs_say_why_they_are_left() -> None:
     x = torch.empty(512, 256, dtype=torch.bfloat16)
     report = explain(Narrow(1024).to(torch.bfloat16), (x,), {}, "train", SM_90A)
     (graph,) = report["graphs"]
-    assert [r["reason"].partition(" (")[0] for r in graph["refused"]] == ["training graphs are not rewritten unless asked for"]
+    why = "training graphs are not rewritten unless asked for"
+    assert [r["reason"].partition(" (")[0] for r in graph["refused"]] == [why]
     assert report["totals"]["bytes_after"] == report["totals"]["bytes_before"] > 0
-    assert render(report).count("training graphs are not rewritten unless asked for") == 1
+    assert render(report).count(why) == 1
+
+
+TRAINING = Settings(target="sm_90a", training=True)
+
+
+def test_training_llama_at_real_widths() -> None:
+    """Deferral and the triangle leave nothing but the rotary embedding and attention's side; less is kept than by
+    Inductor, and every Region has a kernel."""
+    model, ids = llama_of(3)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+    report = explain(Loss(), (ids,), {}, "train", TRAINING)
+    totals, (graph,) = report["totals"], report["graphs"]
+    assert totals["regions"] == 29 and totals["saved_bytes"] < 0.87 * totals["saved_bytes_inductor"]
+    laws = {law for region in graph["regions"] for law in region["laws"]}
+    assert laws == {"adjoint", "bilinearity", "triangle"}
+    between = [p["source"] for p in graph["passes"] if "activations.py" in p["source"] or ":175" in p["source"]]
+    assert len(between) <= 2, between  # statistics beside attention, which carry a line of the product that reads them

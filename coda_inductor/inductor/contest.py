@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves
 
 from coda_inductor.codegen import launch, legality, record, store, target, tune
 from coda_inductor.codegen.prebuild import Job, prebuild
@@ -28,13 +26,12 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import lowering
+from coda_inductor.inductor.extract import computed, described, laid_out, small, subgraph
 from coda_inductor.inductor.joint import Verdict
-from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.draft import Computed, Draft, Stored
+from coda_inductor.rewrite.draft import Computed, Stored
 from coda_inductor.rewrite.plan import Plan
 
 log = logging.getLogger("coda_inductor.contest")
@@ -168,7 +165,7 @@ class Contest:
         self.prebuild(plan, builts)
         for members in groups(plan, builts):
             bits = [acc.bit for b in members for acc in b.draft.space.accs]
-            deferred = sum(1 << f.product for f in plan.firings if f.product in bits)
+            deferred = sum(1 << bit for bit in {f.product for f in plan.firings} & set(bits))
             try:
                 why = self.loses(plan, members)
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
@@ -251,67 +248,6 @@ def out_of_memory(error: Exception) -> bool:
     return full or isinstance(error, torch.OutOfMemoryError)
 
 
-def described(*nodes: fx.Node) -> str:
-    """A small graph as text, in which names play no part."""
-    number = {node: f"%{i}" for i, node in enumerate(nodes)}
-
-    def line(node: fx.Node) -> str:
-        asked = "" if node.op == "placeholder" else fx.map_arg((node.args, node.kwargs), number.__getitem__)
-        return f"{node.op if node.op in ('placeholder', 'output') else node.target}{asked}{laid_out(node)}"
-
-    return "\n".join(map(line, nodes))
-
-
-def laid_out(source: Source) -> str:
-    """The type, sizes and strides of what is read or computed, at the sizes measured; "~" marks symbolic ones."""
-    if isinstance(source, Weight):
-        return f"{laid_out(source.node)}[{source.start}:{source.stop}]"
-    if not isinstance(source, fx.Node):
-        return type(source).__name__
-    said = []
-    for value in tree_leaves(source.meta.get("val")):
-        sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
-        numbers = [f"{hint(n)}{'~' * isinstance(n, torch.SymInt)}" for n in sizes if isinstance(n, int | torch.SymInt)]
-        said.append(f"{getattr(value, 'dtype', '')}{numbers}")
-    return str(said)
-
-
-def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tuple[fx.Graph, list[object]]:
-    """The small computations that a Region needs, and the keys of what they read."""
-    new, copies = fx.Graph(), dict[object, fx.Node]()
-
-    def given(key: object) -> fx.Node:
-        if key not in copies:
-            like = key.meta["val"] if isinstance(key, fx.Node) else torch.empty(group.tokens, device="meta")
-            sizes = [hint(s) for s in like.shape], [hint(s) for s in like.stride()]
-            copies[key] = new.placeholder(f"given_{len(copies)}")
-            copies[key].meta["val"] = torch.empty_strided(*sizes, dtype=like.dtype, device="meta")
-        return copies[key]
-
-    def call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
-        mine = fx.map_arg(args, lambda n: n if n.graph is new else given(n))
-        node = new.call_function(target, mine)
-        node.meta["val"] = target(*fx.map_arg(mine, lambda n: n.meta["val"]))
-        return node
-
-    def sum_of(s: Term) -> fx.Node | None:
-        return given(s) if plan.summed(s) else None
-
-    def statistic(s: Term) -> tuple[fx.Node, Fraction]:
-        held = plan.statistic(s)
-        assert held is not None
-        return held
-
-    vectors = Vectors(plan.program.lifted, call, sum_of, statistic, plan.pair, built.region.compute)
-    new.output(tuple(vectors.write(c) for c in wanted))
-    return new, list(copies)
-
-
-def computed(built: Built) -> list[Computed]:
-    """The inputs of a Region that are computed, each once."""
-    return [s for s in dict.fromkeys(built.inputs) if isinstance(s, Computed)]
-
-
 def computations(plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
     """The small computations that a Region needs, as Inductor compiles them; their results become values of the
     group."""
@@ -345,61 +281,6 @@ def baseline(group: Group, plan: Plan) -> Callable[[], object]:
     tensors = [group.value(node) for node in given]
     run = compiled(fx.GraphModule(torch.nn.Module(), graph), tensors)
     return lambda: run(*tensors)
-
-
-def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
-    """What the group stands for in the user's graph, and the nodes whose tensors it reads."""
-    new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
-    mask, deps = group.mask, plan.program.lifted.deps
-    drafts = [b.draft for b in group.builts]
-    again = [node for d in drafts for node, s in d.supplies.items() if s.again]
-    made = [node for d in drafts for node in (*d.supplies, *d.totals) if node not in again]
-    needed, given = _needed(deps, mask, made, again, _bases(plan, drafts, again))
-    # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
-    nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
-    waits = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
-    wanted = [*again, *(n for n in waits if n.users.keys() - needed)]
-    for node in nodes:
-        if isinstance(node.meta.get("val"), torch.SymInt):
-            copies[node] = hint(node.meta["val"])
-        elif node in given and isinstance(node.meta.get("val"), Tensor):
-            copies[node] = new.placeholder(node.name)
-            copies[node].meta["val"] = node.meta["val"]
-            tensors.append(node)
-        else:
-            copies[node] = new.node_copy(node, lambda n: copies[n])
-    new.output(tuple(copies[n] for n in wanted))
-    return new, tensors
-
-
-def _bases(plan: Plan, drafts: Sequence[Draft], again: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that hold what is made again from."""
-    program, found = plan.program, set[fx.Node]()
-    for d in drafts:
-        for node in again if d.supplies.keys() & set(again) else ():
-            for base in program.bases(program.new[program.lifted.term[node]], d.space):
-                found.update(program.nodes.get(base, ()))
-    return found
-
-
-def _needed(
-    deps: dict[fx.Node, int], mask: int, made: Sequence[fx.Node], again: Sequence[fx.Node], bases: set[fx.Node]
-) -> tuple[set[fx.Node], set[fx.Node]]:
-    """(what must run to make these nodes, what of that is given): given is what waits for no product of the mask. What
-    is made `again` is made of its bases and of sums and products."""
-    needed, given, todo = set[fx.Node](), set[fx.Node](), [(n, False) for n in made] + [(n, True) for n in again]
-    while todo:
-        node, anew = todo.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        late = deps[node] & mask and node.op != "placeholder"
-        anew = anew and node.target in POINTWISE and node not in bases
-        if late or anew or g.is_view(node) or g.is_cast(node):
-            todo += [(a, anew) for a in node.all_input_nodes]
-        else:
-            given.add(node)
-    return needed, given
 
 
 def compiled(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:

@@ -122,6 +122,8 @@ def _rewrite(
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
         if not verdict.banned and not verdict.undeferred:
             break
+        if not (verdict.banned.keys() - banned.keys() or verdict.undeferred & ~undeferred):
+            raise BrokenInvariant("the verdicts do not settle")
         banned |= verdict.banned
         undeferred |= verdict.undeferred
     names = {n.name: n for n in graph.nodes}

@@ -209,3 +209,8 @@ def is_weight(node: fx.Node) -> bool:
 def is_backward(node: fx.Node) -> bool:
     """Does the node belong to the backward of a joint graph?"""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def is_weight_gradient(product: fx.Node) -> bool:
+    """Is the product's left operand read column by column, as dZ of dW = dZ^T X is?"""
+    return bool(product.args[-2].meta["val"].stride()[-1] != 1)  # type: ignore[union-attr]

@@ -39,6 +39,11 @@ class Again:
         self.waiting.setdefault(node, []).append(by)
         return True
 
+    @property
+    def unsettled(self) -> bool:
+        """Does a node wait that is neither made nor given up?"""
+        return bool(self.waiting.keys() - self.made.keys())
+
     def settle(self, plan: Plan) -> None:
         """Finds an epilogue for each waiting node; if none is found for any, asks for all of them after all."""
         left = [node for node in self.waiting if node not in self.made]

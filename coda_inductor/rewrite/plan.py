@@ -64,7 +64,7 @@ class Plan:
         for node in self.program.lifted.graph.nodes:
             if node.op == "output" or node.is_impure():
                 self.need(node)
-        while self._todo:
+        while self._todo or self.again.unsettled:
             while self._todo:
                 node, by = self._todo.pop()
                 if not self._supply(node):
@@ -147,7 +147,7 @@ class Plan:
             draft = self._draft(space)
             self.program.check(t, draft.space)
         except Unsupported as why:
-            if node.target in POINTWISE or node.target in g.PRODUCTS:
+            if node.target in POINTWISE or (node.target in g.PRODUCTS and not g.is_weight_gradient(node)):
                 self.refused.append(Refusal(node, why.what))
             return False
         value = g.tensor(node)

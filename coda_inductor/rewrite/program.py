@@ -141,7 +141,7 @@ class Program:
         if last.bit in self.banned:
             raise Unsupported(self.banned[last.bit])
         weight_of(self.product(last))
-        if self.product(last).x.meta["val"].stride()[-1] != 1:
+        if g.is_weight_gradient(self.product(last).node):
             raise Unsupported("a weight's gradient: its left operand lies column by column")
         if not self.product(last).rows:
             raise Unsupported("a single token")

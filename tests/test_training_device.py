@@ -1,0 +1,97 @@
+"""Training on a machine that is pretended: the real contest, lowering and wrapper; the interpreter for the kernels."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from compiling import Ran, pretend, run
+from torch import Tensor, nn
+from zoo import Attention, Mlp, Norm
+
+from coda_inductor.codegen import launch, tune
+
+WIDTH = 64
+pytestmark = pytest.mark.usefixtures("uncached")
+
+
+class Layer(nn.Module):
+    """A decoder's layer, pre-norm or (`after`) post-norm."""
+
+    def __init__(self, norm: str, mlp: str, activation: str, rope: bool, bias: bool, after: bool = False) -> None:
+        super().__init__()
+        self.after, self.n1, self.n2 = after, Norm(norm, WIDTH), Norm(norm, WIDTH)
+        self.attention, self.mlp = Attention(WIDTH, 4, 2, bias, rope), Mlp(mlp, activation, WIDTH, 128, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.after:
+            x = self.n1(x + self.attention(x))
+            return self.n2(x + self.mlp(x))  # type: ignore[no-any-return]
+        x = x + self.attention(self.n1(x))
+        return x + self.mlp(self.n2(x))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: nn.Sequential(*(Layer("hf", "separate", "F.silu", True, False) for _ in range(2))),
+    "gpt": lambda: nn.Sequential(*(Layer("LayerNorm", "plain", "gelu, tanh", False, True) for _ in range(2))),
+    "bert": lambda: nn.Sequential(*(Layer("LayerNorm", "plain", "gelu", False, True, after=True) for _ in range(2))),
+}
+
+
+def gradients(out: Tensor, model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of all parameters and of the input, as float64."""
+    for p in (x, *model.parameters()):
+        p.grad = None
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    found = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+    return [t.detach().double() for t in (out, *found)]
+
+
+def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+
+def trained(name: str) -> Ran:
+    """One step; asserts that all gradients are as good as eager's."""
+    torch.manual_seed(0)
+    model = MODELS[name]().bfloat16()
+    x = torch.randn(4, 80, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    exact, x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
+    wanted = gradients(exact(x64), exact, x64)
+    eager = errors(gradients(model(x), model, x), wanted)
+    ran = run(model, x, grad=True, options={"training": True})
+    mine = errors(gradients(ran.output, model, x), wanted)
+    assert all(a < 1.5 * b + 1e-3 for a, b in zip(mine, eager, strict=True)), list(zip(mine, eager, strict=True))
+    assert ran == [] and len(ran.reports) == 1
+    return ran
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_derived_is_launched(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path)
+    monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
+    (report,) = trained(name).reports
+    assert sum(launch.LAUNCHES.values()) == len(report.sites) > 10 and not launch.FALLBACKS
+    assert set(launch.LAUNCHES) == {site.region.digest for site in report.sites}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_losses_leave_a_right_program(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A contest in which every third group loses."""
+    pretend(monkeypatch, tmp_path)
+    chance = random.Random(0)
+
+    def timed(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+        for call in calls:
+            call()
+        lost = len(calls) == 2 and chance.random() < 0.3
+        return [2.0, 1.0] if lost else [1.0 + i for i in range(len(calls))]
+
+    monkeypatch.setattr(tune, "interleaved", timed)
+    for _ in range(2):
+        (report,) = trained(name).reports
+        assert any("measured slower" in r.reason for r in report.refused)
