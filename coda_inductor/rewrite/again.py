@@ -16,7 +16,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.draft import MAX_READ, Conflict, Draft, Stored
+from coda_inductor.rewrite.draft import CROWDED, MAX_READ, Conflict, Draft, Stored
 
 if TYPE_CHECKING:
     from coda_inductor.rewrite.plan import Plan
@@ -76,7 +76,10 @@ class Again:
             if plan.program.bases(t, space) <= host.known and not beyond & host.draft.supplies.keys():
                 fits.append((len(host.known | plan.loads(host.draft, t).keys()), host))
         size, best = min(fits, key=lambda f: f[0], default=(0, None))
-        return best if size <= MAX_READ else None
+        if best is None:
+            return None
+        settled = bool(plan.crowded & best.draft.space.mask)  # if not, what it reads will be combined outside
+        return best if size <= MAX_READ + (0 if settled else CROWDED // 2) else None
 
     def read(self, reader: fx.Node, node: fx.Node) -> fx.Node | Stored:
         """What an operation that stays reads as `node`."""

@@ -83,10 +83,13 @@ class Plan:
             raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
         self.again.check(self)
         supplied = {node for d in self.drafts.values() for node, s in d.supplies.items() if not s.again}
+        undeferred = 0
         for firing in (f for f in self.firings if f.product >= 0):
             operand = self.program.lifted.term[self.program.lifted.products[firing.product].x]
             if any(n in self.kept and n not in supplied and not g.is_view(n) for n in self._holding(operand)):
-                raise Conflict(undeferred=1 << firing.product)
+                undeferred |= 1 << firing.product
+        if undeferred:
+            raise Conflict(undeferred=undeferred)
 
     def _cycle(self) -> Draft | None:
         """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one
