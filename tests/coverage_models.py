@@ -1,10 +1,11 @@
 """Common models at real widths for `explain`: plain nanoGPT and ViT, and transformers' BERT, CLIP and GPT-2.
 
     coda-inductor explain tests.coverage_models:nanogpt --target sm_90a
-    python tests/coverage_models.py [NAME ...]
+    python tests/coverage_models.py [--train] [NAME ...]
 
-The first explains one; the second prints the coverage of all, or of the named, at full depth. Each function returns
-(model, args), of full depth unless told.
+The first explains one; the second prints the coverage of all, or of the named, at full depth, for inference or (with a
+loss where the model has a head, and without dropout) for training. Each function returns (model, args), of full depth
+unless told.
 """
 
 from __future__ import annotations
@@ -119,8 +120,16 @@ def gpt2(layers: int = 48) -> Made:
     return GPT2LMHeadModel(config).to(BF16), (ids(8, 1024),)
 
 
+def llama(layers: int = 32) -> Made:
+    """Llama-3-8B. Causal without a mask, as gpt2."""
+    from test_explain_models import llama_of
+
+    model, tokens = llama_of(layers)
+    return model, (tokens,)
+
+
 BUILD: dict[str, Callable[..., Made]] = {
-    "nanogpt": nanogpt, "vit_l": vit_l, "bert_large": bert_large, "clip_l": clip_l, "gpt2": gpt2,
+    "llama": llama, "nanogpt": nanogpt, "vit_l": vit_l, "bert_large": bert_large, "clip_l": clip_l, "gpt2": gpt2,
 }  # fmt: skip
 
 
@@ -130,15 +139,39 @@ def build(name: str, layers: int | None = None) -> Made:
         return BUILD[name](layers) if layers else BUILD[name]()
 
 
+class Loss(nn.Module):
+    """What is trained: cross-entropy where the model makes logits, else the sum that `explain` takes of any output."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        super().__init__()
+        self.name, self.model = name, model
+        for module in model.modules():
+            for option in ("p", "attention_dropout", "dropout", "dropout_prob"):
+                if isinstance(getattr(module, option, None), float):
+                    setattr(module, option, 0.0)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.name in ("llama", "gpt2"):
+            return self.model(input_ids=x, labels=x).loss
+        if self.name == "vit_l":
+            logits = self.model(x)
+            return F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long, device=x.device))
+        return self.model(x)
+
+
 def main(names: list[str]) -> None:
-    """A line for each model: coverage, passes and Regions, seconds."""
-    for name in names or BUILD:
+    """A line for each model: coverage, passes and Regions, what is kept for the backward, seconds."""
+    train = "--train" in names
+    for name in [n for n in names if n != "--train"] or BUILD:
         start = time.perf_counter()
         model, args = build(name)
-        t = explain(model, args, {}, "infer", Settings(target="sm_90a"))["totals"]
+        settings = Settings(target="sm_90a", training=True)
+        made = explain(Loss(name, model) if train else model, args, {}, "train" if train else "infer", settings)
+        t = made["totals"]
         moved = f"{t['bytes_before'] / 1e9:.2f} -> {t['bytes_after'] / 1e9:.2f} GB"
-        said = f"{t['passes_left']} passes left, {t['regions']} regions, {moved}"
-        print(f"{name:<11} {t['coverage']:.3f}  {said}, {time.perf_counter() - start:.0f} s")
+        kept = f"kept {t['saved_bytes_inductor'] / 1e9:.2f} -> {t['saved_bytes'] / 1e9:.2f} GB, " if train else ""
+        said = f"{t['passes_left']} passes left, {t['regions']} regions, {moved}, {kept}"
+        print(f"{name:<11} {t['coverage']:.3f}  {said}{time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import pytest
@@ -12,11 +12,14 @@ from evaluate import Graph, Read, error, strict_reference
 from test_training import stack, steps
 from test_verdicts import KINDS
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from zoo import WIDTH, Attention, Mlp, Norm
 
 from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.patterns.terms import Term, Terms
+from coda_inductor.rewrite import beside, triangle
 from coda_inductor.rewrite.derive import derive
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.program import Program
@@ -147,3 +150,44 @@ def test_no_epilogue_reads_what_is_made_of_its_own_tile(f: Callable[..., Tensor]
     with strict_reference(run=False):
         found = torch.autograd.grad(torch.compile(f, backend="coda")(*args).square().sum(), args, allow_unused=True)
     assert all(a is None or b is None or error(a, b) < 1e-10 for a, b in zip(found, wanted, strict=True))
+
+
+def late_nodes_are_read(patch: pytest.MonkeyPatch) -> None:
+    def holding(self: Program, t: Term, order: Any, mask: int | None) -> Iterator[fx.Node]:
+        return (n for n in self.nodes.get(t, ()) if self.lies(n) == (order, True))
+
+    patch.setattr(Program, "_holding", holding)
+
+
+def the_scale_does_not_leave_the_sum(patch: pytest.MonkeyPatch) -> None:
+    affine = beside.affine
+
+    def unscaled(terms: Terms, *rest: Any) -> Any:
+        found = affine(terms, *rest)
+        return found and (terms.const(1.0), found[1])
+
+    patch.setattr(beside, "affine", unscaled)
+
+
+def rank_one_parts_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    affine = beside.affine
+    patch.setattr(beside, "affine", lambda *args: (found := affine(*args)) and (found[0], []))
+
+
+def a_difference_is_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(triangle, "_difference", lambda terms, a, b: terms.const(0.0))
+
+
+MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = [
+    (late_nodes_are_read, lambda: test_no_epilogue_reads_what_is_made_of_its_own_tile(gated)),
+    (the_scale_does_not_leave_the_sum, lambda: test_each_firing_is_an_equality("rotary")),
+    (rank_one_parts_are_forgotten, lambda: test_each_firing_is_an_equality("rotary, LayerNorm")),
+    (a_difference_is_nothing, lambda: test_each_firing_is_an_equality("pre-layer-True")),
+]
+
+
+@pytest.mark.parametrize("i", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i][0].__name__)
+def test_a_broken_guard_is_seen(i: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, BackendCompilerFailed)):
+        MUTATIONS[i][0](patch)
+        MUTATIONS[i][1]()
