@@ -212,5 +212,5 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def is_weight_gradient(product: fx.Node) -> bool:
-    """Is the product's left operand read column by column, as dZ of dW = dZ^T X is?"""
-    return bool(product.args[-2].meta["val"].stride()[-1] != 1)  # type: ignore[union-attr]
+    """Is the product one of the backward whose left operand is read column by column, as dZ of dW = dZ^T X is?"""
+    return is_backward(product) and bool(product.args[-2].meta["val"].stride()[-1] != 1)  # type: ignore[union-attr]
