@@ -16,7 +16,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.draft import CROWDED, MAX_READ, Conflict, Draft, Stored
+from coda_inductor.rewrite.draft import MAX_READ, SPARED, Conflict, Draft, Stored
 
 if TYPE_CHECKING:
     from coda_inductor.rewrite.plan import Plan
@@ -34,7 +34,9 @@ class Again:
 
     def asked(self, plan: Plan, node: fx.Node, by: fx.Node | None) -> bool:
         """Is the node put off until all epilogues are known, because only `by` of the backward asks for it so far?"""
-        if by is None or not g.is_backward(by) or node in self.never | self._given_up or not _made(plan, node):
+        if by is None or not g.is_backward(by) or node in self.never or node in self._given_up:
+            return False
+        if not _of_the_forward(plan, node):
             return False
         self.waiting.setdefault(node, []).append(by)
         return True
@@ -47,15 +49,17 @@ class Again:
     def settle(self, plan: Plan) -> None:
         """Finds an epilogue for each waiting node; if none is found for any, asks for all of them after all."""
         left = [node for node in self.waiting if node not in self.made]
-        read = _read_by_epilogues(plan) if left else []
+        hosts = _hosts(plan) if left else []
         for node in left:
-            if (host := self._host(plan, node, read)) is not None:
+            if (host := self._host(plan, node, hosts)) is not None:
                 self.made[node] = host.draft
                 t, dtype = plan.program.new[plan.program.lifted.term[node]], node.meta["val"].dtype
                 host.draft.supplies[node] = Stored(t, DTYPE_NAMES[dtype], again=True)
                 plan.store(host.draft, host.draft.supplies[node])
                 host.known.update(plan.loads(host.draft, t))
-        for node in [] if self.made.keys() & set(left) else left:
+        if self.made.keys() & set(left):
+            return  # what their epilogues read now may be enough for others
+        for node in left:
             self._given_up.add(node)
             del self.waiting[node]
             plan.need(node)
@@ -78,8 +82,8 @@ class Again:
         size, best = min(fits, key=lambda f: f[0], default=(0, None))
         if best is None:
             return None
-        settled = bool(plan.crowded & best.draft.space.mask)  # if not, what it reads will be combined outside
-        return best if size <= MAX_READ + (0 if settled else CROWDED // 2) else None
+        combined = bool(plan.crowded & best.draft.space.mask)
+        return best if size <= MAX_READ + (0 if combined else SPARED) else None
 
     def read(self, reader: fx.Node, node: fx.Node) -> fx.Node | Stored:
         """What an operation that stays reads as `node`."""
@@ -103,12 +107,12 @@ class Host:
     known: set[Term]
 
 
-def _read_by_epilogues(plan: Plan) -> list[Host]:
-    drafts = [d for d in plan.unique() if g.is_backward(plan.program.product(d.space.accs[-1]).node)]
-    return [Host(d, set(plan.loads(d, *(s.term for s in d.stores), *(s.args[0] for s in d.sums)))) for d in drafts]
+def _hosts(plan: Plan) -> list[Host]:
+    drafts = [d for d in plan.unique() if plan.program.in_backward(d.space)]
+    return [Host(d, set(plan.loads(d, *d.values))) for d in drafts]
 
 
-def _made(plan: Plan, node: fx.Node) -> bool:
+def _of_the_forward(plan: Plan, node: fx.Node) -> bool:
     """Is the node a tile that the forward makes of products and streams by pointwise operations?"""
     term = plan.program.lifted.term.get(node)
     if term is None or g.is_view(node) or g.lane(node) is not None or g.tensor(node).dtype not in DTYPES.values():  # type: ignore[union-attr]
@@ -118,7 +122,7 @@ def _made(plan: Plan, node: fx.Node) -> bool:
         space = plan.program.space(t)
     except Unsupported:
         return False
-    if g.is_backward(plan.program.product(space.accs[-1]).node) or space.extent(t) != "tile":
+    if plan.program.in_backward(space) or space.extent(t) != "tile":
         return False
     return t not in plan.program.bases(t, space)
 

@@ -8,6 +8,7 @@ and the rotated tensor that it read. So nothing more is kept from the forward, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import fx
 
@@ -15,7 +16,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
 from coda_inductor.rewrite.program import Program
-from coda_inductor.rewrite.separate import Factors, factors, rank_one
+from coda_inductor.rewrite.separate import Factors, addends, factors, number, rank_one
 from coda_inductor.rewrite.sources import leaves
 
 Rest = list[tuple[Term, Term]]
@@ -29,6 +30,11 @@ class Pair:
     tensors: tuple[fx.Node, ...]
     vector: Term
     dims: tuple[int, ...]
+
+    def tokens(self, program: Program) -> tuple[int, ...]:
+        """The axes of the sums, in the order in which they leave."""
+        dims = program.lifted.reading.roots(self.tensors[0])
+        return tuple(a for i, d in enumerate(dims) if i not in self.dims for a in d)
 
     def nodes(self, lifted: Lifted) -> list[fx.Node]:
         """What it reads."""
@@ -52,7 +58,7 @@ def pair(program: Program, red: Term) -> Pair | None:
     return Pair(tuple(tensors), vector, over)
 
 
-def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...]) -> Term | None:
+def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...], rows: tuple[int, ...]) -> Term | None:
     """The sum of t * q over the row, of tensors in memory: t, and the one tile that q is made of with vectors."""
     terms, extents = program.lifted.terms, program.lifted.extents(over)
     tiles = [f for f, p in q.items() if f.axes.intersection(over) and f.axes - set(over)]
@@ -62,20 +68,19 @@ def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...]) -> 
         return None
     dims = program.lifted.reading.roots(first)
     out = []
-    summands = [(ONE, terms.const(ONE))]
-    if tiles:
-        a = tiles[0]
-        split = a.kind == "add" and not program.nodes.get(a)
-        summands = [(w, x) for x, w in zip(a.args, a.powers, strict=True)] if split else [(ONE, a)]
-        summands += [(a.coefficient, terms.const(ONE))] if split and a.coefficient else []
-    for w, x in summands:
+    summands = [(t, ONE) for t in tiles] or [(terms.const(ONE), ONE)]
+    if tiles and not program.nodes.get(tiles[0]):
+        summands = addends(tiles[0])
+        constant = tiles[0].coefficient if tiles[0].kind == "add" else Fraction(0)
+        summands += [(terms.const(ONE), constant)] if constant else []
+    for x, w in summands:
         inside = bool(x.axes.intersection(over))
         second = next((n for n in program.nodes.get(x, ()) if program.lifted.reading.roots(n) == dims), None)
         if inside and second is None:
             return None
         tile = program.hold(second) if inside and second is not None else terms.const(ONE)
         red = terms.red("sum", terms.mul(program.hold(first), tile, vectors[1]), over, extents)
-        if pair(program, red) is None:
+        if _paired(program, rows, red) is None:
             return None
         out.append(terms.mul(terms.const(w), vectors[0], red, *([] if inside else [x])))
     return terms.add(*out)
@@ -88,8 +93,8 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     product, extents = program.product(con), program.lifted.extents(over)
     reading = program.lifted.reading
     columns = reading.roots(product.x)[-1]
-    rows = [n for n in program.nodes.get(z, ()) if reading.roots(n)[-1] == columns and g.dense(n)]
-    node = next((n for n in rows if tuple(a for d in reading.roots(n) for a in d) == product.rows + columns), None)
+    lying = (n for n in program.nodes.get(z, ()) if program.lies(n) == (product.rows + columns, True))
+    node = next((n for n in lying if reading.roots(n)[-1] == columns), None)
     if node is None:
         return None
     held = program.hold(node)
@@ -117,10 +122,7 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
 def _paired(program: Program, rows: tuple[int, ...], red: Term) -> Term | None:
     """red if it can be taken so, token by token in the order of `rows`."""
     found = pair(program, red)
-    if found is None:
-        return None
-    dims = program.lifted.reading.roots(found.tensors[0])
-    return red if tuple(a for i, d in enumerate(dims) if i not in found.dims for a in d) == rows else None
+    return red if found is not None and found.tokens(program) == rows else None
 
 
 def affine(terms: Terms, whole: Term, con: Term, over: tuple[int, ...]) -> tuple[Term, Rest] | None:
@@ -129,14 +131,14 @@ def affine(terms: Terms, whole: Term, con: Term, over: tuple[int, ...]) -> tuple
     scale, rest, todo = None, Rest(), [(whole, ONE)]
     while todo:
         t, w = todo.pop()
-        powers, number = factors(t), terms.const(w * (t.coefficient if t.kind == "mul" else ONE))
+        powers, weight = factors(t), terms.const(w * number(t))
         if t.kind == "add":
             rest += [(terms.const(w * t.coefficient), terms.const(ONE))] if t.coefficient else []
-            todo += [(a, w * p) for a, p in zip(t.args, t.powers, strict=True)]
+            todo += [(a, w * p) for a, p in addends(t)]
         elif powers.get(con) == 1 and scale is None:
-            scale = terms.mul(number, *(terms.power(f, p) for f, p in powers.items() if f is not con))
+            scale = terms.mul(weight, *(terms.power(f, p) for f, p in powers.items() if f is not con))
         elif (vector := rank_one(terms, powers, over)) is not None:
-            rest.append((terms.mul(number, vector[0]), vector[1]))
+            rest.append((terms.mul(weight, vector[0]), vector[1]))
         else:
             return None
     if scale is None or scale.axes.intersection(over) or not scale.coefficient:
@@ -190,7 +192,7 @@ def _linear(terms: Terms, z: Term, axis: int, count: int) -> tuple[str, dict[tup
         x = terms.select(z, axis, i)
         if x.kind == "add" and x.coefficient:
             return None
-        for t, w in zip(x.args, x.powers, strict=True) if x.kind == "add" else [(x, ONE)]:
+        for t, w in addends(x):
             powers = factors(t)
             lanes = [f for f, p in powers.items() if f.kind == "leaf" and f.axes == z.axes - {axis} and p == 1]
             if len(lanes) != 1 or [a for a, _ in lanes[0].lanes] != [axis]:
@@ -198,7 +200,7 @@ def _linear(terms: Terms, z: Term, axis: int, count: int) -> tuple[str, dict[tup
             j = lanes[0].lanes[0][1]
             if (i, j) in weights:
                 return None
-            number = terms.const(w * (t.coefficient if t.kind == "mul" else ONE))
-            weights[i, j] = terms.mul(number, *(terms.power(f, p) for f, p in powers.items() if f is not lanes[0]))
+            weight = terms.const(w * number(t))
+            weights[i, j] = terms.mul(weight, *(terms.power(f, p) for f, p in powers.items() if f is not lanes[0]))
             names.add(lanes[0].name)
     return (names.pop(), weights) if len(names) == 1 else None

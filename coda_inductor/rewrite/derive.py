@@ -19,7 +19,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.laws import ADJOINT, BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
-from coda_inductor.rewrite.separate import Part, is_late, separate, total
+from coda_inductor.rewrite.separate import Part, factors, is_late, number, separate, total
 from coda_inductor.rewrite.sources import statistics
 from coda_inductor.rewrite.triangle import triangle
 
@@ -132,14 +132,14 @@ def _check_statistics(program: Program, late: Term, makers: int) -> None:
 def _shifted(program: Program, tile: Part, vectors: list[Part], over: tuple[int, ...]) -> tuple[Part, list[Part]]:
     """r g h + v g = r g (h - c) + (v + r c) g: stored near zero, which keeps 8 bits of a bfloat16 for what matters."""
     terms = program.lifted.terms
-    factors = list(tile.rest.args) if tile.rest.kind == "mul" else [tile.rest]
-    h = next((f for f in factors if f.hosts), None)
-    if h is None or (tile.rest.kind == "mul" and tile.rest.powers[factors.index(h)] != 1):
+    bases = list(tile.rest.args) if tile.rest.kind == "mul" else [tile.rest]
+    h = next((f for f in bases if f.hosts), None)
+    if h is None or (tile.rest.kind == "mul" and tile.rest.powers[bases.index(h)] != 1):
         return tile, vectors
     gain = terms.const(ONE)
     for f, p in zip(tile.rest.args if tile.rest.kind == "mul" else (), tile.rest.powers, strict=False):
         gain = gain if f is h else terms.mul(gain, terms.power(f, p))
-    number = tile.rest.coefficient if tile.rest.kind == "mul" else ONE
+    scale = number(tile.rest)
     c = shift(program, h, over)
     mean = next((v for v in vectors if _unit(terms, v.rest)[1] is gain), None)
     if c is None or mean is None:
@@ -147,21 +147,20 @@ def _shifted(program: Program, tile: Part, vectors: list[Part], over: tuple[int,
     quotient = _quotient(terms, mean.late, tile.late)
     if quotient is None:
         return tile, vectors
-    away = total(terms, terms.mul(quotient, terms.const(_unit(terms, mean.rest)[0] / number)), c)
-    scaled = terms.mul(gain, terms.const(number))
+    away = total(terms, terms.mul(quotient, terms.const(_unit(terms, mean.rest)[0] / scale)), c)
+    scaled = terms.mul(gain, terms.const(scale))
     moved = Part(terms.mul(tile.late, away), scaled)
     return Part(tile.late, terms.mul(scaled, minus(terms, h, c))), [moved if v is mean else v for v in vectors]
 
 
 def _quotient(terms: Terms, a: Term, b: Term) -> Term | None:
     """a / b where b's factors are among a's."""
-    factors = list(zip(a.args, a.powers, strict=True)) if a.kind == "mul" else [(a, ONE)]
-    for f in zip(b.args, b.powers, strict=True) if b.kind == "mul" else [(b, ONE)]:
-        if f not in factors:
+    left = list(factors(a).items())
+    for f in factors(b).items():
+        if f not in left:
             return None
-        factors.remove(f)
-    number = (a.coefficient if a.kind == "mul" else ONE) / (b.coefficient if b.kind == "mul" else ONE)
-    return terms.mul(terms.const(number), *(terms.power(f, p) for f, p in factors))
+        left.remove(f)
+    return terms.mul(terms.const(number(a) / number(b)), *(terms.power(f, p) for f, p in left))
 
 
 def _unit(terms: Terms, t: Term) -> tuple[Fraction, Term]:

@@ -34,11 +34,9 @@ Loaded = fx.Node | Stored | Term | Computed
 """Where an epilogue's input comes from: a node, a store, a sum (its reduction), or a small computation."""
 
 MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
-
-
-MAX_READ = 12  # vectors and tiles that an epilogue may read (legality.MAX_OPERANDS)
-
+MAX_READ = 12  # vectors and tiles that an epilogue may read: legality.MAX_OPERANDS, which a test compares
 CROWDED = 8  # with more, per-token vectors are combined outside: eight beside the tile spill in 128x192 already
+SPARED = 4  # reads that combining may spare an epilogue: a guess; the next round of planning counts
 
 
 @dataclass(slots=True)
@@ -51,6 +49,11 @@ class Draft:
     supplies: dict[fx.Node, Stored] = field(default_factory=dict)
     totals: dict[fx.Node, tuple[Term, Fraction]] = field(default_factory=dict)
     """Nodes that are a number times one of the sums, over tokens: gradients of gains and biases."""
+
+    @property
+    def values(self) -> list[Term]:
+        """What its epilogue makes: all that is stored or summed."""
+        return [s.term for s in self.stores] + [s.args[0] for s in self.sums]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from coda_inductor.rewrite.sources import leaves, sources, statistics
 
 @dataclass(slots=True)
 class Plan:
-    """What was decided. `loads` and `tokens` say where an epilogue's inputs come from: a node, a store or a sum."""
+    """What was decided. `loads` says where an epilogue's inputs come from: a node, a store, a sum or a computation."""
 
     program: Program
     firings: list[Firing]
@@ -136,14 +136,14 @@ class Plan:
     def _supply(self, node: fx.Node) -> bool:
         """Lets an epilogue make the node, if one can. Products themselves are made by a Region only if it does more."""
         term = self.program.lifted.term.get(node)
-        if term is None or g.is_view(node) or g.lane(node) is not None or self._widens(node):
+        if term is None or g.is_view(node) or g.lane(node) is not None or g.widens(node):
             return False
         if not (t := self.program.new[term]).hosts:
             return self._total(node, t)
         try:
             space = self.program.space(t)
             self.program.check(t, space)
-            if g.is_backward(node) and not g.is_backward(self.program.product(space.accs[-1]).node):
+            if g.is_backward(node) and not self.program.in_backward(space):
                 return False  # the backward makes it again from what the forward stores anyway
             if self.order(node) != space.rows + space.columns:
                 raise Unsupported("its memory order is not rows of tokens")
@@ -159,13 +159,6 @@ class Plan:
         self.store(draft, draft.supplies[node])
         return True
 
-    def _widens(self, node: fx.Node) -> bool:
-        """Is the node a cast to a wider dtype? Whoever reads it can do that itself, from half the bytes."""
-        source = node.args[0] if g.is_cast(node) else None
-        if not isinstance(source, fx.Node) or (value := g.tensor(source)) is None:
-            return False
-        return value.dtype.itemsize < g.tensor(node).dtype.itemsize  # type: ignore[union-attr]
-
     def _total(self, node: fx.Node, t: Term) -> bool:
         """Lets an epilogue sum over its tokens what the node is the sum of."""
         number, red = (t.coefficient, t.args[0]) if t.kind == "mul" and t.powers == (Fraction(1),) else (Fraction(1), t)
@@ -174,7 +167,7 @@ class Plan:
         try:
             space = self.program.space(red.args[0])
             self.program.check(red.args[0], space)
-            late = g.is_backward(node) and not g.is_backward(self.program.product(space.accs[-1]).node)
+            late = g.is_backward(node) and not self.program.in_backward(space)
             if late or set(red.over) != set(space.rows) or self.order(node) != space.columns:
                 return False
             draft = self._draft(space)
@@ -182,15 +175,19 @@ class Plan:
         except Unsupported:
             return False
         draft.totals[node] = red, number
+        self._take(draft, red)
+        return True
+
+    def _take(self, draft: Draft, red: Term) -> None:
+        """Lets an epilogue take a sum."""
         if red not in draft.sums:
             draft.sums.append(red)
             self.sums.add(red)
             self.loads(draft, red.args[0])
-        return True
 
     def order(self, node: fx.Node) -> tuple[int, ...]:
         """The node's axes as they lie, major to minor."""
-        return tuple(i for d in self.program.lifted.reading.roots(node) for i in d)
+        return self.program.lies(node)[0]
 
     def _draft(self, space: Space) -> Draft:
         """The draft of a space, united with those that already hold one of its accumulators."""
@@ -206,7 +203,7 @@ class Plan:
             draft.sums += [s for s in d.sums if s not in draft.sums]
             draft.supplies |= d.supplies
             draft.totals |= d.totals
-        for t in [s.term for s in draft.stores] + [s.args[0] for s in draft.sums]:
+        for t in draft.values:
             try:
                 self.program.check(t, draft.space)
             except Unsupported as why:
@@ -307,7 +304,7 @@ class Plan:
             elif fits := self._sum(s):
                 read = []
             elif (found := self.pair(s)) is not None:
-                read, fits = found.nodes(self.program.lifted), True
+                read, fits = found.nodes(self.program.lifted), found.tokens(self.program) == space.rows
             else:
                 held = self.statistic(s)
                 read, fits = [held[0]] if held else [], held is not None
@@ -370,16 +367,13 @@ class Plan:
             draft = self._draft(space)
         except Unsupported:
             return False
-        if x not in draft.sums:
-            draft.sums.append(x)
-            self.sums.add(x)
-            self.loads(draft, x.args[0])
+        self._take(draft, x)
         return True
 
 
 def _deps(draft: Draft) -> int:
     """The products that must have run before all of the draft's outputs exist."""
     deps = 0
-    for t in [s.term for s in draft.stores] + [s.args[0] for s in draft.sums]:
+    for t in draft.values:
         deps |= t.deps
     return deps

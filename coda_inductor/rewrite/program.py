@@ -107,6 +107,10 @@ class Program:
             raise Unsupported("it follows a batched product")
         return self.lifted.products[acc.bit]
 
+    def in_backward(self, space: Space) -> bool:
+        """Is the epilogue of `space` one of the backward?"""
+        return g.is_backward(self.product(space.accs[-1]).node)
+
     def accumulators(self, t: Term) -> list[Term]:
         """The contractions that t reaches through pointwise operations."""
         found, seen, todo = [], set[Term](), [t]
@@ -230,7 +234,7 @@ class Program:
         if x in bases:
             return False
         one = len(bases) == 1 or sum(self.has_tile(a, space) for a in x.args) == 1
-        return one or g.is_backward(self.product(space.accs[-1]).node)
+        return one or self.in_backward(space)
 
     def summands(self, x: Term) -> list[tuple[Term, Fraction]]:
         """x's arguments with their weights or powers; a gradient that x adds up is one with its number, as it lies."""

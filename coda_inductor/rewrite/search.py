@@ -26,7 +26,7 @@ def plan(
     """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
     of `undeferred` ones (a bit set) stay as the user wrote them."""
     bans, never, crowded = dict(banned or {}), frozenset[fx.Node](), 0
-    for _ in range(2 * len(lifted.products) + 1):
+    while True:  # each round adds to one of four finite sets, or is the last
         program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
         made = Plan(program, derive(program, laws), again=Again(never), crowded=crowded)
         try:
@@ -36,20 +36,18 @@ def plan(
                 return made
             crowded |= more
         except Conflict as conflict:
-            if not (
-                conflict.banned.keys() - bans.keys() or conflict.undeferred & ~undeferred or conflict.never - never
-            ):
+            known = conflict.banned.keys() <= bans.keys() and conflict.never <= never
+            if known and not conflict.undeferred & ~undeferred:
                 raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
             bans |= conflict.banned
             undeferred |= conflict.undeferred
             never |= conflict.never
-    raise BrokenInvariant("planning does not settle")
 
 
 def _crowded(made: Plan) -> int:
     """The products of epilogues that read more than CROWDED vectors and tiles."""
     bits = 0
     for d in made.unique():
-        if len(made.loads(d, *(s.term for s in d.stores), *(s.args[0] for s in d.sums))) > CROWDED:
+        if len(made.loads(d, *d.values)) > CROWDED:
             bits |= d.space.mask
     return bits

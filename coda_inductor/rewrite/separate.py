@@ -20,6 +20,16 @@ def factors(t: Term) -> Factors:
     return dict(zip(t.args, t.powers, strict=True)) if t.kind == "mul" else {t: ONE}
 
 
+def number(t: Term) -> Fraction:
+    """The number that t is multiplied by."""
+    return t.coefficient if t.kind == "mul" else ONE
+
+
+def addends(t: Term) -> list[tuple[Term, Fraction]]:
+    """What t adds up with its weights, but for a number; t itself if it is no sum."""
+    return list(zip(t.args, t.powers, strict=True)) if t.kind == "add" else [(t, ONE)]
+
+
 def rank_one(terms: Terms, q: Factors, over: tuple[int, ...]) -> tuple[Term, Term] | None:
     """q as v * g, v not varying over `over` and g over nothing else; None if a factor does both."""
     inside = [(f, p) for f, p in q.items() if f.axes.intersection(over)]

@@ -15,7 +15,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.beside import beside, of_tensors
 from coda_inductor.rewrite.program import Program
-from coda_inductor.rewrite.separate import Factors, factors, rank_one
+from coda_inductor.rewrite.separate import Factors, addends, factors, number, rank_one
 from coda_inductor.rewrite.sources import statistics
 
 
@@ -32,24 +32,28 @@ def triangle(program: Program, red: Term, adjoint: bool) -> Term:
         return red
     factor, parts = found[0]
     q = {f: p for f, p in powers.items() if f is not factor}
-    number = x.coefficient if x.kind == "mul" else ONE
     out = []
     for part, w in parts:
-        taken = _taken(program, q, part, over, adjoint) if part.kind == "con" else _made_earlier(program, q, part, over)
+        if part.kind == "con":
+            taken = _taken(program, q, part, over, adjoint)
+        else:
+            taken = _made_earlier(program, q, part, over, product.rows)
         if taken is None:
             return red
-        out += [terms.mul(terms.const(w * number), t) for t in taken]
+        out += [terms.mul(terms.const(w * number(x)), t) for t in taken]
     return terms.add(*out)
 
 
-def _made_earlier(program: Program, q: Factors, part: Term, over: tuple[int, ...]) -> list[Term] | None:
+def _made_earlier(
+    program: Program, q: Factors, part: Term, over: tuple[int, ...], rows: tuple[int, ...]
+) -> list[Term] | None:
     """The sum of q times what is added to the products, where that is made."""
     terms = program.lifted.terms
     x = terms.mul(part, *(terms.power(f, p) for f, p in q.items()))
     total = terms.red("sum", x, over, program.lifted.extents(over))
     if all(_summable(program, s) for s in statistics(total)):
         return [total]
-    found = of_tensors(program, part, q, over)
+    found = of_tensors(program, part, q, over, rows)
     return None if found is None else [found]
 
 
@@ -57,9 +61,9 @@ def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], adjoi
     """sum over `over` of q times the product `con`, as sums over con's own contraction."""
     terms, (z, weight) = program.lifted.terms, con.args
     vector = rank_one(terms, q, over)
-    for part in [Part(None, [vector])] if vector else _parts(program, q, weight, over):
+    for expansion in [Expansion(None, [vector])] if vector else _expansions(program, q, weight, over):
         sums = list[Term]()
-        images = part.images(program, weight, over)
+        images = expansion.images(program, weight, over)
         for scale, image in images:
             total = terms.red("sum", terms.mul(z, image), con.over, program.lifted.extents(con.over))
             made = all(_summable(program, s) for s in statistics(total))
@@ -71,7 +75,7 @@ def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], adjoi
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Expansion:
     """q as scale * (the operand of the product `forward`) + sum of v * g: (scale, forward) may be None."""
 
     forward: tuple[Term, Term] | None
@@ -84,38 +88,32 @@ class Part:
         return ([self.forward] if self.forward else []) + ranked
 
 
-def _parts(program: Program, q: Factors, weight: Term, over: tuple[int, ...]) -> list[Part]:
+def _expansions(program: Program, q: Factors, weight: Term, over: tuple[int, ...]) -> list[Expansion]:
     """The ways to write q by the operand of a product with the same weight."""
-    terms, out = program.lifted.terms, list[Part]()
+    terms, out = program.lifted.terms, list[Expansion]()
     for forward in program.products_of.get((weight, over), ()):
         operand = forward.args[0]
-        for t, w in zip(operand.args, operand.powers, strict=True) if operand.kind == "add" else [(operand, ONE)]:
+        if operand.kind == "add" and operand.coefficient:
+            continue
+        for t, w in addends(operand):
             by = _by(terms, q, t, over)
-            if by is None:
+            rest = [(a, u, rank_one(terms, factors(a), over)) for a, u in addends(operand) if a is not t]
+            if by is None or not all(ranked for _, _, ranked in rest):
                 continue
-            scale, vectors = terms.mul(terms.const(1 / w), by[0]), by[1]
-            rest = (
-                [(a, u) for a, u in zip(operand.args, operand.powers, strict=True) if a is not t]
-                if t is not operand
-                else []
-            )
-            ranked = [rank_one(terms, factors(a), over) for a, _ in rest]
-            if all(ranked) and not (t is not operand and operand.coefficient):
-                numbers = [terms.const(-u * (a.coefficient if a.kind == "mul" else ONE)) for a, u in rest]
-                vectors = vectors + [
-                    (terms.mul(scale, n, r[0]), r[1]) for n, r in zip(numbers, ranked, strict=True) if r is not None
-                ]
-                out.append(Part((scale, forward), vectors))
+            scale, vectors = terms.mul(terms.const(1 / w), by[0]), list(by[1])
+            for a, u, ranked in rest:
+                vectors += [(terms.mul(scale, terms.const(-u * number(a)), ranked[0]), ranked[1])] if ranked else []
+            out.append(Expansion((scale, forward), vectors))
     return out
 
 
 def _by(terms: Terms, q: Factors, t: Term, over: tuple[int, ...]) -> tuple[Term, list[tuple[Term, Term]]] | None:
     """(s, [(v, g)]) such that q = s * t + v * g."""
     f = factors(t)
-    number = terms.const(1 / t.coefficient if t.kind == "mul" else ONE)
+    weight = terms.const(1 / number(t))
     scale = _divided(terms, q, f)
     if not scale.axes.intersection(over):
-        return terms.mul(number, scale), []
+        return terms.mul(weight, scale), []
     for a in (a for a in q if q[a] == 1 and a.axes.intersection(over) and a not in f):
         for b in (b for b in f if f[b] == 1 and b.axes.intersection(over) and b not in q):
             d = _difference(terms, a, b)
@@ -123,7 +121,7 @@ def _by(terms: Terms, q: Factors, t: Term, over: tuple[int, ...]) -> tuple[Term,
             scale = _divided(terms, rest, {x: p for x, p in f.items() if x is not b})
             vector = rank_one(terms, rest, over)
             if vector and not d.axes.intersection(over) and not scale.axes.intersection(over):
-                return terms.mul(number, scale), [(terms.mul(d, vector[0]), vector[1])]
+                return terms.mul(weight, scale), [(terms.mul(d, vector[0]), vector[1])]
     return None
 
 
