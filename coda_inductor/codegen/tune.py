@@ -6,6 +6,7 @@ A configuration may win only if its results agree with the interpreter's and its
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from coda_inductor.core.region import DTYPES, Region
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
 CHECKED = 256  # rows, or columns, from each of the start, the middle and the end
-AHEAD = 50_000  # cycles of GPU idling per call, so that the host's launches are not what is timed
+CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +157,20 @@ def _relative(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """The median ms of each call on the current stream, in rotation, so that clock changes hit all alike."""
+    """The median ms of each call on the current stream, in rotation, so that clock changes hit all alike.
+
+    The GPU first idles for longer than the host takes to launch a rotation (270-640 us for the contests of ViT-L):
+    else that would be timed."""
     for call in calls:
         call()
     torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    for call in calls:
+        call()
+    ahead = int(2 * CYCLES * (time.perf_counter() - start_s)) + 50_000 * len(calls)
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for r in range(rounds):
-        torch.cuda._sleep(AHEAD * len(calls))
+        torch.cuda._sleep(ahead)
         for i in ((r + j) % len(calls) for j in range(len(calls))):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -44,7 +44,7 @@ OPS: dict[str, Op] = {
     "exp":     Op(1, torch.exp,                       "cute.math.exp({0}, fastmath=True)",     1.0),
     "log":     Op(1, torch.log,                       "cute.math.log({0})",                    None),
     "tanh":    Op(1, torch.tanh,                      "tanh({0})",                             0.0),
-    "erf":     Op(1, torch.erf,                       "cute.math.erf({0})",                    0.0),
+    "erf":     Op(1, torch.erf,                       "erf({0})",                              0.0),
     "sigmoid": Op(1, torch.sigmoid,                   "sigmoid({0})",                          0.5),
     "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0),
     "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1}, nan=True)", 0.0),

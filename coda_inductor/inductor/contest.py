@@ -132,19 +132,16 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
     deferred = {f.product for f in plan.firings}
     leader = list(range(len(builts)))
     for i, b in enumerate(builts):
-        late = any(acc.bit in deferred for acc in b.draft.space.accs)
+        waits = any(acc.bit in deferred for acc in b.draft.space.accs)
         for source in b.inputs:
-            if isinstance(source, Stored) or (late and isinstance(source, Term)):
+            if isinstance(source, Stored) or (waits and isinstance(source, Term)):
                 maker = makers[source]
-                if _backward(plan, b) and not _backward(plan, builts[maker]):
+                late, early = (plan.program.in_backward(x.draft.space) for x in (b, builts[maker]))
+                if late and not early:
                     continue  # without the one the other keeps, or reads, what the user's graph has
                 first, second = sorted((leader[i], leader[maker]))
                 leader = [first if x == second else x for x in leader]
     return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
-
-
-def _backward(plan: Plan, built: Built) -> bool:
-    return g.is_backward(plan.program.product(built.draft.space.accs[-1]).node)
 
 
 def outputs(built: Built) -> list[object]:

@@ -141,7 +141,7 @@ class Emission:
                 user.replace_input_with(node, new)
             elif g.is_view(user):
                 args = fx.map_arg(user.args, lambda a: new if a is node else a)
-                self._redirect(user, self.call(new, user.target, *args), readers)
+                self._redirect(user, self.call(new, user.target, *args, **user.kwargs), readers)
 
 
 def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:

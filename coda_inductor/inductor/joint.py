@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -61,6 +62,8 @@ class Report:
     opaque: tuple[Refusal, ...] = ()
     """Operations that were not understood at all."""
     seconds: float = 0.0
+    timings: tuple[dict[str, Any], ...] = ()
+    """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ def _rewrite(
 LAW_NAMES = frozenset(law.name for law in LAWS)
 KINDS = {
     "pair": "two products in one tile, as gate and up",
-    "statistic": "an epilogue that also sums over its rows, as for a norm",
+    "statistic": "an epilogue that also sums, over its rows as for a norm or over the tokens",
     "pointwise": "any other epilogue",
 }
 REGION_KINDS = frozenset(KINDS)

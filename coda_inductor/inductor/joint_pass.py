@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import launching, notes
 from coda_inductor.inductor.contest import Contest
-from coda_inductor.inductor.joint import LAW_NAMES, NO_CONTEST, REGION_KINDS, Decide, Report, rewrite
+from coda_inductor.inductor.joint import LAW_NAMES, NO_CONTEST, REGION_KINDS, Report, rewrite
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -86,8 +87,10 @@ class JointPass(CustomGraphPass):
         module = notes.owner(graph)  # its graph is the restored one after a failure
         try:
             name, legal = resolve(self.settings, graph)
-            decide = NO_CONTEST if name == "reference" else self._contest(graph)
-            report = rewrite(graph, self.settings, name, legal, decide)
+            contest = None if name == "reference" else self._contest(graph)
+            report = rewrite(graph, self.settings, name, legal, contest or NO_CONTEST)
+            if contest:
+                report = replace(report, timings=tuple(contest.rows))
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
@@ -95,7 +98,7 @@ class JointPass(CustomGraphPass):
         REPORTS.append(report)
         return report
 
-    def _contest(self, graph: fx.Graph) -> Decide:
+    def _contest(self, graph: fx.Graph) -> Contest:
         def lost(error: Exception) -> None:
             self.unsettled = True
             self.failed(error, graph, "a region")

@@ -5,6 +5,7 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
-from coda_inductor.codegen.launch import fall_back, kernel
+from coda_inductor.codegen.launch import compiler, fall_back, kernel
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
@@ -30,6 +31,8 @@ def launcher(text: str) -> Launch:
     of the compile that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
     settings = current()
     run: list[Launch] = []
+    with contextlib.suppress(Unsupported):  # said at the first call
+        compiler()  # now: importing quack 0.6.5 leaves a tensor on the GPU, which a CUDA graph's memory must not hold
 
     def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         if not run:

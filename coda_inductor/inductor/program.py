@@ -80,7 +80,7 @@ class Derived:
     def of(cls, plan: Plan, builts: list[Built]) -> Derived:
         loads = []
         for draft in (b.draft for b in builts):
-            loads.append(plan.loads(draft, *(s.term for s in draft.stores), *(s.args[0] for s in draft.sums)))
+            loads.append(plan.loads(draft, *draft.values))
         return cls(plan, builts, loads)
 
 

@@ -201,6 +201,13 @@ def is_cast(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (prims.convert_element_type.default, aten._to_copy.default)
 
 
+def widens(node: fx.Node) -> bool:
+    """Is the node a cast to a wider dtype? Whoever reads it can do that itself, from half the bytes."""
+    if not is_cast(node) or (narrow := tensor(node.all_input_nodes[0])) is None:
+        return False
+    return narrow.dtype.itemsize < tensor(node).dtype.itemsize  # type: ignore[union-attr]
+
+
 def is_weight(node: fx.Node) -> bool:
     """Is the node an input of the graph, up to layout and dtype?"""
     return root(node, lambda n: is_view(n) or is_cast(n)).op in ("placeholder", "get_attr")

@@ -1,0 +1,260 @@
+"""Training steps: backend="coda" with CODA_INDUCTOR_TRAINING=1 against torch.compile's default and the bare products.
+
+    python bench/training.py [CASE ...] [--out FILE]
+
+A case is layer-2048, layer-4096 or layer-8192 (from attention's output to the next layer's q, k and v, 16384 tokens,
+feed-forward 8/3 as wide), or one of MODELS (8192 tokens, with attention; two layers unless the name says how many).
+
+Two JSON lines per case, "forward" (under no_grad) and "train" (forward and backward), all in one rotation: "ms" is
+ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "gib" are
+the peaks of memory over what lies there before a step. "groups" are the contest's timings of Regions tied together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CODA_INDUCTOR_TRAINING", "1")
+
+import layers
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from models import SDPA, sizes, tiles
+from torch import Tensor, nn
+
+from coda_inductor.codegen import launch, target
+from coda_inductor.inductor.joint_pass import REPORTS
+
+HIDDEN = {2048: 5504, 4096: 11008, 8192: 22016}  # 8/3 d, rounded up to 128
+
+
+class Layer(nn.Module):
+    """From attention's output to the next layer's q, k and v; separate weights."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        ff = HIDDEN[d]
+        self.o, self.down = nn.Linear(d, d, bias=False), nn.Linear(ff, d, bias=False)
+        self.gate, self.up = nn.Linear(d, ff, bias=False), nn.Linear(d, ff, bias=False)
+        self.q, self.k, self.v = (nn.Linear(d, d, bias=False) for _ in "qkv")
+        self.first, self.second = layers.RMSNorm(d), layers.RMSNorm(d)
+
+    def forward(self, attention: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        h = x + self.o(attention)
+        n = self.first(h)
+        h = h + self.down(F.silu(self.gate(n)) * self.up(n))
+        n = self.second(h)
+        return h, self.q(n), self.k(n), self.v(n)
+
+
+def llama(d: int, ff: int, heads: int, count: int, vocabulary: int) -> nn.Module:
+    """transformers' Llama with head and loss."""
+    fields = sizes(d, ff, heads, 8) | {"num_hidden_layers": count, "vocab_size": vocabulary}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**fields))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama-1b": lambda: llama(2048, 8192, 32, 2, 128256),
+    "llama-1b-x16": lambda: llama(2048, 8192, 32, 16, 128256),
+    "llama-8b": lambda: llama(4096, 14336, 32, 2, 128256),
+    "gpt2-xl": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=1600, n_head=25, n_layer=2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0, **SDPA)
+    ),
+    "vit-l": lambda: hf.ViTForImageClassification(
+        hf.ViTConfig(
+            **sizes(1024, 4096, 16, image_size=224, patch_size=16),
+            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+        )
+    ),
+    "bert-large": lambda: hf.BertForMaskedLM(
+        hf.BertConfig(
+            **sizes(1024, 4096, 16, vocab_size=30522, max_position_embeddings=512),
+            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+        )
+    ),
+}
+
+Inputs = tuple[Tensor, ...]
+Step = Callable[[Any, Inputs], object]
+
+
+def case(name: str) -> tuple[nn.Module, list[Inputs], Step, Step, int]:
+    """(model, sets of inputs, the forward, the step of training, tokens)."""
+    if name.startswith("layer-"):
+        d = int(name.removeprefix("layer-"))
+        model = Layer(d).to("cuda", torch.bfloat16)
+
+        stream = (4, 4096, d)
+        grads = tiles(stream, stream, stream, stream)
+        inputs = [tuple(t.requires_grad_() for t in tiles(stream, stream)) for _ in range(layers.SETS)]
+
+        def backward(f: Any, given: Inputs) -> object:
+            wanted = (*given, *model.parameters())
+            return torch.autograd.grad(f(*given), wanted, grads)
+
+        return model, inputs, lambda f, given: f(*given), backward, 16384
+    model = MODELS[name]().to("cuda", torch.bfloat16)
+    if name == "vit-l":
+        inputs = [
+            (
+                torch.randn(42, 3, 224, 224, device="cuda", dtype=torch.bfloat16),
+                torch.randint(0, 2, (42,), device="cuda"),
+            )
+            for _ in range(layers.SETS)
+        ]
+        key, tokens = "pixel_values", 42 * 197
+    else:
+        length = 512 if name == "bert-large" else 1024
+        vocabulary = model.config.vocab_size
+        inputs = [
+            tuple(torch.randint(0, vocabulary, (8192 // length, length), device="cuda") for _ in "xy")
+            for _ in range(layers.SETS)
+        ]
+        key, tokens = "input_ids", 8192
+
+    def loss(f: Any, given: Inputs) -> Tensor:
+        return f(**{key: given[0]}, labels=given[1]).loss  # type: ignore[no-any-return]
+
+    return model, inputs, loss, lambda f, given: torch.autograd.grad(loss(f, given), list(model.parameters())), tokens
+
+
+def floors(model: nn.Module, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """(the products of a forward, those of a forward and backward), on preallocated tensors."""
+    modules = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    weights = [(m.weight if isinstance(m, nn.Linear) else m.weight.t()).detach() for m in modules]
+    few = {id(w) for w in weights if w.shape[0] < 8}  # a classifier, on one token of each sample
+    weights = [w for w in weights if id(w) not in few]
+    widths = {n for w in weights for n in w.shape}
+    x = {n: torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) for n in widths}
+    out = {n: torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16) for n in widths}
+    grad = {w.shape: torch.empty(w.shape, device="cuda", dtype=torch.bfloat16) for w in weights}
+
+    def forward() -> None:
+        for w in weights:
+            torch.mm(x[w.shape[1]], w.t(), out=out[w.shape[0]])
+
+    def train() -> None:
+        forward()
+        for w in weights:
+            torch.mm(x[w.shape[0]], w, out=out[w.shape[1]])
+            torch.mm(x[w.shape[0]].t(), x[w.shape[1]], out=grad[w.shape])
+
+    return forward, train
+
+
+def peak(call: Callable[[], object]) -> float:
+    """GiB that a step takes beside what was there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def run(name: str) -> list[dict[str, Any]]:
+    """Two rows."""
+    torch.manual_seed(0)
+    model, inputs, forward, train, tokens = case(name)
+    model.train()
+    compiled, seconds, reports = {}, {}, {}
+    for kind, step in (("forward", forward), ("train", train)):
+        for backend in ("inductor", "coda"):
+            torch._dynamo.reset()
+            seen, start = len(REPORTS), time.perf_counter()
+            f = compiled[kind, backend] = torch.compile(model, backend=backend)
+            with torch.set_grad_enabled(kind == "train"):
+                for _ in range(2):
+                    step(f, inputs[0])
+            torch.cuda.synchronize()
+            seconds[kind, backend] = time.perf_counter() - start
+            reports[kind, backend] = list(REPORTS)[seen:]
+            if REPORTS:
+                REPORTS.clear()
+    bare = floors(model, tokens)
+    calls: list[Callable[[int], object]] = []
+    for kind, step in (("forward", forward), ("train", train)):
+        for backend in ("coda", "inductor"):
+
+            def call(s: int, step: Step = step, f: Any = compiled[kind, backend], on: bool = kind == "train") -> object:
+                with torch.set_grad_enabled(on):
+                    return step(f, inputs[s])
+
+            calls.append(call)
+    gib = [peak(lambda c=c: c(0)) for c in calls]
+    launched = []
+    for c in (calls[0], calls[2]):
+        launch.LAUNCHES.clear()
+        c(0)
+        launched.append(dict(launch.LAUNCHES))
+    differences = [difference(calls[0](0), calls[1](0)), difference(calls[2](0), calls[3](0))]
+    times = layers.rotation([*calls, lambda s: bare[0](), lambda s: bare[1]()])
+    tiles = {k.region.digest: str(k.config(tokens)) for k in launch.KERNELS.values() if k.config(tokens) is not None}
+    rows = []
+    for i, kind in enumerate(("forward", "train")):
+        ms, baseline, floor = times[2 * i], times[2 * i + 1], times[4 + i]
+        found = reports[kind, "coda"]
+        groups = {tuple(t["regions"]): t for r in found for t in r.timings}
+        rows.append({
+            "case": name, "mode": kind, "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
+            "floor_ms": floor, "speedup": baseline / ms, "over_floor": ms / floor,
+            "recovered": (baseline - ms) / (baseline - floor),
+            "gib": {"coda": gib[2 * i], "inductor": gib[2 * i + 1]}, "difference": differences[i],
+            "regions": {s.name: [s.region.digest, launched[i].get(s.region.digest, 0), tiles.get(s.region.digest, "")]
+                        for r in found for s in r.sites},
+            "groups": [{**t, "kept": set(t["regions"]) <= {s.region.digest for r in found for s in r.sites}}
+                       for t in groups.values()],
+            "refused": sorted({r.reason for r in (x for y in found for x in y.refused)}),
+            "compile_s": {b: seconds[kind, b] for b in ("coda", "inductor")},
+            "machine": torch.cuda.get_device_name(),
+            "versions": {**target.versions(), "python": platform.python_version()},
+            "command": " ".join(["python", *sys.argv]),
+        })  # fmt: skip
+    return rows
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest relative difference (Frobenius) of a tensor of the two."""
+    pairs = zip(*(((x,) if isinstance(x, Tensor) else tuple(x)) for x in (ours, theirs)), strict=True)
+    return max(float((a - b).double().norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs)
+
+
+def main() -> None:
+    """Runs the cases and prints two lines each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=[*(f"layer-{d}" for d in HIDDEN), *MODELS])
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "training.jsonl"))
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in args.cases:
+        try:
+            rows = run(name)
+        except Exception as error:  # the next case is measured all the same; the row that is missing is seen
+            print(f"{name}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
+            continue
+        with open(args.out, "a") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+                print(
+                    f"{row['case']:12s} {row['mode']:8s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f}"
+                    f" ({row['speedup']:.3f}x), floor {row['floor_ms']:8.3f}, regions {len(row['regions'])},"
+                    f" kept {sum(g['kept'] for g in row['groups'])} of {len(row['groups'])} groups,"
+                    f" GiB {row['gib']}, difference {row['difference']:.1e}, compile {row['compile_s']}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
