@@ -8,12 +8,13 @@ that loses too it is left to Inductor. Results are kept on disk by content and n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,20 +27,22 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import lowering
-from coda_inductor.inductor.extract import computed, described, laid_out, small, subgraph
-from coda_inductor.inductor.joint import Verdict
+from coda_inductor.inductor.extract import computed, described, laid_out, put_off, small, subgraph
+from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.build import Built, Source, Weight
+from coda_inductor.rewrite import search
+from coda_inductor.rewrite.build import Built, Source, Weight, build
 from coda_inductor.rewrite.draft import Computed, Stored
 from coda_inductor.rewrite.plan import Plan
 
 log = logging.getLogger("coda_inductor.contest")
 
-hint = partial(lowering.hint, otherwise=None)
+hint = functools.partial(lowering.hint, otherwise=None)
 """A size to measure at."""
 
 WIN = 1.02  # Inductor's time over ours, at least
+CLOSE = 1.15  # below, a law that wins is compared with what the group gains without it
 ROUNDS = 25
 
 
@@ -72,7 +75,7 @@ class Group:
             for b in self.builts:
                 parts += [b.region.text, *map(laid_out, b.inputs)]
                 parts.append(described(*small(plan, self, b, computed(b))[0].nodes))
-        parts.append(described(*subgraph(self, plan)[0].nodes))
+        parts += [described(*subgraph(self, plan)[0].nodes), *map(laid_out, put_off(self, plan))]
         return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
 
     def value(self, node: fx.Node) -> Any:
@@ -149,22 +152,49 @@ def outputs(built: Built) -> list[object]:
     return [*built.draft.stores, *built.draft.sums]
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A group's products, as a bit set, and both times; none if it was not measured."""
+
+    mask: int
+    ms: float = 0.0
+    baseline_ms: float = math.inf
+
+    @property
+    def loses(self) -> str:
+        """Why the group is not kept; empty if it wins."""
+        if self.baseline_ms >= WIN * self.ms:
+            return ""
+        return f"measured slower: {self.ms * 1e3:.0f} us fused, {self.baseline_ms * 1e3:.0f} us by Inductor"
+
+    @property
+    def ratio(self) -> float:
+        """Inductor's time over ours."""
+        return self.baseline_ms / self.ms if self.ms else math.inf
+
+    @property
+    def gain_ms(self) -> float:
+        """What the group spares."""
+        return self.baseline_ms - self.ms
+
+
 class Contest:
     """Decides for one graph; called again whenever the derivation has changed, until nothing loses."""
 
     def __init__(self, settings: Settings, device: torch.device, failed: Callable[[Exception], None]) -> None:
         self.settings, self.device, self.failed = settings, device, failed
         self.rows: list[dict[str, Any]] = []
+        self._compared = 0
 
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
         """The verdict on all Regions of a plan."""
-        banned, undeferred = dict[int, str](), 0
+        banned, undeferred, close = dict[int, str](), 0, dict[int, Outcome]()
         self.prebuild(plan, builts)
         for members in groups(plan, builts):
             bits = [acc.bit for b in members for acc in b.draft.space.accs]
             deferred = sum(1 << bit for bit in {f.product for f in plan.firings} & set(bits))
             try:
-                why = self.loses(plan, members)
+                outcome = self.outcome(plan, members)
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
                 if not isinstance(error, Unsupported) and not out_of_memory(error):
                     raise
@@ -172,11 +202,40 @@ class Contest:
                 self.failed(failure)
                 banned |= dict.fromkeys(bits, failure.what)
                 continue
-            if why and deferred:
+            if outcome.loses and deferred:
                 undeferred |= deferred
-            elif why:
-                banned |= dict.fromkeys(bits, why)
+            elif outcome.loses:
+                banned |= dict.fromkeys(bits, outcome.loses)
+            elif deferred & ~self._compared and outcome.ratio < CLOSE:
+                close[deferred] = outcome
+        if close and not banned and not undeferred:
+            undeferred = self.better_undeferred(plan, close)
         return Verdict(banned, undeferred)
+
+    def better_undeferred(self, plan: Plan, close: dict[int, Outcome]) -> int:
+        """The deferred products (a bit set) of narrow winners that gain more as the user wrote their operands: a norm
+        in the L2 cache costs less than the sums and the longer epilogue that would replace it."""
+        program, laws, bits = plan.program, laws_of(self.settings), functools.reduce(int.__or__, close)
+        self._compared |= bits
+        before = sum(1 << bit for bit in program.undeferred)
+        other = search.plan(program.lifted, laws, dict(program.banned), before | bits)
+        builts = [build(other, draft) for draft in other.unique()]
+        covered = functools.reduce(int.__or__, (o.mask for o in close.values()))
+        alike = [m for m in groups(other, builts) if any(b.draft.space.mask & covered for b in m)]
+        self.prebuild(other, [b for members in alike for b in members])
+        gains = list[Outcome]()
+        for members in alike:
+            try:
+                gains.append(self.outcome(other, members))
+            except Exception as error:  # without this group, then
+                if not isinstance(error, Unsupported) and not out_of_memory(error):
+                    raise
+        found = 0
+        for deferred, outcome in close.items():
+            mine = (o.gain_ms for o in gains if o.mask & outcome.mask == o.mask and not o.loses)
+            if sum(mine) > outcome.gain_ms:
+                found |= deferred
+        return found
 
     def prebuild(self, plan: Plan, builts: list[Built]) -> None:
         """Compiles what tuning will ask for, on all cores at once."""
@@ -189,14 +248,14 @@ class Contest:
                 jobs += [Job(region, config, False) for config in legality.candidates(region, size)]
         prebuild(jobs, self.settings.cache_dir)
 
-    def loses(self, plan: Plan, members: list[Built]) -> str:
-        """Why a group is not kept; empty if it wins, or if nothing is to be measured."""
+    def outcome(self, plan: Plan, members: list[Built]) -> Outcome:
+        """How a group fares; it wins if nothing is to be measured."""
         product = plan.program.product(members[0].draft.space.accs[0]).node
         group = Group(members, self.device, tokens := hint(product.meta["val"].shape[0]))
         if self.settings.tune == "off":
             for b in members:
                 launch.kernel(b.region.text, self.settings.cache_dir).build(tokens)
-            return ""
+            return Outcome(group.mask)
         directory, key = store.open_store(self.settings.cache_dir), group.key(plan)
         found = store.read_record(directory, key, timed)
         if found is None:
@@ -204,9 +263,7 @@ class Contest:
             found = store.write_record(directory, key, measured, timed)
         self.rows.append(found)
         log.info("%s: fused %.4f ms, Inductor %.4f ms", "+".join(found["regions"]), found["ms"], found["baseline_ms"])
-        if found["baseline_ms"] >= WIN * found["ms"]:
-            return ""
-        return f"measured slower: {found['ms'] * 1e3:.0f} us fused, {found['baseline_ms'] * 1e3:.0f} us by Inductor"
+        return Outcome(group.mask, found["ms"], found["baseline_ms"])
 
     def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
         """Tunes the group's kernels, then times both ways."""
@@ -214,6 +271,8 @@ class Contest:
             steps = []
             for built in group.builts:
                 steps += [*computations(plan, group, built), rehearse(group, built, self.settings.cache_dir)]
+            # What the forward is spared is written by a pass of the backward that reads the same anyway.
+            steps += [torch.empty_like(group.value(node)).zero_ for node in put_off(group, plan)]
             before = baseline(group, plan)
 
             def fused() -> None:

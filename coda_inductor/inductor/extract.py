@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.inductor.lowering import hint
+from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.vectors import Vectors
-from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
@@ -88,15 +88,16 @@ def computed(built: Built) -> list[Computed]:
 def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
     """What the group stands for in the user's graph, and the nodes whose tensors it reads."""
     new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
-    mask, deps = group.mask, plan.program.lifted.deps
+    mask, deps, memory = group.mask, plan.program.lifted.deps, Memory()
     drafts = [b.draft for b in group.builts]
     again = [node for d in drafts for node, s in d.supplies.items() if s.again]
     made = [node for d in drafts for node in (*d.supplies, *d.totals) if node not in again]
-    needed, given = _needed(deps, mask, made, again, _bases(plan, drafts))
+    needed, given = _needed(deps, mask, made, again, _bases(plan, drafts), memory)
     # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
     nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
     waits = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
-    wanted = [*again, *(n for n in waits if n.users.keys() - needed)]
+    left = {held for n in waits if n.users.keys() - needed for held in memory.of(n)}
+    wanted = [*again, *(n for n in waits if n in left)]
     for node in nodes:
         if isinstance(node.meta.get("val"), torch.SymInt):
             copies[node] = hint(node.meta["val"])
@@ -110,6 +111,13 @@ def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
     return new, tensors
 
 
+def put_off(group: Group, plan: Plan) -> list[fx.Node]:
+    """The tensors that the user's forward makes for products of the group, and that ours leaves to the backward."""
+    remade = plan.again.later | plan.again.made.keys()
+    bits = {f.product for f in plan.firings if f.product >= 0 and group.mask >> f.product & 1}
+    return [n for n in dict.fromkeys(n for bit in sorted(bits) for n in plan.operands(bit)) if n in remade]
+
+
 def _bases(plan: Plan, drafts: Sequence[Draft]) -> set[fx.Node]:
     """The nodes that hold what is made again from."""
     program, found = plan.program, set[fx.Node]()
@@ -121,11 +129,15 @@ def _bases(plan: Plan, drafts: Sequence[Draft]) -> set[fx.Node]:
 
 
 def _needed(
-    deps: dict[fx.Node, int], mask: int, made: Sequence[fx.Node], again: Sequence[fx.Node], bases: set[fx.Node]
+    deps: dict[fx.Node, int],
+    mask: int,
+    made: Sequence[fx.Node],
+    again: Sequence[fx.Node],
+    bases: set[fx.Node],
+    memory: Memory,
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """(what must run to make these nodes, what of that is given): given is what waits for no product of the mask. What
-    is made `again` is made of its bases and of sums and products. A narrow cast is given as it lies in memory: to make
-    it here would be timed as a pass of its own (48 us beside a product of 94, the GELU of ViT-L on an H200)."""
+    """(what must run to make these nodes, what of that is given): given is what waits for no product of the mask and
+    lies in memory. What is made `again` is made of its bases and of sums and products."""
     needed, given, todo = set[fx.Node](), set[fx.Node](), [(n, False) for n in made] + [(n, True) for n in again]
     while todo:
         node, anew = todo.pop()
@@ -134,7 +146,7 @@ def _needed(
         needed.add(node)
         late = deps[node] & mask and node.op != "placeholder"
         anew = anew and node.target in POINTWISE and node not in bases
-        if late or anew or g.is_view(node) or g.widens(node):
+        if late or anew or not memory.holds(node):
             todo += [(a, anew) for a in node.all_input_nodes]
         else:
             given.add(node)

@@ -1,8 +1,10 @@
 """What the backward needs of the forward's tiles is made again, where an epilogue reads all that it is made of.
 
-A normalised tensor and an activation are read again by weight gradients alone. The epilogue of the product that
-carries the gradient past them reads the same stream or the same raw products anyway, so that one more store there
-takes the place of a tensor that would be kept from the forward, or of a pass.
+A normalised tensor that no product of the forward reads any more is still read by weight gradients. The epilogue of
+the product that carries the gradient past the norm reads the same stream anyway, so that one more store there takes
+the place of a tensor kept from the forward. Where there is no such epilogue, Inductor's own pass of the norm's
+backward makes it beside what it makes anyway: its nodes stay as the user wrote them and are marked to be recomputed.
+What the forward stores all the same, as an activation for the next product, is kept.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Again:
     """The tiles of the forward that operations of the backward ask for, until an epilogue makes them or none can.
-    `never` are those that may not be made again."""
+    `never` are those that may not be made again, `later` those that Inductor recomputes in the backward."""
 
     never: frozenset[fx.Node] = frozenset()
     waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     made: dict[fx.Node, Draft] = field(default_factory=dict)
+    later: set[fx.Node] = field(default_factory=set)
     _given_up: set[fx.Node] = field(default_factory=set)
 
     def asked(self, plan: Plan, node: fx.Node, by: fx.Node | None) -> bool:
         """Is the node put off until all epilogues are known, because only `by` of the backward asks for it so far?"""
-        if by is None or not g.is_backward(by) or node in self.never or node in self._given_up:
+        if by is None or not g.is_backward(by):
+            self.later.discard(node)
+            return False
+        if node in self.never or node in self._given_up or node in plan.kept:
             return False
         if not _of_the_forward(plan, node):
             return False
@@ -48,6 +54,8 @@ class Again:
 
     def settle(self, plan: Plan) -> None:
         """Finds an epilogue for each waiting node; if none is found for any, asks for all of them after all."""
+        for node in self.waiting.keys() & plan.kept - self.made.keys():
+            self._give_up(node)
         left = [node for node in self.waiting if node not in self.made]
         hosts = _hosts(plan) if left else []
         for node in left:
@@ -59,10 +67,16 @@ class Again:
                 host.known.update(plan.loads(host.draft, t))
         if self.made.keys() & set(left):
             return  # what their epilogues read now may be enough for others
+        put_off = plan.put_off() if left else set()
         for node in left:
-            self._given_up.add(node)
-            del self.waiting[node]
+            self._give_up(node)
             plan.need(node)
+            if node in put_off:
+                self.later.add(node)
+
+    def _give_up(self, node: fx.Node) -> None:
+        self._given_up.add(node)
+        del self.waiting[node]
 
     def _host(self, plan: Plan, node: fx.Node, hosts: list[Host]) -> Host | None:
         t, beyond = plan.program.new[plan.program.lifted.term[node]], _downstream(self.waiting[node])

@@ -83,10 +83,9 @@ class Plan:
             raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
         self.again.check(self)
         supplied = {node for d in self.drafts.values() for node, s in d.supplies.items() if not s.again}
-        undeferred = 0
+        undeferred, made = 0, supplied | self.again.later
         for firing in (f for f in self.firings if f.product >= 0):
-            operand = self.program.lifted.term[self.program.lifted.products[firing.product].x]
-            if any(n in self.kept and n not in supplied and not g.is_view(n) for n in self._holding(operand)):
+            if any(n in self.kept and n not in made and not g.is_view(n) for n in self.operands(firing.product)):
                 undeferred |= 1 << firing.product
         if undeferred:
             raise Conflict(undeferred=undeferred)
@@ -108,8 +107,16 @@ class Plan:
             path.append(following)
         return following if path else None
 
-    def _holding(self, term: Term) -> list[fx.Node]:
-        return self.program.nodes.get(self.program.new[term], [])
+    def operands(self, product: int) -> list[fx.Node]:
+        """The nodes that hold the left operand of a product (a bit) as the user wrote it."""
+        operand = self.program.lifted.term[self.program.lifted.products[product].x]
+        return self.program.nodes.get(self.program.new[operand], [])
+
+    def put_off(self) -> set[fx.Node]:
+        """The operands that laws spare the forward. None where the user says what is recomputed: tags would mix."""
+        if any("recompute" in node.meta for node in self.program.lifted.graph.nodes):
+            return set()
+        return {n for f in self.firings if f.product >= 0 for n in self.operands(f.product) if not g.is_view(n)}
 
     def _fusible(self, node: fx.Node) -> bool:
         """Does Inductor compute the node in a loop of its own, from whatever inputs are cheapest?"""

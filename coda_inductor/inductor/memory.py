@@ -1,0 +1,66 @@
+"""Which tensors lie in memory when Inductor runs a graph: what a contest gives to the operations that it times, and
+what it asks of them.
+
+A pointwise value is a tensor only where a product or another operation that is no loop takes it, or where reading it
+is cheaper than reading what it is made of (a residual stream); else each reader makes it again, in the forward and in
+the backward alike. Neither a sigmoid that the graph shares nor a normalised stream before its gain is ever stored.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, fx
+
+from coda_inductor.inductor.lowering import Kind, base_of, hint, kind_of
+from coda_inductor.patterns import graph as g
+
+MADE_AGAIN: frozenset[Kind] = frozenset({"loop", "view", "part", "source"})
+TAKING: frozenset[Kind] = frozenset({"extern", "output"})
+VECTORS = 1.1  # times its own bytes: a value of one tile and some vectors is made again rather than read
+
+
+class Memory:
+    """Of one graph; answers are kept."""
+
+    def __init__(self) -> None:
+        self._found: dict[fx.Node, frozenset[fx.Node]] = {}
+
+    def of(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The tensors in memory that the node is read from: itself, or what a loop makes it of."""
+        if node not in self._found:
+            self._found[node] = self._of(node)
+        return self._found[node]
+
+    def holds(self, node: fx.Node) -> bool:
+        """Does the node itself lie in memory?"""
+        return node in self.of(node)
+
+    def _of(self, node: fx.Node) -> frozenset[fx.Node]:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+            return frozenset({node})
+        kind = kind_of(node)
+        if kind not in MADE_AGAIN:
+            return frozenset({node})
+        parts = frozenset(p for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor) for p in self.of(a))
+        if kind in ("view", "part") or g.widens(node):
+            return parts
+        cheap = sum(map(_bytes, parts)) <= VECTORS * _bytes(node)
+        return parts if cheap and not _taken(node) else frozenset({node})
+
+
+def _taken(node: fx.Node) -> bool:
+    """Does an operation that is no loop take the node, or a view of it?"""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if user.op == "output" or kind_of(user) in TAKING:
+            return True
+        if base_of(user) is not user:
+            todo += user.users
+    return False
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return math.prod(hint(s) for s in value.shape) * int(value.dtype.itemsize)
