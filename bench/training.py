@@ -1,4 +1,4 @@
-"""Training steps: backend="coda" with CODA_INDUCTOR_TRAINING=1 against torch.compile's default and the bare products.
+"""Training steps: backend="coda" against torch.compile's default and the bare products.
 
     python bench/training.py [CASE ...] [--out FILE]
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import time
@@ -22,8 +21,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("CODA_INDUCTOR_TRAINING", "1")
 
 import layers
 import torch

@@ -165,7 +165,7 @@ def main(names: list[str]) -> None:
     for name in [n for n in names if n != "--train"] or BUILD:
         start = time.perf_counter()
         model, args = build(name)
-        settings = Settings(target="sm_90a", training=True)
+        settings = Settings(target="sm_90a")
         made = explain(Loss(name, model) if train else model, args, {}, "train" if train else "infer", settings)
         t = made["totals"]
         moved = f"{t['bytes_before'] / 1e9:.2f} -> {t['bytes_after'] / 1e9:.2f} GB"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coda_inductor.codegen import store, target
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.inductor import contest
+from coda_inductor.inductor.group import hint
 
 W, V = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
 X = torch.randn(320, 64, dtype=torch.bfloat16)
@@ -90,4 +90,4 @@ def test_no_contest_at_sizes_that_nobody_knows() -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with pytest.raises(Unsupported, match="known only when the model runs"):
-        contest.hint(ShapeEnv().create_unbacked_symint())
+        hint(ShapeEnv().create_unbacked_symint())

@@ -22,7 +22,7 @@ from coda_inductor.codegen import launch, target, tune
 from coda_inductor.core.errors import CodaWarning, Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import contest, joint_pass, launching
+from coda_inductor.inductor import group, joint_pass, launching, rehearsal
 
 BF16 = torch.bfloat16
 REAL_CAPABILITY = target.capability
@@ -146,13 +146,13 @@ def in_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third tensor that is made."""
-    whole, made = contest.sample, list[object]()
+    whole, made = group.sample, list[object]()
 
     def sample(node: Any, device: torch.device) -> Any:
         made.append(node)
         return no_memory() if len(made) % 3 == 0 else whole(node, device)
 
-    monkeypatch.setattr(contest, "sample", sample)
+    monkeypatch.setattr(group, "sample", sample)
 
 
 def in_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def in_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_inductors_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "compiled", lambda module, tensors: no_memory)
+    monkeypatch.setattr(rehearsal.Programs, "compiled", lambda self, graph, tensors: no_memory)
 
 
 def in_inductors_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int, i
 
         return make
 
-    for module, name in ((contest, "sample"), (tune, "outputs")):
+    for module, name in ((group, "sample"), (tune, "outputs")):
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
     gc.disable()
     yield lambda: (len(made), sum(ref() is not None for ref in made))

@@ -16,9 +16,7 @@ from coda_inductor.core.errors import CodaError
 from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings, default_cache
 from coda_inductor.inductor.joint import allowed
 
-DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"} | {
-    "_TRAINING"  # until training on a GPU has been measured
-}
+DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
 
 
 def test_names_are_the_designed_ones() -> None:
@@ -111,7 +109,6 @@ def test_key_holds_everything_but_the_folders(field: str) -> None:
         "cache_dir": "/a",
         "debug_dir": "/a",
         "strict": True,
-        "training": True,
     }
     changed = dataclasses.replace(Settings(), **{field: other[field]})
     assert (hash(changed.key()) == hash(Settings().key())) == (changed.key() == Settings().key())

@@ -63,7 +63,7 @@ def trained(name: str) -> Ran:
     exact, x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
     wanted = gradients(exact(x64), exact, x64)
     eager = errors(gradients(model(x), model, x), wanted)
-    ran = run(model, x, grad=True, options={"training": True})
+    ran = run(model, x, grad=True)
     mine = errors(gradients(ran.output, model, x), wanted)
     assert all(a < 1.5 * b + 1e-3 for a, b in zip(mine, eager, strict=True)), list(zip(mine, eager, strict=True))
     assert ran == [] and len(ran.reports) == 1

@@ -31,7 +31,7 @@ from coda_inductor.inductor.ops import REGION
 REGIONS = {
     "llama": 19,
     "llama, embeddings as input": 19,
-    "llama, first layer and norms frozen": 10,
+    "llama, first layer and norms frozen": 13,
     "llama, checkpointed by transformers": 19,
     "qwen3": 19,
     "gemma2": 16,
@@ -40,7 +40,7 @@ REGIONS = {
     "vit": 17,
     "nanogpt": 15,
     "nanogpt, any batch": 15,
-    "adapters": 16,
+    "adapters": 18,
     "one block twice": 15,
     "a graph for each block": 6,
     "dropout": 9,

@@ -50,9 +50,6 @@ class Settings:
     strict: bool = False
     """True: a failure of ours is raised instead of falling back to Inductor with a warning."""
 
-    training: bool = False
-    """True: graphs with a backward are rewritten on a GPU as well. The reference target always does."""
-
     @classmethod
     def read(
         cls, environ: Mapping[str, str] = os.environ, options: Mapping[str, Any] | None = None
@@ -151,7 +148,6 @@ KINDS: dict[str, Kind] = {
     "cache_dir": FOLDER,
     "debug_dir": FOLDER,
     "strict": BOOLEAN,
-    "training": BOOLEAN,
 }
 """One row per field of Settings."""
 

@@ -21,7 +21,7 @@ from coda_inductor.rewrite.draft import Computed, Draft
 from coda_inductor.rewrite.plan import Plan
 
 if TYPE_CHECKING:
-    from coda_inductor.inductor.contest import Group
+    from coda_inductor.inductor.group import Group
 
 
 def described(*nodes: fx.Node) -> str:

@@ -78,9 +78,6 @@ Decide = Callable[[Plan, list[Built]], Verdict]
 NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
 
 
-TRAINING = "run under torch.no_grad() or inference_mode(), or try CODA_INDUCTOR_TRAINING=1"
-
-
 def is_joint(graph: fx.Graph) -> bool:
     """Does the graph hold a forward and its backward?"""
     return any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes)
@@ -94,11 +91,9 @@ def rewrite(
     decide: Decide = NO_CONTEST,
 ) -> Report:
     """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
-    what a measurement found slower. Raises Unsupported for a training graph (unless asked for, or for the reference),
-    BrokenInvariant for a bug; the owning module then has its graph back as it was."""
+    what a measurement found slower. Raises BrokenInvariant for a bug; the owning module then has its graph back as it
+    was."""
     start = time.perf_counter()
-    if is_joint(graph) and target != "reference" and not settings.training:  # nothing of it was measured on a GPU yet
-        raise Unsupported("training graphs are not rewritten unless asked for", hint=TRAINING)
     backup = copy.deepcopy(graph)
     guards = _guards(graph)
     try:

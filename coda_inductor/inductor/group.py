@@ -1,0 +1,131 @@
+"""Regions that a contest times together, and the real tensors on which it does."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from coda_inductor.codegen import legality, record, target
+from coda_inductor.core.region import DTYPES
+from coda_inductor.inductor import lowering
+from coda_inductor.inductor.extract import computed, described, laid_out, put_off, small, subgraph
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.build import Built, Source, Weight
+from coda_inductor.rewrite.draft import Computed, Stored
+from coda_inductor.rewrite.plan import Plan
+
+hint = functools.partial(lowering.hint, otherwise=None)
+"""A size to measure at."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Regions tied by laws, in running order, and the values of one rehearsal (real tensors by node, store or sum)."""
+
+    builts: list[Built]
+    device: torch.device
+    tokens: int
+    values: dict[object, Any] = field(default_factory=dict)
+
+    @property
+    def mask(self) -> int:
+        """The products of the group, as a bit set."""
+        mask = 0
+        for b in self.builts:
+            mask |= b.draft.space.mask
+        return mask
+
+    def key(self, plan: Plan) -> str:
+        """What the outcome depends on: both programs, what they run on, and the versions that compile them."""
+        parts = [
+            str(legality.bucket(self.tokens)),
+            record.device_name(),
+            record.sources_digest(),
+            str(target.versions()),
+        ]
+        with torch.no_grad(), unset_fake_temporarily():
+            for b in self.builts:
+                parts += [b.region.text, *map(laid_out, b.inputs)]
+                parts.append(described(*small(plan, self, b, computed(b))[0].nodes))
+        parts += [described(*subgraph(self, plan)[0].nodes), *map(laid_out, put_off(self, plan))]
+        return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
+
+    def value(self, node: fx.Node) -> Any:
+        """A tensor for a node that the group reads: random at the root of its views. Sizes are the hints."""
+        if node not in self.values:
+            if g.is_view(node):
+                args = fx.map_arg(node.args, self.value)
+                self.values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+            else:
+                self.values[node] = sample(node, self.device)
+        return self.values[node]
+
+    def input(self, built: Built, i: int, source: Source) -> Tensor:
+        """The real tensor of one input of a Region."""
+        r = built.region
+        if isinstance(source, Weight):
+            whole = self.value(source.node)
+            dim = 0 if r.products[0].b_layout == "nk" else 1
+            return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
+        if isinstance(source, Computed):
+            return self.values[source]  # type: ignore[no-any-return]
+        if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
+            width = r.products[0].k if i < r.matrices else r.n
+            self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
+        t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
+        if i < r.matrices:
+            return t.reshape(-1, r.products[0].k)
+        return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)
+
+    def made(self, source: object) -> Tensor:
+        """A store or sum of the group; the sum of a Region outside it is sampled."""
+        if source not in self.values:
+            self.values[source] = torch.empty(self.tokens, dtype=torch.float32, device=self.device).uniform_(0.5, 1.5)
+        return self.values[source]  # type: ignore[no-any-return]
+
+
+def sample(node: fx.Node, device: torch.device) -> Any:
+    """Random values for a node's tensor, its hint for a symbolic size. Vectors over tokens are positive, as sums of
+    squares are."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return hint(value)
+    shape, stride = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
+    out = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+    if not value.dtype.is_floating_point:
+        return out.zero_()
+    if out.dim() > 1 and shape[-1] > 1:
+        return out.normal_(std=shape[-1] ** -0.5 if g.is_weight(node) else 1.0)
+    return out.uniform_(0.5, 1.5)
+
+
+def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
+    """Regions that one cannot keep without the other, in running order: a store that no node equals ties its reader
+    to its maker, and so does a sum to the product that was deferred for it. (A mean that only shifts what a later
+    stream stores does not: without it there is another.)"""
+    makers = {key: i for i, b in enumerate(builts) for key in outputs(b)}
+    deferred = {f.product for f in plan.firings}
+    leader = list(range(len(builts)))
+    for i, b in enumerate(builts):
+        waits = any(acc.bit in deferred for acc in b.draft.space.accs)
+        for source in b.inputs:
+            if isinstance(source, Stored) or (waits and isinstance(source, Term)):
+                maker = makers[source]
+                late, early = (plan.program.in_backward(x.draft.space) for x in (b, builts[maker]))
+                if late and not early:
+                    continue  # without the one the other keeps, or reads, what the user's graph has
+                first, second = sorted((leader[i], leader[maker]))
+                leader = [first if x == second else x for x in leader]
+    return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
+
+
+def outputs(built: Built) -> list[object]:
+    """The keys of a Region's outputs, in order."""
+    return [*built.draft.stores, *built.draft.sums]

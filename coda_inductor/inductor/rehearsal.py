@@ -1,0 +1,73 @@
+"""Both sides of a contest as functions without arguments: kernels, small computations, and what Inductor makes of the
+same nodes of the user's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from coda_inductor.codegen import launch, legality, record, tune
+from coda_inductor.inductor.extract import computed, described, small, subgraph
+from coda_inductor.inductor.group import Group, outputs
+from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.plan import Plan
+
+
+@dataclass(slots=True)
+class Programs:
+    """Small programs as Inductor compiles them, each once: layers are alike, and so are the derivations compared."""
+
+    done: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def compiled(self, graph: fx.Graph, tensors: list[Tensor]) -> Callable[..., Any]:
+        """The graph as a function of such tensors, compiled in a thread of its own: the compile around us has its own
+        contexts."""
+        text = described(*graph.nodes)
+        if text not in self.done:
+            with ThreadPoolExecutor(1) as worker:
+                self.done[text] = worker.submit(_compile, fx.GraphModule(torch.nn.Module(), graph), tensors).result()
+        return self.done[text]
+
+    def computations(self, plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
+        """The small computations that a Region needs; their results become values of the group."""
+        wanted = [c for c in computed(built) if c not in group.values]
+        if not wanted:
+            return []
+        new, keys = small(plan, group, built, wanted)
+        tensors = [group.value(key) if isinstance(key, fx.Node) else group.made(key) for key in keys]
+        run = self.compiled(new, tensors)
+        group.values |= dict(zip(wanted, run(*tensors), strict=True))
+        return [lambda: run(*tensors)]
+
+    def baseline(self, group: Group, plan: Plan) -> Callable[[], object]:
+        """The nodes of the user's graph, from the tensors that are there before the group runs."""
+        graph, given = subgraph(group, plan)
+        tensors = [group.value(node) for node in given]
+        run = self.compiled(graph, tensors)
+        return lambda: run(*tensors)
+
+
+def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        made = compile_fx(module, tensors, config_patches={"joint_custom_pre_pass": None})
+        return cast(Callable[..., Any], made)
+
+
+def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], None]:
+    """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch."""
+    inputs = [group.input(built, i, s) for i, s in enumerate(built.inputs)]
+    kernel = launch.kernel(built.region.text, cache_dir)
+    size = legality.bucket(inputs[built.region.products[0].a].shape[0])
+    if record.remembered(kernel.directory, built.region, size) is None:
+        tune.tune(built.region, inputs, cache_dir)
+    outs = tune.outputs(built.region, inputs)
+    kernel(inputs, outs)
+    group.values |= dict(zip(outputs(built), outs, strict=True))
+    return lambda: kernel(inputs, outs)
