@@ -133,6 +133,7 @@ def floors(model: nn.Module, tokens: int) -> tuple[Callable[[], None], Callable[
     weights = [(m.weight if isinstance(m, nn.Linear) else m.weight.t()).detach() for m in modules]
     few = {id(w) for w in weights if w.shape[0] < 8}  # a classifier, on one token of each sample
     weights = [w for w in weights if id(w) not in few]
+    weights = [F.pad(w, (0, 0, 0, -w.shape[0] % 8)) for w in weights]  # as Inductor does: a vocabulary may be odd
     widths = {n for w in weights for n in w.shape}
     x = {n: torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) for n in widths}
     out = {n: torch.empty(tokens, n, device="cuda", dtype=torch.bfloat16) for n in widths}

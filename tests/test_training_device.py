@@ -46,7 +46,7 @@ def gradients(out: Tensor, model: nn.Module, x: Tensor) -> list[Tensor]:
     """The output, and the gradients of all parameters and of the input, as float64."""
     for p in (x, *model.parameters()):
         p.grad = None
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)).sum().backward()
     found = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
     return [t.detach().double() for t in (out, *found)]
 

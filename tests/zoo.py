@@ -82,7 +82,8 @@ class Attention(nn.Module):
         b, t, d = x.shape
         q, k, v = (p(x).view(b, t, -1, self.head).transpose(1, 2) for p in (self.q, self.k, self.v))
         if self.rope:
-            angle = torch.arange(t, dtype=x.dtype)[:, None] * torch.arange(1, self.head + 1, dtype=x.dtype)
+            t_, f = (torch.arange(a, b, dtype=x.dtype, device=x.device) for a, b in ((0, t), (1, self.head + 1)))
+            angle = t_[:, None] * f
             q, k = (rotate(y, angle.cos(), angle.sin()) for y in (q, k))
         k, v = (y.repeat_interleave(self.groups, 1) if self.groups > 1 else y for y in (k, v))
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))

@@ -69,14 +69,18 @@ class Again:
             return  # what their epilogues read now may be enough for others
         put_off = plan.put_off() if left else set()
         for node in left:
-            self._give_up(node)
+            readers = self._give_up(node)
+            if all(map(plan.fusible, readers)):
+                plan.leave(node, readers[0])
+                continue
             plan.need(node)
             if node in put_off:
                 self.later.add(node)
 
-    def _give_up(self, node: fx.Node) -> None:
+    def _give_up(self, node: fx.Node) -> list[fx.Node]:
+        """Returns what had asked for it."""
         self._given_up.add(node)
-        del self.waiting[node]
+        return self.waiting.pop(node)
 
     def _host(self, plan: Plan, node: fx.Node, hosts: list[Host]) -> Host | None:
         t, beyond = plan.program.new[plan.program.lifted.term[node]], _downstream(self.waiting[node])

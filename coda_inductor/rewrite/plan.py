@@ -59,6 +59,12 @@ class Plan:
         elif g.is_view(node) and by is not None:
             self.need(node.all_input_nodes[0], by)
 
+    def leave(self, node: fx.Node, by: fx.Node) -> None:
+        """The node is made by the loops that read it, from what lies there; `by` is one of them."""
+        self.kept.add(node)
+        for a in node.all_input_nodes:
+            self.need(self._base(a), by)
+
     def run(self) -> None:
         """Works off all demands."""
         for node in self.program.lifted.graph.nodes:
@@ -69,7 +75,7 @@ class Plan:
                 node, by = self._todo.pop()
                 if not self._supply(node):
                     for a in node.all_input_nodes:
-                        self.need(self._base(a) if self._fusible(node) else a, by if g.is_view(node) else node)
+                        self.need(self._base(a) if self.fusible(node) else a, by if g.is_view(node) else node)
             self.again.settle(self)
         self._settle()
 
@@ -118,7 +124,7 @@ class Plan:
             return set()
         return {n for f in self.firings if f.product >= 0 for n in self.operands(f.product) if not g.is_view(n)}
 
-    def _fusible(self, node: fx.Node) -> bool:
+    def fusible(self, node: fx.Node) -> bool:
         """Does Inductor compute the node in a loop of its own, from whatever inputs are cheapest?"""
         return node.target in POINTWISE or node.target in g.LOOPS or g.reduction(node) is not None
 
