@@ -98,3 +98,19 @@ def test_workers_fill_the_store(tmp_path: Path) -> None:
     assert len(objects) == 2
     assert prebuild(jobs, store, workers=2) == {}
     assert objects == {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
+
+
+def test_a_graph_loads_the_compiler_before_its_first_launch() -> None:
+    """What libraries leave on the GPU when imported must not lie in a CUDA graph's memory."""
+    code = """
+import sys
+from codegen_cases import token_scale
+from coda_inductor.inductor.launching import launcher
+assert "quack" not in sys.modules
+launcher(token_scale(64, 64).text)
+assert "coda_inductor.codegen.kernel" in sys.modules and "quack" in sys.modules
+"""
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]

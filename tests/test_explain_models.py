@@ -145,7 +145,7 @@ def test_training_llama_at_real_widths() -> None:
 
     report = explain(Loss(), (ids,), {}, "train", SM_90A)
     totals, (graph,) = report["totals"], report["graphs"]
-    assert totals["regions"] == 29 and totals["saved_bytes"] < 0.87 * totals["saved_bytes_inductor"]
+    assert totals["regions"] == 29 and totals["saved_bytes"] < 0.96 * totals["saved_bytes_inductor"]
     laws = {law for region in graph["regions"] for law in region["laws"]}
     assert laws == {"adjoint", "bilinearity", "triangle"}
     between = [p["source"] for p in graph["passes"] if "activations.py" in p["source"] or ":175" in p["source"]]

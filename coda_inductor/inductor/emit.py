@@ -12,11 +12,8 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.core.errors import BrokenInvariant
-from coda_inductor.inductor.lowering import is_reduction
-from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.ops import REGION
 from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.vectors import Vectors
@@ -168,23 +165,8 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
     _unshare(emission, output)
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
-    for node in plan.again.later:
-        _recompute(node)
     strides.restore(emission.call)
     graph.lint()
-
-
-def _recompute(node: fx.Node) -> None:
-    """Has the backward make a tensor of the forward, from what the forward left in memory. Otherwise the partitioner
-    would keep it, and the forward make it: no loop can take its place where a product reads it."""
-    memory, todo = Memory(), [node]
-    while todo:
-        n = todo.pop()
-        if n.op != "call_function" or "recompute" in n.meta:
-            continue
-        if n is node or is_reduction(n) or not memory.holds(n):
-            n.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
-            todo += n.all_input_nodes
 
 
 def _unshare(emission: Emission, output: fx.Node) -> None:

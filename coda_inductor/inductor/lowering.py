@@ -107,13 +107,6 @@ def kind_of(node: fx.Node) -> Kind:
     return kind or "extern"
 
 
-def is_reduction(node: fx.Node) -> bool:
-    """Does a reduction compute the node, perhaps as one of several outputs?"""
-    return kind_of(node) == "reduction" or (
-        kind_of(node) == "output" and kind_of(node.all_input_nodes[0]) == "reduction"
-    )
-
-
 def owner(buffer: fx.Node) -> fx.Node:
     """The node whose operation writes `buffer`: of several outputs, each is a buffer."""
     is_output = buffer.op == "call_function" and kind_of(buffer) == "output"

@@ -3,7 +3,8 @@
 A normalised tensor that no product of the forward reads any more is still read by weight gradients. The epilogue of
 the product that carries the gradient past the norm reads the same stream anyway, so that one more store there takes
 the place of a tensor kept from the forward. Where there is no such epilogue, Inductor's own pass of the norm's
-backward makes it beside what it makes anyway: its nodes stay as the user wrote them and are marked to be recomputed.
+backward makes it beside what it makes anyway: its nodes stay as the user wrote them, and since nothing that the forward
+returns needs them, the partitioner has them computed from the stream.
 What the forward stores all the same, as an activation for the next product, is kept.
 """
 

@@ -119,9 +119,7 @@ class Plan:
         return self.program.nodes.get(self.program.new[operand], [])
 
     def put_off(self) -> set[fx.Node]:
-        """The operands that laws spare the forward. None where the user says what is recomputed: tags would mix."""
-        if any("recompute" in node.meta for node in self.program.lifted.graph.nodes):
-            return set()
+        """The operands that laws spare the forward."""
         return {n for f in self.firings if f.product >= 0 for n in self.operands(f.product) if not g.is_view(n)}
 
     def fusible(self, node: fx.Node) -> bool:

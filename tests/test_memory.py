@@ -1,0 +1,76 @@
+"""What a contest takes for a tensor in memory, and what it takes for a formula that Inductor repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from coda_inductor.codegen.legality import MAX_OPERANDS
+from coda_inductor.inductor.memory import Memory
+from coda_inductor.rewrite.draft import MAX_READ
+
+BF16 = torch.bfloat16
+
+
+def nodes(f: Callable[..., Any], *args: Tensor) -> dict[str, fx.Node]:
+    """The nodes of f's graph by operation; of several alike, the last."""
+    graph = make_fx(f, tracing_mode="fake")(*args).graph
+    return {n.target._schema.name.split("::")[1]: n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+
+
+X, W, V = (torch.randn(s, dtype=BF16) for s in ((96, 64), (64, 128), (128, 64)))
+
+
+def test_what_two_loops_share_is_made_by_both() -> None:
+    """A sigmoid in float32 costs more to read than the product that it is made of."""
+
+    def f(x: Tensor, w: Tensor) -> Any:
+        s = torch.sigmoid((x @ w).float())
+        return s.exp().sum(), (s * 2).sum()
+
+    found = nodes(f, X, W)
+    assert Memory().of(found["sigmoid"]) == {found["mm"]} and not Memory().holds(found["sigmoid"])
+    assert Memory().holds(found["mm"]) and not Memory().holds(found["_to_copy"])
+
+
+def test_what_a_product_takes_is_there() -> None:
+    found = nodes(lambda x, w, v: F.gelu((x @ w).float()).to(BF16) @ v, X, W, V)
+    cast = found["_to_copy"]
+    assert Memory().of(cast) == {cast} and Memory().of(found["gelu"]) == {cast.args[0].all_input_nodes[0].args[0]}  # type: ignore[union-attr]
+
+
+def test_a_view_that_a_product_takes_puts_its_base_there() -> None:
+    found = nodes(lambda x, w, v: torch.tanh(x @ w).view(-1, 128) @ v, X, W, V)
+    assert Memory().of(found["view"]) == {found["tanh"]}
+
+
+def test_a_residual_stream_is_read_rather_than_its_parts() -> None:
+    """One tile instead of two; the norm before its gain is read from the stream and a number for each token."""
+
+    def f(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        h = x @ w @ v + x
+        n = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True))
+        return n.sum(), (h * 2).sum(), (n * 3).sum()
+
+    graph = make_fx(f, tracing_mode="fake")(X, W, V).graph
+    by = {str(n.target).split(".")[1]: n for n in reversed(graph.nodes) if n.op == "call_function"}
+    first_mul = by["mul"]
+    assert Memory().holds(by["add"])
+    assert Memory().of(first_mul) == {by["add"], by["mean"]}
+
+
+def test_a_broken_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every value were a tensor, which is how contests once charged Inductor for passes that it never makes."""
+    monkeypatch.setattr(Memory, "_of", lambda self, node: frozenset({node}))
+    with pytest.raises(AssertionError):
+        test_what_two_loops_share_is_made_by_both()
+
+
+def test_an_epilogue_may_read_what_a_kernel_can() -> None:
+    assert MAX_READ == MAX_OPERANDS
