@@ -217,7 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = Unsupported(f"{type(error).__name__}: {what}", where=place, hint="--traceback shows where it came from")
         print(f"coda-inductor: error: {said}", file=sys.stderr)
         return 2
-    print(json.dumps(facts, indent=2) if arguments.json else text())
+    try:
+        print(json.dumps(facts, indent=2) if arguments.json else text(), flush=True)
+    except BrokenPipeError:  # as of `| head`; what is left in the buffer must not be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if facts.get("problems") else 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.compile_fx
-from compiling import pretend
+from compiling import pretend, run
 from test_training_device import trained
 from torch import Tensor, fx, nn
 
@@ -109,6 +109,25 @@ def test_a_law_that_gains_less_than_its_absence_is_dropped(
     (report,) = trained("gpt").reports
     gelu = next(s for s in report.sites if "tanh" in [let.op for let in s.region.lets])
     assert ("bilinearity" in gelu.laws) == kept and len(seen) > 6
+
+
+class Packed(nn.Module):
+    """Gate and up of one product, as in Phi-3, behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.both, self.down = nn.RMSNorm(64, eps=1e-5), nn.Linear(64, 256), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(self.norm(x)).chunk(2, -1)
+        return x + self.down(up * nn.functional.silu(gate))  # type: ignore[no-any-return]
+
+
+def test_a_split_is_cut_out_of_the_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = timed(monkeypatch, tmp_path, lambda group, plan: 2.0)
+    model, x = nn.Sequential(Packed(), Packed()).bfloat16(), torch.randn(4, 80, 64, dtype=torch.bfloat16)
+    ran = run(model, x.requires_grad_(), grad=True)
+    assert ran == [] and len(ran.reports[0].sites) > 3 and seen
 
 
 class Gpt(nn.Module):

@@ -25,6 +25,7 @@ TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an out
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
 CHECKED = 256  # rows, or columns, from each of the start, the middle and the end
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
+MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +165,13 @@ def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[floa
     for call in calls:
         call()
     torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    for call in calls:
-        call()
-    ahead = int(2 * CYCLES * (time.perf_counter() - start_s)) + 50_000 * len(calls)
+    launching_s = list[float]()
+    for _ in range(3):
+        start_s = time.perf_counter()
+        for call in calls:
+            call()
+        launching_s.append(time.perf_counter() - start_s)
+    ahead = int(CYCLES * min(2 * min(launching_s), MAX_AHEAD)) + 50_000 * len(calls)
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for r in range(rounds):
         torch.cuda._sleep(ahead)

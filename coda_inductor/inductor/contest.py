@@ -3,7 +3,8 @@
 Regions that a law ties together (one reads another's sum, or a store that no node of the graph equals) stand or fall
 as a group. The group runs as generated kernels, the same nodes of the user's graph as Inductor compiles them,
 interleaved, on real tensors of the graph's sizes. What does not win by 2 % is derived again without the law, and if
-that loses too it is left to Inductor. Results are kept on disk by content and never change.
+that loses too it is left to Inductor; a law that wins narrowly must also gain more than its absence. Results are kept
+on disk by content and never change. The other side is always Inductor's default mode.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.extract import put_off
 from coda_inductor.inductor.group import Group, groups, hint
 from coda_inductor.inductor.joint import Verdict, laws_of
+from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.rehearsal import Programs, rehearse
 from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite import search
@@ -74,6 +76,8 @@ class Contest:
         self.settings, self.device, self.failed = settings, device, failed
         self.rows: list[dict[str, Any]] = []
         self._compared = 0
+        self._memory: Memory | None = None
+        self._keys = dict[int, str]()  # by mask, of the plan at hand
         self._programs = Programs()
 
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
@@ -130,21 +134,23 @@ class Contest:
 
     def prepare(self, plan: Plan, candidates: list[list[Built]]) -> None:
         """Compiles what tuning will ask for on all cores, and meanwhile what the groups replace."""
+        self._keys.clear()
         if self.settings.tune == "off":
             return
-        directory, jobs, unknown = store.open_store(self.settings.cache_dir), list[Job](), list[list[Built]]()
+        directory, jobs, unknown = store.open_store(self.settings.cache_dir), list[Job](), dict[str, list[Built]]()
         for members in candidates:
             with contextlib.suppress(Unsupported):  # of a size that is not known
-                if self.found(plan, self.group(plan, members)) is None:
-                    unknown.append(members)
-        for members in unknown:
+                group = self.group(plan, members)
+                if self.found(plan, group) is None:
+                    unknown[self.key(plan, group)] = members  # layers are alike
+        for members in unknown.values():
             for region, tokens in {b.region: self.group(plan, [b]).tokens for b in members}.items():
                 size = legality.bucket(tokens)
                 if record.remembered(directory, region, size) is None:
                     jobs += [Job(region, config, False) for config in legality.candidates(region, size)]
         with ThreadPoolExecutor(1) as worker:
             kernels = worker.submit(prebuild, jobs, self.settings.cache_dir)
-            for members in unknown:
+            for members in unknown.values():
                 with contextlib.suppress(Unsupported, RuntimeError):  # what fails here fails again where it is measured
                     self.compile(plan, self.group(plan, members))
             kernels.result()
@@ -159,11 +165,18 @@ class Contest:
     def group(self, plan: Plan, members: list[Built]) -> Group:
         """The members, at the size to measure at."""
         product = plan.program.product(members[0].draft.space.accs[0]).node
-        return Group(members, self.device, hint(product.meta["val"].shape[0]))
+        self._memory = self._memory or Memory(plan.program.lifted.graph)
+        return Group(members, self.device, hint(product.meta["val"].shape[0]), self._memory)
+
+    def key(self, plan: Plan, group: Group) -> str:
+        """The group's key, made once for each plan."""
+        if group.mask not in self._keys:
+            self._keys[group.mask] = group.key(plan)
+        return self._keys[group.mask]
 
     def found(self, plan: Plan, group: Group) -> dict[str, Any] | None:
         """What was measured before."""
-        return store.read_record(store.open_store(self.settings.cache_dir), group.key(plan), timed)
+        return store.read_record(store.open_store(self.settings.cache_dir), self.key(plan, group), timed)
 
     def outcome(self, plan: Plan, members: list[Built]) -> Outcome:
         """How a group fares; it wins if nothing is to be measured."""
@@ -175,7 +188,7 @@ class Contest:
         found = self.found(plan, group)
         if found is None:
             directory, measured = store.open_store(self.settings.cache_dir), self.measure(group, plan)
-            found = store.write_record(directory, group.key(plan), measured, timed)
+            found = store.write_record(directory, self.key(plan, group), measured, timed)
         self.rows.append(found)
         log.info("%s: fused %.4f ms, Inductor %.4f ms", "+".join(found["regions"]), found["ms"], found["baseline_ms"])
         return Outcome(group.mask, found["ms"], found["baseline_ms"])
@@ -190,7 +203,7 @@ class Contest:
                     rehearse(group, built, self.settings.cache_dir),
                 ]
             # What the forward is spared is written by a pass of the backward that reads the same anyway.
-            steps += [torch.empty_like(group.value(node)).zero_ for node in put_off(group, plan)]
+            steps += [group.like(node).zero_ for node in put_off(group, plan)]
             before = self._programs.baseline(group, plan)
 
             def fused() -> None:

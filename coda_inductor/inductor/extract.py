@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.inductor.lowering import hint
-from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
@@ -22,6 +21,7 @@ from coda_inductor.rewrite.plan import Plan
 
 if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group
+    from coda_inductor.inductor.memory import Memory
 
 
 def described(*nodes: fx.Node) -> str:
@@ -88,7 +88,7 @@ def computed(built: Built) -> list[Computed]:
 def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
     """What the group stands for in the user's graph, and the nodes whose tensors it reads."""
     new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
-    mask, deps, memory = group.mask, plan.program.lifted.deps, Memory()
+    mask, deps, memory = group.mask, plan.program.lifted.deps, group.memory
     drafts = [b.draft for b in group.builts]
     again = [node for d in drafts for node, s in d.supplies.items() if s.again]
     made = [node for d in drafts for node in (*d.supplies, *d.totals) if node not in again]

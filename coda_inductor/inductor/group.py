@@ -15,6 +15,7 @@ from coda_inductor.codegen import legality, record, target
 from coda_inductor.core.region import DTYPES
 from coda_inductor.inductor import lowering
 from coda_inductor.inductor.extract import computed, described, laid_out, put_off, small, subgraph
+from coda_inductor.inductor.memory import Memory
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
@@ -32,6 +33,7 @@ class Group:
     builts: list[Built]
     device: torch.device
     tokens: int
+    memory: Memory
     values: dict[object, Any] = field(default_factory=dict)
 
     @property
@@ -66,6 +68,11 @@ class Group:
             else:
                 self.values[node] = sample(node, self.device)
         return self.values[node]
+
+    def like(self, node: fx.Node) -> Tensor:
+        """An empty tensor of the node's sizes."""
+        value = node.meta["val"]
+        return torch.empty([hint(s) for s in value.shape], dtype=value.dtype, device=self.device)
 
     def input(self, built: Built, i: int, source: Source) -> Tensor:
         """The real tensor of one input of a Region."""

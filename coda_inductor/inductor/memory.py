@@ -17,19 +17,20 @@ from coda_inductor.patterns import graph as g
 
 MADE_AGAIN: frozenset[Kind] = frozenset({"loop", "view", "part", "source"})
 TAKING: frozenset[Kind] = frozenset({"extern", "output"})
+TENSORS = (Tensor, list, tuple)  # a split is several
 VECTORS = 1.1  # times its own bytes: a value of one tile and some vectors is made again rather than read
 
 
 class Memory:
-    """Of one graph; answers are kept."""
+    """Of one graph, as it is when this is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         self._found: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in graph.nodes:
+            self._found[node] = self._of(node)
 
     def of(self, node: fx.Node) -> frozenset[fx.Node]:
         """The tensors in memory that the node is read from: itself, or what a loop makes it of."""
-        if node not in self._found:
-            self._found[node] = self._of(node)
         return self._found[node]
 
     def holds(self, node: fx.Node) -> bool:
@@ -37,12 +38,12 @@ class Memory:
         return node in self.of(node)
 
     def _of(self, node: fx.Node) -> frozenset[fx.Node]:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), TENSORS):
             return frozenset({node})
         kind = kind_of(node)
         if kind not in MADE_AGAIN:
             return frozenset({node})
-        parts = frozenset(p for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor) for p in self.of(a))
+        parts = frozenset(p for a in node.all_input_nodes if isinstance(a.meta.get("val"), TENSORS) for p in self.of(a))
         if kind in ("view", "part") or g.widens(node):
             return parts
         cheap = sum(map(_bytes, parts)) <= VECTORS * _bytes(node)

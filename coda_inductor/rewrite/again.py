@@ -54,7 +54,8 @@ class Again:
         return bool(self.waiting.keys() - self.made.keys())
 
     def settle(self, plan: Plan) -> None:
-        """Finds an epilogue for each waiting node; if none is found for any, asks for all of them after all."""
+        """Finds an epilogue for each waiting node. If none is found for any, what loops read is left to them, and the
+        rest is asked for after all, some of it of the backward."""
         for node in self.waiting.keys() & plan.kept - self.made.keys():
             self._give_up(node)
         left = [node for node in self.waiting if node not in self.made]
