@@ -239,6 +239,20 @@ def run(case: str, d: int, mode: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def written(names: list[str], run: Callable[[str], list[dict[str, Any]]], out: str, line: Callable[[Any], str]) -> None:
+    """Appends the rows of each case to `out` and prints `line` of each. One that fails says why, and the next is
+    measured all the same: the row that is missing is seen."""
+    for name in names:
+        try:
+            rows = run(name)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
+            continue
+        with open(out, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        print("\n".join(map(line, rows)), flush=True)
+
+
 def main() -> None:
     """Runs the cases and prints a line each."""
     parser = argparse.ArgumentParser(description=__doc__)

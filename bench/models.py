@@ -10,7 +10,6 @@ mm(out=).
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -183,22 +182,17 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "models.jsonl"))
     args = parser.parse_args()
-    for name in args.names or MODELS:
-        try:
-            rows = run(name)
-        except Exception as error:  # the next model is measured all the same; the row that is missing is seen
-            print(f"{name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
-            continue
-        with open(args.out, "a") as file:
-            for row in rows:
-                file.write(json.dumps(row) + "\n")
-                print(
-                    f"{row['case']:14s} {row['baseline'][14:]:16s} {row['ms']:7.3f} ms,"
-                    f" torch.compile {row['baseline_ms']:7.3f} ({row['speedup']:.3f}x), floor {row['floor_ms']:7.3f},"
-                    f" regions {row['regions']}, launched {row['launched']}, diff {row['difference']:.1e},"
-                    f" {row['lost']}, compile {row['compile_s']}",
-                    flush=True,
-                )
+    layers.written(args.names or list(MODELS), run, args.out, line)
+
+
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a row."""
+    return (
+        f"{row['case']:14s} {row['baseline'][14:]:16s} {row['ms']:7.3f} ms,"
+        f" torch.compile {row['baseline_ms']:7.3f} ({row['speedup']:.3f}x), floor {row['floor_ms']:7.3f},"
+        f" regions {row['regions']}, launched {row['launched']}, diff {row['difference']:.1e},"
+        f" {row['lost']}, compile {row['compile_s']}"
+    )
 
 
 if __name__ == "__main__":

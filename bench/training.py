@@ -13,7 +13,6 @@ the peaks of memory over what lies there before a step. "groups" are the contest
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -236,22 +235,17 @@ def main() -> None:
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "training.jsonl"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for name in args.cases:
-        try:
-            rows = run(name)
-        except Exception as error:  # the next case is measured all the same; the row that is missing is seen
-            print(f"{name}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
-            continue
-        with open(args.out, "a") as file:
-            for row in rows:
-                file.write(json.dumps(row) + "\n")
-                print(
-                    f"{row['case']:12s} {row['mode']:8s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f}"
-                    f" ({row['speedup']:.3f}x), floor {row['floor_ms']:8.3f}, regions {len(row['regions'])},"
-                    f" kept {sum(g['kept'] for g in row['groups'])} of {len(row['groups'])} groups,"
-                    f" GiB {row['gib']}, difference {row['difference']:.1e}, compile {row['compile_s']}",
-                    flush=True,
-                )
+    layers.written(args.cases, run, args.out, line)
+
+
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a row."""
+    return (
+        f"{row['case']:12s} {row['mode']:8s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f}"
+        f" ({row['speedup']:.3f}x), floor {row['floor_ms']:8.3f}, regions {len(row['regions'])},"
+        f" kept {sum(g['kept'] for g in row['groups'])} of {len(row['groups'])} groups,"
+        f" GiB {row['gib']}, difference {row['difference']:.1e}, compile {row['compile_s']}"
+    )
 
 
 if __name__ == "__main__":

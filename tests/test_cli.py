@@ -269,3 +269,13 @@ def test_graph_of_a_real_model(command: Callable[..., str]) -> None:
 )
 def test_graph_of_a_real_model_as_text(command: Callable[..., str], arguments: list[str], said: str) -> None:
     assert said in command("graph", "their_model:build", *arguments)
+
+
+def test_a_reader_that_stops_is_no_error() -> None:
+    """As `| head`."""
+    command = [sys.executable, "-m", "coda_inductor.cli", "rules"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "BrokenPipe" not in process.stderr.read()
+    assert process.returncode == 0

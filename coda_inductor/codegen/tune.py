@@ -160,8 +160,8 @@ def _relative(found: Tensor, wanted: Tensor) -> Tensor:
 def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     """The median ms of each call on the current stream, in rotation, so that clock changes hit all alike.
 
-    The GPU first idles for longer than the host takes to launch a rotation (270-640 us for the contests of ViT-L):
-    else that would be timed."""
+    The GPU first idles for longer than the host takes to launch a rotation: else that would be timed. (One side of a
+    contest of ViT-L took the host 60-640 us, beside an H200.)"""
     for call in calls:
         call()
     torch.cuda.synchronize()

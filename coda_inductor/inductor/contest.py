@@ -91,7 +91,7 @@ class Contest:
             try:
                 outcome = self.outcome(plan, members)
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
-                if not isinstance(error, Unsupported) and not out_of_memory(error):
+                if not foreseen(error):
                     raise
                 failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
                 self.failed(failure)
@@ -123,7 +123,7 @@ class Contest:
             try:
                 gains.append(self.outcome(other, members))
             except Exception as error:  # without this group, then
-                if not isinstance(error, Unsupported) and not out_of_memory(error):
+                if not foreseen(error):
                     raise
         found = 0
         for deferred, outcome in close.items():
@@ -151,8 +151,11 @@ class Contest:
         with ThreadPoolExecutor(1) as worker:
             kernels = worker.submit(prebuild, jobs, self.settings.cache_dir)
             for members in unknown.values():
-                with contextlib.suppress(Unsupported, RuntimeError):  # what fails here fails again where it is measured
+                try:
                     self.compile(plan, self.group(plan, members))
+                except Exception as error:  # said where the group is measured
+                    if not foreseen(error):
+                        raise
             kernels.result()
 
     def compile(self, plan: Plan, group: Group) -> None:
@@ -227,6 +230,11 @@ def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     return Unsupported(
         what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off"
     )
+
+
+def foreseen(error: Exception) -> bool:
+    """May a group fail so, and the others be measured all the same?"""
+    return isinstance(error, Unsupported) or out_of_memory(error)
 
 
 def out_of_memory(error: Exception) -> bool:
