@@ -155,6 +155,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..
     monkeypatch.setattr(target, "MODULES", ())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
     monkeypatch.setattr(contest, "prebuild", lambda jobs, cache_dir: {})
+    monkeypatch.setattr(contest, "warm_up", lambda: None)
     monkeypatch.setattr(tune, "interleaved", timed)
     monkeypatch.setattr(launch, "KERNELS", {})
     door = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(Compiled=build))

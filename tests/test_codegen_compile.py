@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from codegen_cases import norm_backward, swiglu, token_scale
 
+from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen.legality import HEAVY, Config
 from coda_inductor.codegen.prebuild import Job, prebuild
 
@@ -98,6 +100,32 @@ def test_workers_fill_the_store(tmp_path: Path) -> None:
     assert len(objects) == 2
     assert prebuild(jobs, store, workers=2) == {}
     assert objects == {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
+
+
+def test_the_compiling_process_may_die(tmp_path: Path) -> None:
+    """Between requests and amid one: it is started again. A worker that dies is why its kernels are missing."""
+    store, job = str(tmp_path / "kernels"), Job(token_scale(256, 64), Config(128, 128, 2, 1, True))
+    prebuild_module.warm_up()
+    first = prebuild_module._running[0]
+    first.process.kill()
+    first.process.wait()
+    assert prebuild([], store) == {} and prebuild([job], store, workers=1) == {}
+    second = prebuild_module._running[0]
+    assert second is not first and second.alive()
+    killer = threading.Timer(0.2, second.process.kill)
+    killer.start()
+    slow = Job(swiglu(256, 64), Config(128, 256, 1, 2, False))
+    assert prebuild([slow], store, workers=1) == {}
+    killer.join()
+    third = prebuild_module._running[0]
+    assert third is not second and list(Path(store).glob("objects/*128x256*/*/*.o"))
+    crash = Job(norm_backward(256, 64), Config(128, 128, 2, 1, True))
+    killer = threading.Timer(0.3, lambda: os.system(f"pkill -9 -P {third.process.pid}"))
+    killer.start()
+    failed = prebuild([crash], store, workers=1)
+    killer.join()
+    assert list(failed) == [crash] and "ended early" in failed[crash] and third.alive()
+    assert prebuild([crash], store, workers=1) == {}
 
 
 def test_a_graph_loads_the_compiler_before_its_first_launch() -> None:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import launch, legality, record, store, tune
-from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.codegen.prebuild import Job, prebuild, warm_up
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.extract import put_off
@@ -79,6 +80,8 @@ class Contest:
         self._memory: Memory | None = None
         self._keys = dict[int, str]()  # by mask, of the plan at hand
         self._programs = Programs()
+        if settings.tune != "off":
+            warm_up()
 
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
         """The verdict on all Regions of a plan."""
@@ -148,6 +151,7 @@ class Contest:
                 size = legality.bucket(tokens)
                 if record.remembered(directory, region, size) is None:
                     jobs += [Job(region, config, False) for config in legality.candidates(region, size)]
+        start_s = time.perf_counter()
         with ThreadPoolExecutor(1) as worker:
             kernels = worker.submit(prebuild, jobs, self.settings.cache_dir)
             for members in unknown.values():
@@ -156,7 +160,11 @@ class Contest:
                 except Exception as error:  # said where the group is measured
                     if not foreseen(error):
                         raise
+            programs_s = time.perf_counter() - start_s
             kernels.result()
+        seconds = time.perf_counter() - start_s
+        said = "%d groups to measure: programs for the other side %.1f s, beside them %d kernels %.1f s"
+        log.info(said, len(unknown), programs_s, len(jobs), seconds)
 
     def compile(self, plan: Plan, group: Group) -> None:
         """Compiles what is timed beside the kernels."""
@@ -190,7 +198,9 @@ class Contest:
             return Outcome(group.mask)
         found = self.found(plan, group)
         if found is None:
+            start_s = time.perf_counter()
             directory, measured = store.open_store(self.settings.cache_dir), self.measure(group, plan)
+            log.info("measured in %.1f s", time.perf_counter() - start_s)
             found = store.write_record(directory, self.key(plan, group), measured, timed)
         self.rows.append(found)
         log.info("%s: fused %.4f ms, Inductor %.4f ms", "+".join(found["regions"]), found["ms"], found["baseline_ms"])
