@@ -210,11 +210,11 @@ def run(case: str, d: int, mode: str | None) -> dict[str, Any]:
             seconds[backend] = time.perf_counter() - start
         report = REPORTS[-1] if REPORTS else Report()  # none when Inductor had the graph in its cache
         launch.LAUNCHES.clear()
-        ours, theirs = compiled["coda"](*inputs[0]), compiled["inductor"](*inputs[0])
+        ours, theirs = (compiled[b](*inputs[0]).double() for b in ("coda", "inductor"))
         launched = dict(launch.LAUNCHES)
         calls = [lambda s, f=compiled[b]: f(*inputs[s]) for b in ("coda", "inductor")]
         ms, baseline, bare = rotation([*calls, lambda s: floor()])
-    difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    difference = float((ours - theirs).norm() / theirs.norm())
     chosen = {
         s.region.digest: {
             str(k.config(inputs[0][0].shape[0] * inputs[0][0].shape[1]))

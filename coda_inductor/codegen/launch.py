@@ -6,6 +6,7 @@ What the compiler needs is imported when the first kernel is built, so that this
 from __future__ import annotations
 
 import collections
+import gc
 import importlib
 import threading
 from collections.abc import Sequence
@@ -142,11 +143,16 @@ class Kernel:
 
 def compiler() -> Any:
     """codegen.kernel.Compiled. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
+    collecting = gc.isenabled()
+    gc.disable()  # torch's objects, walked again and again beside these many new ones, took 0.4 of 0.85 s
     try:
         return importlib.import_module("coda_inductor.codegen.kernel").Compiled
     except Exception as error:  # a driver too old for it, half an installation: each library has its own
         what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
         raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
+    finally:
+        if collecting:
+            gc.enable()
 
 
 BUILDING = threading.Lock()  # autograd runs the backward in threads of its own
