@@ -42,7 +42,7 @@ class CodaBackend:
         options: dict[str, Any] | None = None,
     ) -> Any:
         settings, theirs = Settings.read(options=options)
-        known = inductor_config.get_config_copy()
+        known = inductor_config.get_config_copy() if theirs else {}
         for name in theirs:
             if name.replace("-", "_") not in known:
                 unknown("option of Inductor", name, known)

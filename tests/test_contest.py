@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import half, pretend, run, streams
-from torch import Tensor
+from torch import Tensor, fx
 
 from coda_inductor.codegen import store, target
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.group import hint
+from coda_inductor.inductor.rehearsal import Programs
 
 W, V = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
 X = torch.randn(320, 64, dtype=torch.bfloat16)
@@ -91,3 +92,20 @@ def test_no_contest_at_sizes_that_nobody_knows() -> None:
 
     with pytest.raises(Unsupported, match="known only when the model runs"):
         hint(ShapeEnv().create_unbacked_symint())
+
+
+def test_the_other_side_is_inductors_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a mode of torch.compile turns on is off where the other side is compiled."""
+    modes = {k: v for k, v in torch._inductor.list_mode_options().items() if "autotune" in k or "reduce" in k}
+    seen = list[dict[str, Any]]()
+
+    def compile_fx(module: fx.GraphModule, tensors: list[Tensor], config_patches: dict[str, Any]) -> Any:
+        seen.append(config_patches)
+        return module.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    x = torch.zeros(2)
+    assert Programs().compiled(graph, [x])(x) is x
+    assert modes and all(seen[0][name] is False for options in modes.values() for name in options)

@@ -6,10 +6,11 @@ What the compiler needs is imported when the first kernel is built, so that this
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Kernel:
         """The kernel of one configuration, compiled at the first call. Raises Unsupported."""
         key = (config, swapped)
         if key not in self._compiled:
-            with BUILDING:
+            with BUILDING, uncollected():
                 build = compiler()
                 try:
                     self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
@@ -143,13 +144,22 @@ class Kernel:
 
 def compiler() -> Any:
     """codegen.kernel.Compiled. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
-    collecting = gc.isenabled()
-    gc.disable()  # torch's objects, walked again and again beside these many new ones, took 0.4 of 0.85 s
     try:
-        return importlib.import_module("coda_inductor.codegen.kernel").Compiled
+        with uncollected():
+            return importlib.import_module("coda_inductor.codegen.kernel").Compiled
     except Exception as error:  # a driver too old for it, half an installation: each library has its own
         what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
         raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps Python's collector from walking all of torch's objects again and again beside many new ones: it took 0.4 of
+    the 0.85 s in which the compiler is imported."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
