@@ -24,9 +24,8 @@ from coda_inductor.core.region import DTYPES, Region
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
 CHECKED = 256  # rows, or columns, from each of the start, the middle and the end
-SIDE = 4096  # of the matrices multiplied between rotations: 0.2 ms, 96 MiB
-HEATING_S = 0.1  # before the first rotation
-MAX_AHEAD_S = 0.02  # that the GPU is busy before a rotation; a host that is slower than that is timed
+CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
+MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +160,8 @@ def _relative(found: Tensor, wanted: Tensor) -> Tensor:
 def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     """The median ms of each call on the current stream, in rotation, so that clock changes hit all alike.
 
-    Before a rotation the GPU multiplies for longer than the host takes to launch it: else the host would be timed. (One
-    side of a contest of ViT-L took it 60-640 us, beside an H200.) It must not idle: a GPU that rests between rotations
-    runs at clocks that no step of a model sees, at which an epilogue's arithmetic costs less and memory as much."""
+    The GPU first idles for longer than the host takes to launch a rotation: else that would be timed. (One side of a
+    contest of ViT-L took the host 60-640 us, beside an H200.)"""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -173,12 +171,10 @@ def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[floa
         for call in calls:
             call()
         launching_s.append(time.perf_counter() - start_s)
-    heat = Heat()
-    heat(HEATING_S)
-    ahead_s = min(2 * min(launching_s), MAX_AHEAD_S) + 50e-6 * len(calls)
+    ahead = int(CYCLES * min(2 * min(launching_s), MAX_AHEAD)) + 50_000 * len(calls)
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for r in range(rounds):
-        heat(ahead_s)
+        torch.cuda._sleep(ahead)
         for i in ((r + j) % len(calls) for j in range(len(calls))):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -187,25 +183,3 @@ def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[floa
             marks[i].append((start, end))
     torch.cuda.synchronize()
     return [statistics.median(start.elapsed_time(end) for start, end in mark) for mark in marks]
-
-
-class Heat:
-    """Products of random matrices, which draw the power that a step of a model does. Called with seconds to fill."""
-
-    def __init__(self) -> None:
-        self.a, self.b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
-        self.out = torch.empty_like(self.a)
-        self.seconds = 0.0
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self(0.0)
-        start.record()
-        for _ in range(10):
-            self(0.0)
-        end.record()
-        end.synchronize()
-        self.seconds = start.elapsed_time(end) / 10e3
-
-    def __call__(self, seconds: float) -> None:
-        """One product at least."""
-        for _ in range(1 + int(seconds / self.seconds) if self.seconds else 1):
-            torch.mm(self.a, self.b, out=self.out)
