@@ -1,4 +1,4 @@
-"""Common models at real widths for `explain`: plain nanoGPT and ViT, and transformers' BERT, CLIP and GPT-2.
+"""Common models at real widths for `explain`: plain nanoGPT and ViT; ViT, BERT, CLIP, GPT-2 and Llama of transformers.
 
     coda-inductor explain tests.coverage_models:nanogpt --target sm_90a
     python tests/coverage_models.py [--train] [NAME ...]
@@ -92,6 +92,14 @@ def vit_l(layers: int = 24) -> Made:
     return ViT(layers, 1024, 16).to(BF16), (torch.zeros(64, 3, 224, 224, dtype=BF16),)
 
 
+def vit_hf(layers: int = 24) -> Made:
+    """ViT-L of transformers: q, k and v are separate products."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4096)
+    return ViTForImageClassification(config).to(BF16), (torch.zeros(64, 3, 224, 224, dtype=BF16),)
+
+
 def bert_large(layers: int = 24) -> Made:
     from transformers import BertConfig, BertModel
 
@@ -129,7 +137,8 @@ def llama(layers: int = 32) -> Made:
 
 
 BUILD: dict[str, Callable[..., Made]] = {
-    "llama": llama, "nanogpt": nanogpt, "vit_l": vit_l, "bert_large": bert_large, "clip_l": clip_l, "gpt2": gpt2,
+    "llama": llama, "nanogpt": nanogpt, "vit_l": vit_l, "vit_hf": vit_hf, "bert_large": bert_large, "clip_l": clip_l,
+    "gpt2": gpt2,
 }  # fmt: skip
 
 
@@ -153,8 +162,9 @@ class Loss(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if self.name in ("llama", "gpt2"):
             return self.model(input_ids=x, labels=x).loss
-        if self.name == "vit_l":
+        if self.name in ("vit_l", "vit_hf"):
             logits = self.model(x)
+            logits = logits if self.name == "vit_l" else logits.logits
             return F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long, device=x.device))
         return self.model(x)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from coverage_models import build
+from coverage_models import Loss, build
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
@@ -33,6 +33,7 @@ class Case:
 CASES = (
     Case("nanogpt", (4, -1), (FIRST, SLICED), 0.86, 0.95),  # at full depth: 0.995
     Case("vit_l", (4, -1), (FIRST, LAST), 0.84, 0.95),  # 0.988
+    Case("vit_hf", (6, -3), (FIRST, LAST), 0.83, 0.95),  # 0.977
     Case("bert_large", (6, -2), (FIRST, LAST), 0.86, 0.90),  # 0.957
     Case("clip_l", (6, -3), (FIRST,), 0.91, 0.90),  # 0.993
     Case("gpt2", (4, -1), (FIRST, LAST, HEAD), 0.83, 0.90),  # 0.994
@@ -58,3 +59,16 @@ def test_full_depth(case: Case) -> None:
     model, args = build(case.name)
     totals = explain(model, args, {}, "infer", SM_90A)["totals"]
     assert totals["coverage"] >= case.deep
+
+
+@pytest.mark.parametrize("name", ["vit_hf", "bert_large"])
+def test_one_pass_of_a_layer_is_left_in_training(name: str) -> None:
+    """It stands beside attention and takes the statistic of q, k and v together."""
+    left, covered = [], 0.0
+    for layers in (3, 4):
+        model, args = build(name, layers)
+        totals = explain(Loss(name, model), args, {}, "train", SM_90A)["totals"]
+        left.append(totals["passes_left"])
+        covered = totals["coverage"]
+    assert left[1] == left[0] + 1
+    assert covered >= {"vit_hf": 0.85, "bert_large": 0.75}[name]

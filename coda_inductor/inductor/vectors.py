@@ -4,9 +4,11 @@ sums, and the products of a weight with a gain or bias that bilinearity splits o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +17,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import ROUNDINGS, Lifted
+from coda_inductor.patterns.sizes import size_of
 from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.rewrite.beside import Pair
 from coda_inductor.rewrite.draft import Computed
@@ -66,7 +69,7 @@ class Vectors:
             if (made := self.sum_of(t)) is not None:
                 return made, (TOKENS,)
             if token and (pair := self.pair(t)) is not None:
-                return self._beside(pair), (TOKENS,)
+                return self._summed(pair, self._product(pair)), (TOKENS,)
             if token:
                 node, factor = self.statistic(t)
                 out = self._wide(self.call(node, aten.view.default, node, [-1]))
@@ -92,19 +95,44 @@ class Vectors:
             return self.call(args[0], aten.stack.default, args, len(order)), (*order, *t.over)
         if t.kind not in ("mul", "add"):
             raise BrokenInvariant(f"no vector is a {t.kind}")
-        args, order = self._aligned(t.args, token)
-        mul, add = aten.mul.Tensor, aten.add.Tensor
         if t.kind == "mul":
+            args, order = self._aligned(t.args, token)
             args = [self._power(a, p) for a, p in zip(args, t.powers, strict=True)]
-        else:
-            args = [a if w == 1 else self.call(a, mul, a, float(w)) for a, w in zip(args, t.powers, strict=True)]
+            return self._folded(aten.mul.Tensor, args, t.coefficient, 1), order
+        together, rest = self._alike(t) if token else ([], list(zip(t.args, t.powers, strict=True)))
+        args, order = self._aligned(tuple(a for a, _ in rest), token) if rest else ([], (TOKENS,))
+        args = [self._times(a, w) for a, (_, w) in zip(args, rest, strict=True)]
+        return self._folded(aten.add.Tensor, args + together, t.coefficient, 0), order
+
+    def _folded(self, op: object, args: list[fx.Node], coefficient: Fraction, neutral: int) -> fx.Node:
+        """The product or the sum of `args` and a number."""
         out = args[0]
         for a in args[1:]:
-            out = self.call(out, mul if t.kind == "mul" else add, out, a)
-        neutral = 1 if t.kind == "mul" else 0
-        if t.coefficient != neutral:
-            out = self.call(out, mul if t.kind == "mul" else add, out, float(t.coefficient))
-        return out, order
+            out = self.call(out, op, out, a)
+        return out if coefficient == neutral else self.call(out, op, out, float(coefficient))
+
+    def _times(self, a: fx.Node, w: Fraction) -> fx.Node:
+        return a if w == 1 else self.call(a, aten.mul.Tensor, a, float(w))
+
+    def _alike(self, t: Term) -> tuple[list[fx.Node], list[tuple[Term, Fraction]]]:
+        """Of an addition's sums over tensors that are not ours to make, those over one shape as one sum: one pass reads
+        them all, as dq * q + dk * k + dv * v. And the other addends."""
+        groups, rest = defaultdict[Any, list[tuple[Term, Fraction, Pair]]](list), list[tuple[Term, Fraction]]()
+        for arg, w in zip(t.args, t.powers, strict=True):
+            beside = arg.kind == "red" and self.sum_of(arg) is None and (arg, True) not in self.done
+            if beside and (pair := self.pair(arg)) is not None:
+                shape = g.tensor(pair.tensors[0]).shape  # type: ignore[union-attr]
+                groups[pair.dims, tuple(map(size_of, shape))].append((arg, w, pair))
+            else:
+                rest.append((arg, w))
+        together = list[fx.Node]()
+        for alike in groups.values():
+            if len(alike) == 1:
+                rest.append(alike[0][:2])
+                continue
+            products = [self._times(self._product(pair), w) for _, w, pair in alike]
+            together.append(self._summed(alike[0][2], self._folded(aten.add.Tensor, products, Fraction(0), 0)))
+        return together, rest
 
     def _wide(self, node: fx.Node) -> fx.Node:
         """The node in the dtype that is computed in."""
@@ -112,8 +140,8 @@ class Vectors:
             return node
         return self.call(node, prims.convert_element_type.default, node, self.compute)
 
-    def _beside(self, pair: Pair) -> fx.Node:
-        """The sums over tensors that are not ours to make, [M]."""
+    def _product(self, pair: Pair) -> fx.Node:
+        """What is summed of tensors that are not ours to make."""
         first = pair.tensors[0]
         out = self._wide(first)
         for other in pair.tensors[1:]:
@@ -121,8 +149,12 @@ class Vectors:
         if not is_number(pair.vector):
             order = self.lifted.reading.roots(first)[-1]
             out = self.call(first, aten.mul.Tensor, out, self.write(Computed(pair.vector, "feature", order)))
-        out = self.call(first, aten.sum.dim_IntList, out, list(pair.dims))
-        return self.call(first, aten.reshape.default, out, [-1])
+        return out
+
+    def _summed(self, pair: Pair, product: fx.Node) -> fx.Node:
+        """Its sums, [M]."""
+        out = self.call(pair.tensors[0], aten.sum.dim_IntList, product, list(pair.dims))
+        return self.call(pair.tensors[0], aten.reshape.default, out, [-1])
 
     def _power(self, a: fx.Node, p: Fraction) -> fx.Node:
         if p == 1:
