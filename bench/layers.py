@@ -215,23 +215,15 @@ def run(case: str, d: int, mode: str | None) -> dict[str, Any]:
         calls = [lambda s, f=compiled[b]: f(*inputs[s]) for b in ("coda", "inductor")]
         ms, baseline, bare = rotation([*calls, lambda s: floor()])
     difference = float((ours - theirs).norm() / theirs.norm())
-    chosen = {
-        s.region.digest: {
-            str(k.config(inputs[0][0].shape[0] * inputs[0][0].shape[1]))
-            for k in launch.KERNELS.values()
-            if k.region == s.region
-        }
-        for s in report.sites
-    }
+    tokens = inputs[0][0].shape[:2].numel()
+    tiles = {k.region.digest: str(k.config(tokens)) for k in launch.KERNELS.values() if k.config(tokens) is not None}
+    names = [(s.name, s.region.digest) for s in report.sites] or [(digest, digest) for digest in launched]
     return {
         "case": f"{case} {d or ''}".strip(), "mode": "infer", "baseline": f"torch.compile {mode or 'default'}",
         "ms": ms, "baseline_ms": baseline,
         "floor_ms": bare, "speedup": baseline / ms, "over_floor": ms / bare,
         "recovered": (baseline - ms) / (baseline - bare), "difference": difference,
-        "regions": {
-            s.name: [s.region.digest, launched.get(s.region.digest, 0), *sorted(chosen[s.region.digest])]
-            for s in report.sites
-        },
+        "regions": {name: [digest, launched.get(digest, 0), tiles.get(digest, "")] for name, digest in names},
         "lost": sorted({r.reason for r in report.refused if "slower" in r.reason}),
         "compile_s": {"coda": seconds["coda"], "inductor": seconds["inductor"]},
         "machine": torch.cuda.get_device_name(), "versions": {**target.versions(), "python": platform.python_version()},
