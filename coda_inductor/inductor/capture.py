@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor.autocast import autocast_like_cuda
 from coda_inductor.inductor.like_cuda import like_cuda
 
 LARGE = 1 << 20
@@ -70,6 +71,7 @@ def capture(
     torch._dynamo.reset()
     with ExitStack() as stack:
         stack.enter_context(like_cuda())
+        stack.enter_context(autocast_like_cuda())
         stack.enter_context(mock.patch.object(compile_fx, "joint_graph_passes", hand_over))
         stack.enter_context(mock.patch.object(compile_fx, "min_cut_rematerialization_partition", split))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
