@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,12 @@ from codegen_cases import norm_backward, swiglu, token_scale
 from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen.legality import HEAVY, Config
 from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.core.region import Region
 
 SCRIPT = """
 import json, sys, time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import quack.gemm_sm90
 chosen = []
@@ -102,30 +107,82 @@ def test_workers_fill_the_store(tmp_path: Path) -> None:
     assert objects == {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
 
 
-def test_the_compiling_process_may_die(tmp_path: Path) -> None:
-    """Between requests and amid one: it is started again. A worker that dies is why its kernels are missing."""
-    store, job = str(tmp_path / "kernels"), Job(token_scale(256, 64), Config(128, 128, 2, 1, True))
+def amid(job: Job, store: str, act: Callable[[int, int], None]) -> dict[Job, str]:
+    """prebuild([job]), during which `act` is called with the process ids of the compiling process and of its worker."""
+    with ThreadPoolExecutor(1) as thread:
+        failed = thread.submit(prebuild, [job], store, workers=1)
+        workers = list[str]()
+        while not workers and not failed.done():
+            server = prebuild_module._running[0].process.pid if prebuild_module._running else 0
+            children = Path(f"/proc/{server}/task/{server}/children")
+            workers = children.read_text().split() if server and children.exists() else []
+        act(server, int(workers[0]))
+        return failed.result()
+
+
+def kernels_of(*regions: Region) -> list[Job]:
+    return [Job(region, Config(128, 128, 2, 1, True)) for region in regions]
+
+
+def test_the_compiling_process_may_end(tmp_path: Path) -> None:
+    """Idle, or killed between two requests: it is started again. Killed amid one: said, and started for the next."""
+    store, (small, heavy) = str(tmp_path / "kernels"), kernels_of(token_scale(256, 64), norm_backward(256, 64))
     prebuild_module.warm_up()
     first = prebuild_module._running[0]
     first.process.kill()
     first.process.wait()
-    assert prebuild([], store) == {} and prebuild([job], store, workers=1) == {}
+    assert prebuild([], store) == {} and prebuild([small], store, workers=1) == {}
     second = prebuild_module._running[0]
     assert second is not first and second.alive()
-    killer = threading.Timer(0.2, second.process.kill)
-    killer.start()
-    slow = Job(swiglu(256, 64), Config(128, 256, 1, 2, False))
-    assert prebuild([slow], store, workers=1) == {}
-    killer.join()
-    third = prebuild_module._running[0]
-    assert third is not second and list(Path(store).glob("objects/*128x256*/*/*.o"))
-    crash = Job(norm_backward(256, 64), Config(128, 128, 2, 1, True))
-    killer = threading.Timer(0.3, lambda: os.system(f"pkill -9 -P {third.process.pid}"))
-    killer.start()
-    failed = prebuild([crash], store, workers=1)
-    killer.join()
-    assert list(failed) == [crash] and "ended early" in failed[crash] and third.alive()
-    assert prebuild([crash], store, workers=1) == {}
+    failed = amid(heavy, store, lambda server, worker: os.kill(server, signal.SIGKILL))
+    assert list(failed) == [heavy] and "ended early" in failed[heavy]
+    assert prebuild([small], store, workers=1) == {} and prebuild_module._running[0] is not second
+
+
+def test_a_worker_may_die(tmp_path: Path) -> None:
+    """What it was at is compiled by another."""
+    store, (heavy,) = str(tmp_path / "kernels"), kernels_of(norm_backward(256, 64))
+    assert amid(heavy, store, lambda server, worker: os.kill(worker, signal.SIGKILL)) == {}
+    assert len(list(Path(store).glob("objects/*/*/*.o"))) == 1
+
+
+def test_what_is_printed_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at the start of Python nor in bytes that are no text."""
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\nprint('hello', flush=True)\nos.write(2, b'\\xff')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for compiler in prebuild_module._running:
+        compiler.end()
+    store, jobs = str(tmp_path / "kernels"), kernels_of(token_scale(256, 64))
+    assert prebuild(jobs, store, workers=1) == {}
+    assert prebuild_module._running[0].last_words().startswith("hello")
+    prebuild_module._running[0].end()
+
+
+def test_a_fork_of_the_owner_has_a_process_of_its_own(tmp_path: Path) -> None:
+    """Also one that is made while another thread waits for kernels."""
+    code = """
+import os, sys, threading
+from codegen_cases import norm_backward, token_scale
+from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.prebuild import Job, prebuild, warm_up
+tile = Config(128, 128, 2, 1, True)
+threading.Thread(target=prebuild, args=([Job(norm_backward(256, 64), tile)], sys.argv[1])).start()
+if not (child := os.fork()):
+    assert prebuild([Job(token_scale(256, 64), tile)], sys.argv[1], workers=1) == {}
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    done = python(code, str(tmp_path / "kernels"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(list(tmp_path.glob("kernels/objects/*/*/*.o"))) == 2
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs code that finds this folder."""
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_a_graph_loads_the_compiler_before_its_first_launch() -> None:
@@ -138,7 +195,5 @@ assert "quack" not in sys.modules
 launcher(token_scale(64, 64).text)
 assert "coda_inductor.codegen.kernel" in sys.modules and "quack" in sys.modules
 """
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = python(code)
     assert done.returncode == 0, done.stderr[-3000:]

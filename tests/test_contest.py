@@ -95,7 +95,7 @@ def test_no_contest_at_sizes_that_nobody_knows() -> None:
 
 
 def test_the_other_side_is_inductors_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a mode of torch.compile turns on is off where the other side is compiled."""
+    """What the modes for autotuning and CUDA graphs turn on is off where the other side is compiled."""
     modes = {k: v for k, v in torch._inductor.list_mode_options().items() if "autotune" in k or "reduce" in k}
     seen = list[dict[str, Any]]()
 

@@ -8,6 +8,7 @@ script); it sees no GPU. A kernel that fails here fails again, with its reason, 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ BOOT = (
 )
 TARGET = ("QUACK_ARCH=90", "CUTE_DSL_ARCH=sm_90a", "CUDA_VISIBLE_DEVICES=")
 MAX_WORKERS = 16
+LAST_BYTES = 500
 
 
 class Job(NamedTuple):
@@ -64,18 +66,28 @@ def outcomes(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int 
             text = source.render(job.region, swapped=job.swapped)
             same.setdefault((source.module_name(text), job.config), []).append(job)
     todo = [alike[0] for alike in same.values()]
-    first = dict(zip(todo, _asked(todo, str(directory), workers), strict=True))
+    first = dict(zip(todo, _asked(todo, str(directory.absolute()), workers), strict=True))
     return made | {job: first[alike[0]] for alike in same.values() for job in alike}
 
 
 class Compiler:
-    """The process that imports the compiler. A request is a line, and so is the answer to each of its jobs."""
+    """The process that imports the compiler. A request is a line to its stdin; the answers, a line for each job, come
+    through a pipe of their own: anything may print."""
 
     def __init__(self) -> None:
-        command = ["env", *TARGET, sys.executable, "-c", BOOT, json.dumps(sys.path)]
-        self.owner, self.said = os.getpid(), tempfile.TemporaryFile("a+")  # noqa: SIM115
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.said, text=True)
+        self.owner, self.said = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115
+        answers, theirs = os.pipe()
+        command = ["env", *TARGET, sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs)]
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=self.said, stderr=self.said, pass_fds=(theirs,), text=True
+            )
+        except OSError:
+            os.close(answers)
+            raise
+        finally:
+            os.close(theirs)
+        self.answers = os.fdopen(answers)
         atexit.register(self.end)
 
     def alive(self) -> bool:
@@ -85,30 +97,33 @@ class Compiler:
     def ask(self, request: str, count: int) -> dict[int, Outcome]:
         """What became of a request's `count` jobs, by index; of fewer, if the process ends."""
         found: dict[int, Outcome] = {}
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
         try:
             self.process.stdin.write(request + "\n")
             self.process.stdin.flush()
-            while len(found) < count and (line := self.process.stdout.readline()):
+            while len(found) < count and (line := self.answers.readline()):
                 i, reason, seconds = json.loads(line)
                 found[i] = Outcome(reason, seconds)
         except BrokenPipeError:
             pass
-        finally:
-            if len(found) < count:  # also if interrupted: what is still to come must not answer the next request
-                self.end()
+        except BaseException:  # interrupted: what is still to come must not answer the next request
+            self.end()
+            raise
+        if len(found) < count:
+            self.process.wait()
         return found
 
     def last_words(self) -> str:
-        """The end of what it wrote to stderr."""
-        self.said.seek(0)
-        return self.said.read().strip()[-500:]
+        """The end of what it printed. Read without moving the offset, at which it writes."""
+        size = os.fstat(self.said.fileno()).st_size
+        return os.pread(self.said.fileno(), LAST_BYTES, max(0, size - LAST_BYTES)).decode(errors="replace").strip()
 
     def end(self) -> None:
         """Ends it, if it is ours to end."""
         if self.owner == os.getpid():
             self.process.terminate()
-            self.process.communicate()
+            with contextlib.suppress(ValueError):  # another thread is at it
+                self.process.communicate()
         atexit.unregister(self.end)
 
 
@@ -116,10 +131,25 @@ _lock = threading.Lock()
 _running: list[Compiler] = []  # at most one
 
 
+def _unlock() -> None:
+    """In a fork: nobody is left who would."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 def warm_up() -> None:
-    """Starts the compiling process if there is none: what it imports takes seconds, in which a caller can work."""
-    with _lock:
-        _compiler()
+    """Starts the compiling process if there is none: what it imports takes seconds, in which a caller can work. What
+    keeps it from starting is said when a kernel is asked for."""
+    if _lock.acquire(blocking=False):
+        try:
+            _compiler()
+        except OSError:
+            pass
+        finally:
+            _lock.release()
 
 
 def _compiler() -> Compiler:
@@ -130,14 +160,16 @@ def _compiler() -> Compiler:
 
 def _asked(jobs: list[Job], directory: str, workers: int | None) -> list[Outcome]:
     """What became of each job."""
+    if not jobs:
+        return []
     count = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS, len(jobs))
     request = json.dumps([count, directory, [[job.region.text, list(job.config), job.swapped] for job in jobs]])
-    found, said = dict[int, Outcome](), ""
     with _lock:
-        for _ in range(2):  # it may just have ended, idle
-            if len(found) < len(jobs):
-                compiler = _compiler()
-                found = compiler.ask(request, len(jobs))
-                said = said or compiler.last_words()
+        compiler = _compiler()
+        found = compiler.ask(request, len(jobs))
+        if not found and compiler.process.returncode == 0:  # it had just ended, idle
+            compiler = _compiler()
+            found = compiler.ask(request, len(jobs))
+        said = compiler.last_words() if len(found) < len(jobs) else ""
     lost = Outcome(f"the compiling process ended early: {said}", 0.0)
     return [found.get(i, lost) for i in range(len(jobs))]

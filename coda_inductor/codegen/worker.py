@@ -6,6 +6,7 @@ compiled, no GPU is visible.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +27,54 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-IDLE_S = 120.0  # after which it ends: 300 MB
+IDLE_S = 60.0  # after which it ends; it holds 330 MB
+ATTEMPTS = 2  # at jobs that were lost with another's worker
+
+Done = tuple[int, str, float]
 
 
 def serve() -> None:
     """Answers requests (a line of JSON each: workers, directory, jobs) until there are no more: for each job, when it
     is done, a line [its index, why it failed, seconds]."""
-    answers = os.dup(1)
-    os.dup2(2, 1)  # a compiler may print
+    answers = int(sys.argv[2])
+    for end in (signal.SIGPIPE, signal.SIGINT):  # nobody reads any more, or Ctrl-C: ends at once, the workers with it
+        signal.signal(end, signal.SIG_DFL)
     kernel.without_gpu()
     while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
-        for answer in compiled(answers, *json.loads(line)):
-            os.write(answers, (json.dumps(answer) + "\n").encode())
+        for done in compiled(answers, *json.loads(line)):
+            os.write(answers, (json.dumps(done) + "\n").encode())
 
 
-def compiled(answers: int, workers: int, directory: str, jobs: list[Any]) -> Iterator[tuple[int, str, float]]:
-    """What becomes of each job, in the order in which they end."""
+def compiled(answers: int, workers: int, directory: str, jobs: list[Any]) -> Iterator[Done]:
+    """What becomes of each job, in the order in which they end. When a worker dies its pool loses what is under way."""
+    left = dict(enumerate(jobs))
+    for _ in range(ATTEMPTS):
+        for i, reason, seconds in pooled(answers, workers, directory, left) if left else ():
+            del left[i]
+            yield i, reason, seconds
+    for i in left:
+        yield i, "its compiling process ended early", 0.0
+
+
+def pooled(answers: int, workers: int, directory: str, jobs: dict[int, Any]) -> Iterator[Done]:
+    """What becomes of the jobs of one pool, but for those that are lost with it."""
     forking = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, forking, initializer=born, initargs=(answers,)) as pool:
+    with ProcessPoolExecutor(workers, forking, initializer=born, initargs=(answers, os.getpid())) as pool:
         running: dict[Future[tuple[str, float]], int] = {}
-        for i, job in enumerate(jobs):
-            try:
+        with contextlib.suppress(BrokenProcessPool):
+            for i, job in jobs.items():
                 running[pool.submit(build, directory, *job)] = i
-            except RuntimeError as error:  # a worker died, and with it the pool
-                yield i, died(error), 0.0
         for future in as_completed(running):
-            failure = future.exception()
-            yield (running[future], *(future.result() if failure is None else (died(failure), 0.0)))
+            with contextlib.suppress(BrokenProcessPool):
+                yield (running[future], *future.result())
 
 
-def born(answers: int) -> None:
+def born(answers: int, parent: int) -> None:
     """In a worker: ends with its parent, and does not keep the pipe open whose end says that the parent is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     os.close(answers)
-
-
-def died(error: BaseException) -> str:
-    """Why the jobs at hand have no kernel."""
-    return f"the compiling process ended early: {error}"
 
 
 def build(directory: str, text: str, fields: list[Any], swapped: bool) -> tuple[str, float]:
@@ -73,4 +85,6 @@ def build(directory: str, text: str, fields: list[Any], swapped: bool) -> tuple[
         reason = ""
     except Unsupported as refusal:
         reason = " ".join(str(refusal).split())
+    except Exception as error:  # it happens again, and is judged, where the kernel is used
+        reason = f"{type(error).__name__}: {error}"
     return reason, time.perf_counter() - start

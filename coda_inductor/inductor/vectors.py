@@ -100,7 +100,8 @@ class Vectors:
             args = [self._power(a, p) for a, p in zip(args, t.powers, strict=True)]
             return self._folded(aten.mul.Tensor, args, t.coefficient, 1), order
         together, rest = self._alike(t) if token else ([], list(zip(t.args, t.powers, strict=True)))
-        args, order = self._aligned(tuple(a for a, _ in rest), token) if rest else ([], (TOKENS,))
+        args, order = self._aligned(tuple(a for a, _ in rest), token) if rest else ([], ())
+        order = order or ((TOKENS,) if together else ())  # beside scalars only, say
         args = [self._times(a, w) for a, (_, w) in zip(args, rest, strict=True)]
         return self._folded(aten.add.Tensor, args + together, t.coefficient, 0), order
 

@@ -1,0 +1,74 @@
+"""Vectors of tokens written as ATen: sums over tensors of one shape become one sum."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from coda_inductor.inductor.vectors import Vectors
+from coda_inductor.patterns.terms import Term, Terms
+from coda_inductor.rewrite.beside import Pair
+from coda_inductor.rewrite.draft import Computed
+
+TERMS, M, N = Terms(), 6, 4
+PAIRS = (("q", "dq"), ("k", "dk"), ("v", "dv"))
+
+
+class Graph:
+    """A graph whose nodes hold values: "q" to "dv" [M, N], "token" [M] and "scalar"."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.graph, self.sums = fx.Graph(), 0
+        matrices = {name: torch.randn(M, N) for pair in PAIRS for name in pair}
+        self.values: dict[str, Tensor] = {**matrices, "token": torch.randn(M), "scalar": torch.tensor(3.0)}
+        self.nodes = {name: self.graph.placeholder(name) for name in self.values}
+        for name, node in self.nodes.items():
+            node.meta["val"] = self.values[name]
+        self.axes = {name: tuple(range(value.dim())) for name, value in self.values.items()}
+        self.leaf = {name: TERMS.leaf(name, axes) for name, axes in self.axes.items()}
+        reds = [TERMS.red("sum", TERMS.mul(self.leaf[a], self.leaf[b]), (1,), {1: N}) for a, b in PAIRS]
+        self.reds = dict(zip("qkv", reds, strict=True))
+        self.pairs = {
+            red: Pair((self.nodes[a], self.nodes[b]), TERMS.const(1), (1,))
+            for red, (a, b) in zip(reds, PAIRS, strict=True)
+        }
+
+    def call(self, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+        self.sums += target is torch.ops.aten.sum.dim_IntList
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def written(self, term: Term) -> Tensor:
+        reading = SimpleNamespace(roots=lambda node: tuple((i,) for i in self.axes[node.name]))
+        lifted = cast(
+            Any, SimpleNamespace(node=lambda t: self.nodes[t.name], reading=reading, extents=lambda order: {})
+        )
+        nothing = cast(Any, None)
+        vectors = Vectors(lifted, self.call, lambda s: None, nothing, self.pairs.get, torch.float32)
+        return cast(Tensor, vectors.write(Computed(term, "token", (0,))).meta["val"])
+
+    def sum(self, name: str) -> Tensor:
+        return (self.values[name] * self.values[f"d{name}"]).sum(1)
+
+
+@pytest.mark.parametrize("scale", [False, True], ids=["alone", "times a vector"])
+@pytest.mark.parametrize("rest", [None, "token", "scalar"])
+def test_sums_over_one_shape_are_one_sum(rest: str | None, scale: bool) -> None:
+    g = Graph()
+    weights = {"q": Fraction(2), "k": Fraction(-3), "v": Fraction(1, 2)}
+    addends, signs = [g.reds[n] for n in weights], list(weights.values())
+    wanted = sum((g.sum(n) * float(w) for n, w in weights.items()), torch.full((M,), 5.0))
+    if rest:
+        addends, signs, wanted = [*addends, g.leaf[rest]], [*signs, Fraction(7)], wanted + 7 * g.values[rest]
+    term = TERMS.add(*addends, TERMS.const(5), signs=[*signs, Fraction(1)])
+    if scale:
+        term, wanted = TERMS.mul(term, g.leaf["token"]), wanted * g.values["token"]
+    torch.testing.assert_close(g.written(term), wanted)
+    assert g.sums == 1
