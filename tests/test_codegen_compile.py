@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_workers_fill_the_store(tmp_path: Path) -> None:
     assert objects == {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
 
 
-def amid(job: Job, store: str, act: Callable[[int, int], None]) -> dict[Job, str]:
+def amid(job: Job, store: str, act: Callable[[int, int], object]) -> dict[Job, str]:
     """prebuild([job]), during which `act` is called with the process ids of the compiling process and of its worker."""
     with ThreadPoolExecutor(1) as thread:
         failed = thread.submit(prebuild, [job], store, workers=1)
@@ -116,6 +117,7 @@ def amid(job: Job, store: str, act: Callable[[int, int], None]) -> dict[Job, str
             server = prebuild_module._running[0].process.pid if prebuild_module._running else 0
             children = Path(f"/proc/{server}/task/{server}/children")
             workers = children.read_text().split() if server and children.exists() else []
+            time.sleep(0.001)
         act(server, int(workers[0]))
         return failed.result()
 
@@ -159,18 +161,18 @@ def test_what_is_printed_is_no_answer(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_fork_of_the_owner_has_a_process_of_its_own(tmp_path: Path) -> None:
-    """Also one that is made while another thread waits for kernels."""
+    """Also one that is made while a thread waits for kernels."""
     code = """
-import os, sys, threading
-from codegen_cases import norm_backward, token_scale
-from coda_inductor.codegen.legality import Config
-from coda_inductor.codegen.prebuild import Job, prebuild, warm_up
-tile = Config(128, 128, 2, 1, True)
-threading.Thread(target=prebuild, args=([Job(norm_backward(256, 64), tile)], sys.argv[1])).start()
-if not (child := os.fork()):
-    assert prebuild([Job(token_scale(256, 64), tile)], sys.argv[1], workers=1) == {}
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+import os, sys
+import test_codegen_compile as t
+store, (heavy, small) = sys.argv[1], t.kernels_of(t.norm_backward(256, 64), t.token_scale(256, 64))
+def fork(server, worker):
+    if not (child := os.fork()):
+        built = t.prebuild([small], store, workers=1) == {}
+        t.prebuild_module._running[0].end()
+        os._exit(7 if built else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert t.amid(heavy, store, fork) == {}
 """
     done = python(code, str(tmp_path / "kernels"))
     assert done.returncode == 0, done.stderr[-3000:]

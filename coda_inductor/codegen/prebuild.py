@@ -76,18 +76,15 @@ class Compiler:
 
     def __init__(self) -> None:
         self.owner, self.said = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115
-        answers, theirs = os.pipe()
+        ours, theirs = os.pipe()
+        self.answers = open(ours, "rb", buffering=0)  # noqa: SIM115 (a buffer has a lock, which a fork would inherit)
         command = ["env", *TARGET, sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs)]
         try:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=self.said, stderr=self.said, pass_fds=(theirs,), text=True
+                command, stdin=subprocess.PIPE, stdout=self.said, stderr=self.said, pass_fds=(theirs,), bufsize=0
             )
-        except OSError:
-            os.close(answers)
-            raise
         finally:
             os.close(theirs)
-        self.answers = os.fdopen(answers)
         atexit.register(self.end)
 
     def alive(self) -> bool:
@@ -98,12 +95,14 @@ class Compiler:
         """What became of a request's `count` jobs, by index; of fewer, if the process ends."""
         found: dict[int, Outcome] = {}
         assert self.process.stdin is not None
+        todo, rest = memoryview(request.encode() + b"\n"), b""
         try:
-            self.process.stdin.write(request + "\n")
-            self.process.stdin.flush()
-            while len(found) < count and (line := self.answers.readline()):
-                i, reason, seconds = json.loads(line)
-                found[i] = Outcome(reason, seconds)
+            while todo:
+                todo = todo[self.process.stdin.write(todo) :]
+            while len(found) < count and (read := self.answers.read(1 << 16)):
+                *lines, rest = (rest + read).split(b"\n")
+                for i, reason, seconds in map(json.loads, lines):
+                    found[i] = Outcome(reason, seconds)
         except BrokenPipeError:
             pass
         except BaseException:  # interrupted: what is still to come must not answer the next request

@@ -37,12 +37,14 @@ def serve() -> None:
     """Answers requests (a line of JSON each: workers, directory, jobs) until there are no more: for each job, when it
     is done, a line [its index, why it failed, seconds]."""
     answers = int(sys.argv[2])
-    for end in (signal.SIGPIPE, signal.SIGINT):  # nobody reads any more, or Ctrl-C: ends at once, the workers with it
-        signal.signal(end, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: ends at once, and the workers with it
     kernel.without_gpu()
     while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
         for done in compiled(answers, *json.loads(line)):
-            os.write(answers, (json.dumps(done) + "\n").encode())
+            try:
+                os.write(answers, (json.dumps(done) + "\n").encode())
+            except BrokenPipeError:  # nobody reads any more; without waiting for what is under way
+                os._exit(1)
 
 
 def compiled(answers: int, workers: int, directory: str, jobs: list[Any]) -> Iterator[Done]:

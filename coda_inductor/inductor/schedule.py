@@ -122,7 +122,7 @@ class _Fusion:
     def run(self) -> list[_Group]:
         for _ in range(10):
             fused = 0
-            for _, a, b in sorted(self.candidates(), key=lambda c: -c[0]):
+            for _, a, b in sorted(self.candidates(), key=_rank):
                 a, b = self.current(a), self.current(b)
                 if a is not b and self.score(a, b) > 0 and not self.cycle(a, b):
                     self.fuse(a, b)
@@ -197,6 +197,12 @@ class _Fusion:
             self.unit[loop.out] = fused
         self.groups = [g for g in self.groups if g is not b]
         self.groups[self.groups.index(a)] = fused
+
+
+def _rank(candidate: tuple[int, _Group, _Group]) -> tuple[int, ...]:
+    """Most bytes first, then the nearest, as Inductor's score_fusion; then the order of the graph."""
+    score, a, b = candidate
+    return -score, max(abs(a.first - b.last), abs(b.first - a.last)), a.first, b.first
 
 
 def _parts(group: _Group) -> dict[tuple[fx.Node, Path], int]:
