@@ -194,11 +194,12 @@ def rotation(calls: list[Callable[[int], object]]) -> list[float]:
     return [statistics.median(s.elapsed_time(e) for s, e in m) for m in marks]
 
 
-def run(case: str, d: int, mode: str | None) -> dict[str, Any]:
-    """One row."""
+def run(name: str, mode: str | None) -> dict[str, Any]:
+    """One row; `name` is a case and, of half and layer, the width."""
+    case, _, width = name.partition(" ")
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, inputs, floor = {"half": half, "layer": layer}[case](d) if d else stack(case)
+    model, inputs, floor = {"half": half, "layer": layer}[case](int(width)) if width else stack(case)
     seconds = {}
     compiled = {}
     with torch.no_grad():
@@ -219,7 +220,7 @@ def run(case: str, d: int, mode: str | None) -> dict[str, Any]:
     tiles = {k.region.digest: str(k.config(tokens)) for k in launch.KERNELS.values() if k.config(tokens) is not None}
     names = [(s.name, s.region.digest) for s in report.sites] or [(digest, digest) for digest in launched]
     return {
-        "case": f"{case} {d or ''}".strip(), "mode": "infer", "baseline": f"torch.compile {mode or 'default'}",
+        "case": name, "mode": "infer", "baseline": f"torch.compile {mode or 'default'}",
         "ms": ms, "baseline_ms": baseline,
         "floor_ms": bare, "speedup": baseline / ms, "over_floor": ms / bare,
         "recovered": (baseline - ms) / (baseline - bare), "difference": difference,
@@ -253,17 +254,18 @@ def main() -> None:
     parser.add_argument("--mode")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "layers.jsonl"))
     args = parser.parse_args()
-    for case in args.cases:
-        for d in args.widths if case in ("half", "layer") else [0]:
-            row = run(case, d, args.mode)
-            with open(args.out, "a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(
-                f"{row['case']:14s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f}"
-                f" ({row['speedup']:.3f}x), floor {row['floor_ms']:8.3f} ({row['over_floor']:.3f}x),"
-                f" compile {row['compile_s']}"
-            )
-            print("   ", row["regions"], row["lost"], f"difference {row['difference']:.1e}", flush=True)
+    widths = {case: args.widths if case in ("half", "layer") else [0] for case in args.cases}
+    names = [f"{case} {d or ''}".strip() for case, ds in widths.items() for d in ds]
+    written(names, lambda name: [run(name, args.mode)], args.out, line)
+
+
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a row."""
+    return (
+        f"{row['case']:14s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f}"
+        f" ({row['speedup']:.3f}x), floor {row['floor_ms']:8.3f} ({row['over_floor']:.3f}x),"
+        f" compile {row['compile_s']}\n    {row['regions']} {row['lost']} difference {row['difference']:.1e}"
+    )
 
 
 if __name__ == "__main__":
