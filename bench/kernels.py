@@ -38,7 +38,7 @@ def cases(d: int, ff: int) -> Iterator[tuple[str, Region]]:
 
 def bare_products(region: Region, inputs: list[Tensor]) -> Callable[[], None]:
     """The Region's products alone, one cuBLAS call each, into one preallocated output."""
-    out = inputs[0].new_empty(M, region.n)
+    out = inputs[0].new_empty(inputs[0].shape[0], region.n)
     weights = [inputs[p.b].t() if p.b_layout == "nk" else inputs[p.b] for p in region.products]
 
     def call() -> None:

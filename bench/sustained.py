@@ -1,11 +1,12 @@
-"""What a tile costs at the clocks that it can hold: each alone for half a second, beside the interleaved timing.
+"""What a tile costs at the clocks that it can hold: each alone for half a second, beside a rotation.
 
     python bench/sustained.py [FILE]      (default: bench/results/sustained.jsonl)
 
 A GPU at its power limit lowers its clocks, and in a rotation of a few milliseconds all members pay for what one draws.
-"ms" is the median of such a rotation (as tune.measure takes it), "tenths_us" the time of a call in each tenth of half a
-second of nothing else, "sm_mhz" and "watts" are the driver's towards its end, "mj" is the energy of a call (by the
-driver's counter, which is coarse: within some 10 %). The tile "mm" is torch.mm(out=), before and after all others.
+"ms" is the median of such a rotation, "busy_ms" what the choice of tiles goes by (timing.busy), "tenths_us" the
+time of a call in each tenth of half a second of nothing else, "sm_mhz" and "watts" are the driver's towards its end,
+"mj" is the energy of a call (by the driver's counter, which is coarse: within some 10 %). The tile "mm" is
+torch.mm(out=), before and after all others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kernels import M, bare_products
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, tune  # noqa: E402
+from coda_inductor.codegen import launch, legality, target, timing, tune  # noqa: E402
 from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 
@@ -80,14 +81,17 @@ def rows(name: str, region: Region, driver: Driver) -> Iterator[dict[str, Any]]:
     kernel, inputs = launch.kernel(region.text), random_inputs(region, M, "cuda")
     configs, bare = legality.candidates(region, M), bare_products(region, inputs)
     found = tune.measure(kernel, inputs, configs, beside=[bare], rounds=11, max_stack=1 << 20)
-    outs, (floor,) = tune.outputs(region, inputs), found[0]["beside"]
-    alone(bare, floor, driver)  # to the power limit
-    yield {"case": name, "tile": "mm", "ms": floor, **alone(bare, floor, driver)}
+    outs, calls = tune.outputs(region, inputs), {"mm": bare}
+    busy_ms = {"mm": found[0]["beside"][0]}
     for config, row in zip(configs, found, strict=True):
         if "ms" in row:
-            times = alone(lambda c=config: kernel.run_in(c, inputs, outs), row["ms"], driver)  # type: ignore[misc]
-            yield {"case": name, "tile": str(config), "ms": row["ms"], **times}
-    yield {"case": name, "tile": "mm", "ms": floor, **alone(bare, floor, driver)}
+            calls[str(config)] = lambda c=config: kernel.run_in(c, inputs, outs)  # type: ignore[misc]
+            busy_ms[str(config)] = row["ms"]
+    turns = dict(zip(calls, timing.by_turns([*calls.values()], 11, timing.launching([*calls.values()])), strict=True))
+    alone(bare, turns["mm"], driver)  # to the power limit
+    for tile in (*calls, "mm"):
+        times = alone(calls[tile], turns[tile], driver)
+        yield {"case": name, "tile": tile, "ms": turns[tile], "busy_ms": busy_ms[tile], **times}
 
 
 def main() -> None:

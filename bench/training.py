@@ -6,8 +6,9 @@ A case is layer-2048, layer-4096 or layer-8192 (from attention's output to the n
 feed-forward 8/3 as wide), or one of MODELS (8192 tokens, with attention; two layers unless the name says how many).
 
 Two JSON lines per case, "forward" (under no_grad) and "train" (forward and backward), all in one rotation: "ms" is
-ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "gib" are
-the peaks of memory over what lies there before a step. "groups" are the contest's timings of Regions tied together.
+ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "sustained"
+are the same three, each repeated until the clocks have settled at what its power allows. "gib" are the peaks of memory
+over what lies there before a step. "groups" are the contest's timings of Regions tied together.
 """
 
 from __future__ import annotations
@@ -197,7 +198,9 @@ def run(name: str) -> list[dict[str, Any]]:
         c(0)
         launched.append(dict(launch.LAUNCHES))
     differences = [difference(calls[0](0), calls[1](0)), difference(calls[2](0), calls[3](0))]
-    times = layers.rotation([*calls, lambda s: bare[0](), lambda s: bare[1]()])
+    ways = [*calls, lambda s: bare[0](), lambda s: bare[1]()]
+    times = layers.rotation(ways)
+    held = layers.alone(ways, times)
     tiles = {k.region.digest: str(k.config(tokens)) for k in launch.KERNELS.values() if k.config(tokens) is not None}
     rows = []
     for i, kind in enumerate(("forward", "train")):
@@ -208,6 +211,7 @@ def run(name: str) -> list[dict[str, Any]]:
             "case": name, "mode": kind, "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
             "floor_ms": floor, "speedup": baseline / ms, "over_floor": ms / floor,
             "recovered": (baseline - ms) / (baseline - floor),
+            "sustained": layers.sustained(held[2 * i], held[2 * i + 1], held[4 + i]),
             "gib": {"coda": gib[2 * i], "inductor": gib[2 * i + 1]}, "difference": differences[i],
             "regions": {s.name: [s.region.digest, launched[i].get(s.region.digest, 0), tiles.get(s.region.digest, "")]
                         for r in found for s in r.sites},
@@ -242,7 +246,8 @@ def line(row: dict[str, Any]) -> str:
     """What is printed of a row."""
     return (
         f"{row['case']:12s} {row['mode']:8s} {row['ms']:8.3f} ms, torch.compile {row['baseline_ms']:8.3f}"
-        f" ({row['speedup']:.3f}x), floor {row['floor_ms']:8.3f}, regions {len(row['regions'])},"
+        f" ({row['speedup']:.3f}x, sustained {row['sustained']['speedup']:.3f}x), floor {row['floor_ms']:8.3f},"
+        f" regions {len(row['regions'])},"
         f" kept {sum(g['kept'] for g in row['groups'])} of {len(row['groups'])} groups,"
         f" GiB {row['gib']}, difference {row['difference']:.1e}, compile {row['compile_s']}"
     )

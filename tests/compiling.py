@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from coda_inductor.codegen import launch, target, tune
+from coda_inductor.codegen import launch, target, timing
 from coda_inductor.codegen.legality import Config
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
@@ -143,7 +143,7 @@ class Interpreted:
 def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..., Any] = Interpreted) -> None:
     """A machine that generates kernels, on the CPU: all but the compiler and the clock is real. Fused always wins."""
 
-    def timed(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    def timed(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[float]:
         for call in calls:
             call()
         return [1.0 + i for i in range(len(calls))]
@@ -156,7 +156,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
     monkeypatch.setattr(contest, "prebuild", lambda jobs, cache_dir: {})
     monkeypatch.setattr(contest, "warm_up", lambda: None)
-    monkeypatch.setattr(tune, "interleaved", timed)
+    monkeypatch.setattr(timing, "busy", timed)
     monkeypatch.setattr(launch, "KERNELS", {})
     door = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(Compiled=build))
     monkeypatch.setattr(launch, "importlib", door)

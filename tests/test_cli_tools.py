@@ -271,7 +271,7 @@ def full(folder: Path) -> Path:
     made = store.open_store(str(folder))
     for name in ("aaaa1111", "bbbb2222"):
         store.write(made / "epilogues" / f"coda_epilogue_{name}.py", "# text")
-        store.write(made / "objects" / f"coda_epilogue_{name}-128x256co1x2" / "f" / "k.o", "code")
+        store.write(made / "objects" / f"coda_epilogue_{name}-128x256co2x1" / "f" / "k.o", "code")
     fields = {"config": LARGE[0]._asdict(), "ms": 0.25, "bucket": 8192, "device": "H", "versions": {"torch": "2"}}
     store.write_record(made, "cccc3333-8192-0123", fields)
     store.write_record(made, "contest-dddd4444", {"regions": ["cccc3333"], "ms": 0.5, "baseline_ms": 0.75})
@@ -287,7 +287,7 @@ def test_cache_ls(ask: Ask, full: Path) -> None:
     assert status == 0 and kinds == [*names, ("tuning", "cccc3333"), ("contest", "dddd4444")]
     assert facts["entries"][0]["bytes"] == len("# text") + len("code")
     said = ask("cache", "ls")[1]
-    assert "up to 8192 rows: 128x256co1x2 0.250 ms" in said and "  torch 2\n" in said
+    assert "up to 8192 rows: 128x256co2x1 0.250 ms" in said and "  torch 2\n" in said
     assert "cccc3333: fused 0.500 ms, Inductor 0.750 ms" in said
     assert "2 kernels, 1 tuning record, 1 contest record, 1 leftover file, 2" in said and str(full) in said
 
@@ -299,7 +299,7 @@ def files(folder: Path) -> set[str]:
 def test_cache_rm_by_digest(ask: Ask, full: Path) -> None:
     before = files(full)
     status, said, _ = ask("cache", "rm", "aaaa", "cccc3333")
-    gone = {"epilogues/coda_epilogue_aaaa1111.py", "objects/coda_epilogue_aaaa1111-128x256co1x2/f/k.o"}
+    gone = {"epilogues/coda_epilogue_aaaa1111.py", "objects/coda_epilogue_aaaa1111-128x256co2x1/f/k.o"}
     assert status == 0 and before - files(full) == gone | {
         "tuning/cccc3333-8192-0123.json",
         "tuning/contest-dddd4444.json",
@@ -319,7 +319,7 @@ def test_links_out_of_the_store_are_not_followed(ask: Ask, full: Path, tmp_path:
     (theirs / "deep").mkdir(parents=True)
     (theirs / "deep" / "contest-k.json").write_text("{}")
     (full / "objects" / "coda_epilogue_aaaa1111-link").symlink_to(theirs, target_is_directory=True)
-    (full / "objects" / "coda_epilogue_aaaa1111-128x256co1x2" / "inner").symlink_to(theirs)
+    (full / "objects" / "coda_epilogue_aaaa1111-128x256co2x1" / "inner").symlink_to(theirs)
     (full / "tuning" / "eeee5555-64-0.json").symlink_to(theirs / "deep" / "contest-k.json")
     os.rename(full / linked, tmp_path / "moved")
     (full / linked).symlink_to(tmp_path / "moved", target_is_directory=True)

@@ -18,7 +18,7 @@ from compiling import HERE, REFERENCE, Interpreted, close, half, left_to_inducto
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from coda_inductor.codegen import launch, store, target, tune
+from coda_inductor.codegen import launch, store, target, timing
 from coda_inductor.codegen.legality import Config
 from coda_inductor.core import errors
 from coda_inductor.core.errors import BrokenInvariant, CodaWarning, Unsupported, warn
@@ -470,7 +470,7 @@ def test_error_while_tuning_that_nobody_expects(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_loser_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path)
-    monkeypatch.setattr(tune, "interleaved", lambda calls, rounds: [1.0 for call in calls])
+    monkeypatch.setattr(timing, "busy", lambda calls, rounds, **how: [1.0 for call in calls])
     monkeypatch.setenv("CODA_INDUCTOR_STRICT", "1")
     model, x = half(BF16), streams(BF16)
     ran = run(model, *x)

@@ -18,7 +18,7 @@ from compiling import HERE, Interpreted, close, half, left_to_inductor, pretend,
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coda_inductor.codegen import launch, target, tune
+from coda_inductor.codegen import launch, target, timing, tune
 from coda_inductor.core.errors import CodaWarning, Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.settings import Settings
@@ -141,7 +141,7 @@ def no_memory(*_: Any, **__: Any) -> Any:
 
 def in_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both programs are there, with all tensors."""
-    monkeypatch.setattr(tune, "interleaved", no_memory)
+    monkeypatch.setattr(timing, "busy", no_memory)
 
 
 def in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +217,10 @@ def test_out_of_memory(
 def test_out_of_memory_that_only_its_words_tell(pretended: None, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     """It is not torch's allocator alone that asks for memory."""
 
-    def fail(calls: Any, rounds: int) -> Any:
+    def fail(calls: Any, rounds: int, **how: Any) -> Any:
         raise RuntimeError(f"CUDA error: {words}")
 
-    monkeypatch.setattr(tune, "interleaved", fail)
+    monkeypatch.setattr(timing, "busy", fail)
     assert "a region is left" in left_to_inductor("out of memory while it was measured")[0]
 
 

@@ -14,7 +14,7 @@ from compiling import pretend, run
 from test_training_device import trained
 from torch import Tensor, fx, nn
 
-from coda_inductor.codegen import tune
+from coda_inductor.codegen import timing
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor.contest import Contest
@@ -38,10 +38,10 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[G
     def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
         given = [n.meta["val"] for n in subgraph(group, plan)[1]]
         seen.append((plan.program.in_backward(group.builts[0].draft.space), given, put_off(group, plan)))
-        monkeypatch.setattr(tune, "interleaved", partial(times, baseline(group, plan)))
+        monkeypatch.setattr(timing, "busy", partial(times, baseline(group, plan)))
         return whole(self, group, plan)
 
-    def times(theirs: float, calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    def times(theirs: float, calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[float]:
         return [1.0, theirs] if len(calls) == 2 else [1.0 + i for i in range(len(calls))]
 
     whole: Measure = Contest.measure

@@ -5,8 +5,7 @@ A configuration may win only if its results agree with the interpreter's and its
 
 from __future__ import annotations
 
-import statistics
-import time
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality, record
+from coda_inductor.codegen import launch, legality, record, timing
 from coda_inductor.codegen.legality import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -23,9 +22,8 @@ from coda_inductor.core.region import DTYPES, Region
 
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
+SLACK = 1.15  # by turns; what less power makes good was 8 % at most (H200, ten Regions in 15 tiles each)
 CHECKED = 256  # rows, or columns, from each of the start, the middle and the end
-CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
-MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +64,26 @@ def measure(
     beside: Sequence[Callable[[], object]] = (),
     max_stack: int = MAX_STACK,
 ) -> list[dict[str, Any]]:
-    """A row for each configuration: "ms" if it was timed, "why" if not. `beside` are timed in the same rotation; their
-    medians, in ms, are every row's "beside"."""
+    """A row for each configuration: "ms" if it was timed, "why" if not. `beside` are timed alike, among them; their ms
+    are every row's "beside"."""
     outs = outputs(kernel.region, inputs)
-    rows = [_examine(kernel, config, inputs, outs, max_stack) for config in configs]
+    rows = [examine(kernel, config, inputs, outs, max_stack) for config in configs]
     good = [i for i, row in enumerate(rows) if "why" not in row]
 
     def call(config: Config) -> Callable[[], object]:
         return lambda: kernel.run_in(config, inputs, outs)
 
-    times = interleaved([*(call(configs[i]) for i in good), *beside], rounds)
+    slack = math.inf if beside else SLACK
+    times = timing.busy([*(call(configs[i]) for i in good), *beside], rounds, passes=1, slack=slack)
     for i, ms in zip(good, times, strict=False):
-        rows[i]["ms"] = ms
+        rows[i] |= {"ms": ms} if math.isfinite(ms) else {"why": f"more than {SLACK} times as long as another by turns"}
     for row in rows:
         row["beside"] = times[len(good) :]
     return rows
 
 
-def _examine(
-    kernel: launch.Kernel, config: Config, inputs: Sequence[Tensor], outs: list[Tensor], max_stack: int
+def examine(
+    kernel: launch.Kernel, config: Config, inputs: Sequence[Tensor], outs: list[Tensor], max_stack: int = MAX_STACK
 ) -> dict[str, Any]:
     """What is known before timing; "why" if the configuration is out."""
     row: dict[str, Any] = {"config": str(config), "fields": list(config)}
@@ -155,31 +154,3 @@ def _relative(found: Tensor, wanted: Tensor) -> Tensor:
     found, wanted = found.double(), wanted.double()
     norms = torch.linalg.vector_norm(found - wanted), torch.linalg.vector_norm(wanted)
     return torch.div(norms[0], norms[1].clamp_min(1e-30))
-
-
-def interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """The median ms of each call on the current stream, in rotation, so that clock changes hit all alike.
-
-    The GPU first idles for longer than the host takes to launch a rotation: else that would be timed. (One side of a
-    contest of ViT-L took the host 60-640 us, beside an H200.)"""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    launching_s = list[float]()
-    for _ in range(3):
-        start_s = time.perf_counter()
-        for call in calls:
-            call()
-        launching_s.append(time.perf_counter() - start_s)
-    ahead = int(CYCLES * min(2 * min(launching_s), MAX_AHEAD)) + 50_000 * len(calls)
-    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
-    for r in range(rounds):
-        torch.cuda._sleep(ahead)
-        for i in ((r + j) % len(calls) for j in range(len(calls))):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            calls[i]()
-            end.record()
-            marks[i].append((start, end))
-    torch.cuda.synchronize()
-    return [statistics.median(start.elapsed_time(end) for start, end in mark) for mark in marks]

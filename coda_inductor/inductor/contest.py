@@ -1,10 +1,10 @@
 """The contest: before a Region enters a graph, it is timed against the operations that it replaces.
 
 Regions that a law ties together (one reads another's sum, or a store that no node of the graph equals) stand or fall
-as a group. The group runs as generated kernels, the same nodes of the user's graph as Inductor compiles them,
-interleaved, on real tensors of the graph's sizes. What does not win by 2 % is derived again without the law, and if
-that loses too it is left to Inductor; a law that wins narrowly must also gain more than its absence. Results are kept
-on disk by content and never change. The other side is always Inductor's default mode.
+as a group. The group runs as generated kernels, and the same nodes of the user's graph as Inductor compiles them, each
+at the clocks that it can hold, on real tensors of the graph's sizes. What does not win by 2 % is derived again without
+the law, and if that loses too it is left to Inductor; a law that wins narrowly must also gain more than its absence.
+Results are kept on disk by content and never change. The other side is always Inductor's default mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from coda_inductor.codegen import launch, legality, record, store, tune
+from coda_inductor.codegen import launch, legality, record, store, timing
 from coda_inductor.codegen.prebuild import Job, prebuild, warm_up
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
@@ -223,7 +223,7 @@ class Contest:
                 for step in steps:
                     step()
 
-            ms, baseline_ms = tune.interleaved([fused, before], ROUNDS)
+            ms, baseline_ms = timing.busy([fused, before], ROUNDS)
         return {"regions": [b.region.digest for b in group.builts], "ms": ms, "baseline_ms": baseline_ms}
 
 

@@ -1,0 +1,86 @@
+"""Which tiles belong into legality.LARGE: those that it has and others, in a busy GPU and by turns.
+
+    python bench/tiles.py [FILE]      (default: bench/results/tiles.jsonl)
+
+One JSON line per Region and tile: "busy_ms" is what it adds to a busy GPU (timing.busy, by which tiles are chosen),
+"turns_ms" the median of a rotation of all. The tile "mm" is torch.mm(out=). Tiles that spill much are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernels import bare_products
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
+
+from coda_inductor.codegen import launch, legality, target, timing, tune  # noqa: E402
+from coda_inductor.codegen.legality import Config  # noqa: E402
+from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.core.region import Region  # noqa: E402
+
+TILES = (
+    *legality.LARGE,
+    Config(128, 256, 1, 2, False),
+    Config(128, 256, 1, 1, False),
+    Config(256, 128, 2, 1, False),
+    Config(256, 128, 1, 2, False),
+    Config(256, 160, 2, 1, False),
+    Config(256, 192, 2, 1, False),
+    Config(128, 208, 2, 1, True),
+    Config(128, 192, 1, 2, True),
+    Config(192, 128, 2, 1, True),
+)
+WORK = {  # tokens, Region
+    "o, 2048": (16384, norm_producer(2048, 2048)),
+    "q after a norm, 2048": (16384, token_scale(2048, 2048)),
+    "gate|up, 2048": (16384, swiglu(5504, 2048, train=False)),
+    "gate|up in training, 2048": (16384, swiglu(5504, 2048)),
+    "down, 2048": (16384, norm_producer(2048, 5504)),
+    "SwiGLU's backward, 2048": (16384, swiglu_backward(5504, 2048)),
+    "norm's backward, 2048": (16384, norm_backward(2048, 5504)),
+    "gate|up in training, Llama 1B": (8192, swiglu(8192, 2048)),
+    "down, Llama 1B": (8192, norm_producer(2048, 8192)),
+    "SwiGLU's backward, Llama 1B": (8192, swiglu_backward(8192, 2048)),
+    "gate|up, 4096": (16384, swiglu(11008, 4096, train=False)),
+    "down, 4096": (16384, norm_producer(4096, 11008)),
+    "SwiGLU's backward, 4096": (16384, swiglu_backward(11008, 4096)),
+}
+
+
+def rows(name: str, m: int, region: Region) -> Iterator[dict[str, Any]]:
+    """The product alone and every tile that is right and does not spill much, the best first."""
+    kernel, inputs = launch.kernel(region.text), random_inputs(region, m, "cuda")
+    configs, outs = [c for c in TILES if legality.is_legal(region, c)], tune.outputs(region, inputs)
+    found = [tune.examine(kernel, config, inputs, outs) for config in configs]
+    calls = {"mm": bare_products(region, inputs)}
+    for config, row in zip(configs, found, strict=True):
+        if "why" not in row:
+            calls[str(config)] = lambda c=config: kernel.run_in(c, inputs, outs)  # type: ignore[misc]
+    turns = timing.by_turns([*calls.values()], 7, timing.launching([*calls.values()]))
+    busy = timing.busy([*calls.values()], 7)
+    for busy_ms, turns_ms, tile in sorted(zip(busy, turns, calls, strict=True)):
+        yield {"case": name, "m": m, "tile": tile, "busy_ms": busy_ms, "turns_ms": turns_ms}
+
+
+def main() -> None:
+    """All Regions."""
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results" / "tiles.jsonl"
+    prebuild([Job(region, c) for _, region in WORK.values() for c in TILES if legality.is_legal(region, c)])
+    said = {"machine": torch.cuda.get_device_name(), "versions": target.versions(), "command": "python bench/tiles.py"}
+    with path.open("a") as file:
+        for name, (m, region) in WORK.items():
+            for row in rows(name, m, region):
+                print(row, flush=True)
+                print(json.dumps(row | said), file=file, flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How long calls take on the current stream, compared fairly: in a GPU that is as busy as a step of training keeps it,
+or by turns."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+
+CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
+MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
+ROUGHLY = 3  # rounds that only tell how often to repeat a call
+SETTLING_MS, COUNTED_MS = 20, 40  # of a block: until the GPU's clocks have settled, and after
+KEEPS_AHEAD = 0.8  # of a call's time on the GPU, at most, for the host to launch it, or its own time would be counted
+PRODUCT = (1536, 1024, 2816)  # m, k, n: one full wave of 132 blocks of 128 x 256; 18 MB, a third of an H200's L2 cache
+
+
+def busy(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: float = math.inf) -> list[float]:
+    """The ms that each call adds to a GPU that is busy with as much work again: products that draw all the power that
+    it may have. `passes` are there and back through all calls; infinite for those that by turns take more than `slack`
+    times as long as the fastest. Where the host cannot launch a call as fast as it runs, all take turns instead
+    (`rounds` of them).
+
+    At its power limit a GPU lowers its clocks within some 20 ms, for all that it runs. What draws more power slows the
+    rest of a step down, which neither a rotation of milliseconds nor a call repeated alone shows."""
+    launching_s = launching(calls)
+    rough = by_turns(calls, ROUGHLY, launching_s)
+    if any(1e3 * s > KEEPS_AHEAD * ms for s, ms in zip(launching_s, rough, strict=True)):
+        return by_turns(calls, rounds, launching_s)
+    company = company_on(torch.cuda.current_device())
+    one_ms = by_turns([company], rounds, launching([company]))[0]
+    repeats = max(1, round(min(rough) / one_ms))
+
+    def company_alone() -> None:
+        for _ in range(repeats):
+            company()
+
+    def beside(call: Call) -> Call:
+        def run() -> None:
+            call()
+            company_alone()
+
+        return run
+
+    close = [i for i, ms in enumerate(rough) if ms <= slack * min(rough)]
+    pairs = [*(beside(calls[i]) for i in close), company_alone]
+    about = [*(rough[i] + repeats * one_ms for i in close), repeats * one_ms]
+    *times, less = repeated(pairs, about, passes)
+    return [times[close.index(i)] - less if i in close else math.inf for i in range(len(calls))]
+
+
+@functools.cache
+def company_on(device: int) -> Call:
+    """A product of random numbers, kept for the process."""
+    m, k, n = PRODUCT
+    random = torch.Generator(f"cuda:{device}")  # the user's is left alone
+    with torch.inference_mode(False):
+        a, b, out = (torch.empty(s, device=random.device, dtype=torch.bfloat16) for s in ((m, k), (k, n), (m, n)))
+        a.normal_(generator=random)
+        b.normal_(generator=random)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def repeated(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[float]:
+    """The ms of each call in blocks of nothing else, there and back through all calls. `about` says how long they take,
+    roughly."""
+    there = list(range(len(calls)))
+    totals = [0.0] * len(calls)
+    block(calls[0], about[0])  # from rest
+    marks = [(i, block(calls[i], about[i])) for i in (there + there[::-1]) * passes]
+    torch.cuda.synchronize()
+    for i, (start, end, count) in marks:
+        totals[i] += start.elapsed_time(end) / count
+    return [total / (2 * passes) for total in totals]
+
+
+def block(call: Call, ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Launches a call of about `ms` for a while. The events around what counts, and how many calls are between."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    counts = [max(1, round(for_ms / ms)) for for_ms in (SETTLING_MS, COUNTED_MS)]
+    for event, count in zip((start, end), counts, strict=True):
+        for _ in range(count):
+            call()
+        event.record()
+    return start, end, counts[1]
+
+
+def launching(calls: Sequence[Call]) -> list[float]:
+    """The seconds that the host takes to launch each call, the least of three. Each has then run before."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    least = [float("inf")] * len(calls)
+    for _ in range(3):
+        for i, call in enumerate(calls):
+            start_s = time.perf_counter()
+            call()
+            least[i] = min(least[i], time.perf_counter() - start_s)
+    return least
+
+
+def by_turns(calls: Sequence[Call], rounds: int, launching_s: Sequence[float]) -> list[float]:
+    """The median ms of each call in rotation, so that clock changes hit all alike.
+
+    The GPU first idles for longer than the host takes to launch a rotation: else that would be timed. (One side of a
+    contest of ViT-L took the host 60-640 us, beside an H200.)"""
+    ahead = int(CYCLES * min(2 * sum(launching_s), MAX_AHEAD)) + 50_000 * len(calls)
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    for r in range(rounds):
+        torch.cuda._sleep(ahead)
+        for i in ((r + j) % len(calls) for j in range(len(calls))):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            calls[i]()
+            end.record()
+            marks[i].append((start, end))
+    torch.cuda.synchronize()
+    return [statistics.median(start.elapsed_time(end) for start, end in mark) for mark in marks]

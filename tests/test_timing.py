@@ -1,0 +1,101 @@
+"""What the timing makes of a GPU: a stream of fake events, whose calls take the times that they say."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from coda_inductor.codegen import timing
+
+
+class Stream:
+    """A GPU that runs a call as soon as it is launched. `power` slows all down while it is above 1: each launch lowers
+    or raises the clock towards what the last ones drew, as a GPU's limit does."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.host_s, self.heat = 0.0, 0.0, 0.0
+        self.launched = list[str]()
+
+    def call(self, name: str, ms: float, *, power: float = 1.0, launch_s: float = 1e-6) -> Callable[[], None]:
+        """A call of `ms` at full clock."""
+
+        def run() -> None:
+            self.launched.append(name)
+            self.host_s += launch_s
+            share = min(1.0, ms / 10)
+            self.heat += share * (power - self.heat)
+            self.now_ms += ms * max(1.0, self.heat)
+
+        return run
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """In place of the current one; its company draws 1.0 and takes 0.02 ms."""
+    made = Stream()
+
+    class Event:
+        def __init__(self, **_: object) -> None:
+            self.at = math.nan
+
+        def record(self) -> None:
+            self.at = made.now_ms
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    clock = types.SimpleNamespace(perf_counter=lambda: made.host_s)
+    monkeypatch.setattr("coda_inductor.codegen.timing.time", clock)
+    monkeypatch.setattr(timing, "company_on", lambda device: made.call("company", 0.02))
+    return made
+
+
+def test_a_call_that_draws_little_takes_its_own_time(stream: Stream) -> None:
+    calls = [stream.call("a", 0.5), stream.call("b", 0.7, power=0.8)]
+    assert timing.busy(calls, 5) == pytest.approx([0.5, 0.7])
+    assert timing.by_turns(calls, 5, [0.0, 0.0]) == pytest.approx([0.5, 0.7])
+
+
+def test_what_draws_more_pays_for_those_beside_it(stream: Stream) -> None:
+    """By turns it slows the other as much as itself; in a busy GPU it is charged with what it does to all."""
+    quick, cool = stream.call("quick", 0.50, power=1.4), stream.call("cool", 0.52)
+    by_turns = timing.by_turns([quick, cool], 25, [0.0, 0.0])
+    assert by_turns[0] < by_turns[1]
+    busy = timing.busy([quick, cool], 25)
+    assert busy[0] > 1.15 * busy[1] and busy[1] == pytest.approx(0.52, rel=0.02)
+
+
+def test_company_is_as_much_work_as_the_fastest(stream: Stream) -> None:
+    timing.busy([stream.call("a", 0.4), stream.call("b", 0.9)], 5)
+    launched = "".join("." if name == "company" else name for name in stream.launched)
+    for name in "ab":
+        assert min(map(len, re.findall(rf"(?<={name})\.+(?={name})", launched))) == 20
+
+
+def test_the_much_slower_are_not_timed_on(stream: Stream) -> None:
+    calls = [stream.call("a", 0.50), stream.call("b", 0.56), stream.call("c", 0.60)]
+    assert timing.busy(calls, 5, passes=1, slack=1.15) == pytest.approx([0.50, 0.56, math.inf])
+
+
+def test_a_host_that_falls_behind_is_not_timed(stream: Stream) -> None:
+    """0.5 ms on the GPU, 0.6 ms to launch: repeated alone that would be the host's time."""
+    calls = [stream.call("a", 0.5, launch_s=6e-4), stream.call("b", 0.7)]
+    assert timing.busy(calls, 5) == pytest.approx([0.5, 0.7])
+    assert "company" not in stream.launched
+
+
+def test_blocks_go_there_and_back(stream: Stream) -> None:
+    """A GPU that warms up all the while must not favour the first."""
+    calls = [stream.call(name, 30.0) for name in "abc"]
+    timing.repeated(calls, [30.0] * 3, 2)
+    first = "".join(stream.launched)
+    assert first == "aa" + ("aa" + "bb" + "cc" + "cc" + "bb" + "aa") * 2
