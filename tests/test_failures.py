@@ -214,7 +214,7 @@ def test_exception_in_what_inductor_makes_of_a_region(
         raise RuntimeError("provoked")
 
     if where == "lowering":
-        monkeypatch.setattr(launching, "_outputs", fail)
+        monkeypatch.setattr(launching, "_layouts", fail)
     else:
         monkeypatch.setattr(launching.RegionKernel, "codegen", fail)
     model, x = half(BF16), streams(BF16)

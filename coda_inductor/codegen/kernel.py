@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,7 +63,9 @@ class Compiled:
         ]
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
         totals = zip(names.sums, region.reductions, strict=True)
-        self._sums = [(place[s], len(names.stores) + i, r.over == "M") for i, (s, r) in enumerate(totals)]
+        self._sums: dict[bool, list[tuple[int, int]]] = {}  # by whether they are over M
+        for i, (s, r) in enumerate(totals, len(names.stores)):
+            self._sums.setdefault(r.over == "M", []).append((place[s], i))
         self._c = first + names.operands.index("c") if "c" in names.operands else None
         self._d = 0 if "D" in names.stores else None
         products = region.products[::-1] if swapped else region.products
@@ -71,7 +74,8 @@ class Compiled:
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
-        contiguous. A None store is written to scratch, a None sum is left unfinished. M is inputs[a].shape[0] >= 1."""
+        contiguous. A None store is written to scratch, a None sum is left unfinished; sums that are rows of one tensor
+        are finished together. M is inputs[a].shape[0] >= 1."""
         a, b = inputs[self._a], inputs[self._b]
         fields = self._blank.copy()
         for field, i in self._inputs:
@@ -81,19 +85,25 @@ class Compiled:
         for field, i in self._stores:
             fields[field] = self._store(i, outs[i], a)
         finish = []
-        for field, i, over_m in self._sums:
-            shape = self._partials(a.shape[0], over_m)
-            partial = fields[field] = torch.empty(shape, dtype=torch.float32, device=a.device)
-            if (out := outs[i]) is not None:
-                finish.append((partial, 0 if over_m else 1, out))
+        for over_m, sums in self._sums.items():
+            shape = (len(sums), *self._partials(a.shape[0], over_m))
+            partials = torch.empty(shape, dtype=torch.float32, device=a.device)
+            for (field, _), partial in zip(sums, partials.unbind(), strict=True):
+                fields[field] = partial
+            finish.append((partials, 1 if over_m else 2, [outs[i] for _, i in sums]))
         if self._offset is not None:
             # From the first weight to the second, in elements; both are 16-bit.
             fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
         self._run(a, b, d, c, self._arguments._make(fields), self._scheduler, None, None, None)
-        for partial, dim, out in finish:
-            torch.sum(partial, dim, out=out)
+        for partials, dim, totals in finish:
+            if len(totals) > 1 and (rows := _one_tensor(totals)) is not None:
+                torch.sum(partials, dim, out=rows)
+                continue
+            for partial, out in zip(partials, totals, strict=True):
+                if out is not None:
+                    torch.sum(partial, dim - 1, out=out)
 
     def _partials(self, m: int, over_m: bool) -> tuple[int, int]:
         """A sum leaves the kernel as one partial sum per tile: [tiles of M, N], or [M, tiles of N]."""
@@ -106,6 +116,17 @@ class Compiled:
             return out
         store_dtype = DTYPES[self.region.stores[i].dtype]
         return torch.empty((like.shape[0], self.region.n), dtype=store_dtype, device=like.device)
+
+
+def _one_tensor(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensor whose rows these (two or more) are, None if they are not those of one."""
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows) or len({row.untyped_storage().data_ptr() for row in found}) > 1:
+        return None
+    pitch, *others = {b.storage_offset() - a.storage_offset() for a, b in pairwise(found)}
+    if others or pitch < len(found[0]):
+        return None
+    return found[0].as_strided((len(rows), len(found[0])), (pitch, 1))
 
 
 def _load(text: str, name: str, directory: Path) -> ModuleType:

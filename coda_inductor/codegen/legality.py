@@ -16,6 +16,7 @@ from coda_inductor.core.region import Operand, Region
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
+ALIGNED = 4  # elements of float32 in 16 bytes, at whose multiples the inputs of a kernel must start
 TILE_K = 64  # four wgmma instructions of 16-bit operands
 MIN_STAGES = 3  # below three the mainloop starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
 MAX_OPERANDS = 12  # vectors and tiles together; eight row vectors already spill 700 registers in 128x192

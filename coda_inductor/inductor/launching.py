@@ -6,6 +6,7 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -14,15 +15,18 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
 from coda_inductor.codegen.launch import compiler, fall_back, kernel
+from coda_inductor.codegen.legality import ALIGNED
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.ops import REGION
 
+aten = torch.ops.aten
 Launch = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
@@ -34,12 +38,30 @@ def launcher(text: str) -> Launch:
     with contextlib.suppress(Unsupported):  # said at the first call
         compiler()  # now: importing quack 0.6.5 leaves a tensor on the GPU, which a CUDA graph's memory must not hold
 
+    region = parse(text)
+
     def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         if not run:
             run.append(ready(text, settings))
-        run[0](inputs, outs)
+        run[0](inputs, apart(region, outs))
 
     return launch
+
+
+def together(region: Region) -> bool:
+    """Are its sums over N rows of one tensor, the last of the buffers? One launch finishes them all. (Not so sums over
+    M: they are gradients, which outlive the graph.)"""
+    return sum(r.over == "N" for r in region.reductions) > 1
+
+
+def apart(region: Region, outs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The Region's outputs, from the buffers that Inductor allocates."""
+    if not together(region):
+        return outs
+    *others, sums = outs
+    stores, totals = others[: len(region.stores)], iter(others[len(region.stores) :])
+    rows = iter(sums) if sums is not None else itertools.repeat(None)
+    return [*stores, *(next(rows if r.over == "N" else totals) for r in region.reductions)]
 
 
 def current() -> Settings:
@@ -79,7 +101,7 @@ class RegionKernel(ir.FallbackKernel):
 
 
 class RegionOutput(ir.MultiOutput):
-    """One output of a RegionKernel: a buffer of Inductor's that the kernel writes."""
+    """A store of a RegionKernel, or its sums over an axis: a buffer of Inductor's that the kernel writes."""
 
     def should_allocate(self) -> bool:
         """Inductor allocates it."""
@@ -97,27 +119,37 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     device = tensors[0].get_device()
     assert device is not None
     packed = RegionKernel(ir.MultiOutputLayout(device=device), REGION, tensors, (text, target), _arguments)
-    packed.outputs = [
-        RegionOutput(_layout(region, shape, dtype, device), packed, [(list, i)])
-        for i, (shape, dtype) in enumerate(_outputs(region, tensors))
-    ]
-    return [ir.TensorBox.create(out) for out in packed.outputs]
+    layouts = _layouts(region, tensors[region.products[0].a].get_size()[0], device)
+    packed.outputs = [RegionOutput(layout, packed, [(list, i)]) for i, layout in enumerate(layouts)]
+    boxes = [ir.TensorBox.create(out) for out in packed.outputs]
+    if not together(region):
+        return boxes
+    *others, sums = boxes
+    row = itertools.count()
+    for i, r in enumerate(region.reductions, len(region.stores)):
+        if r.over == "N":
+            others.insert(i, lowerings[aten.select.int](sums, 0, next(row)))
+    return others
+
+
+def _layouts(region: Region, m: Any, device: torch.device) -> list[ir.FixedLayout]:
+    """Of the buffers: stores, then sums, those over N last if they are rows of one."""
+
+    def layout(dtype: torch.dtype, size: list[Any], stride: list[Any]) -> ir.FixedLayout:
+        return ir.FixedLayout(device, dtype, size, stride)
+
+    stores = [layout(DTYPES[s.dtype], [m, region.n], [region.n, 1]) for s in region.stores]
+    over = [r.over for r in region.reductions]
+    if not together(region):
+        return stores + [layout(region.compute, [m if o == "N" else region.n], [1]) for o in over]
+    pitch = FloorDiv(m + ALIGNED - 1, ALIGNED) * ALIGNED
+    totals = [layout(region.compute, [region.n], [1]) for o in over if o == "M"]
+    return [*stores, *totals, layout(region.compute, [over.count("N"), m], [pitch, 1])]
 
 
 def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The operation's arguments, from Inductor's flat lists."""
     return (list(inputs), *constants), {}
-
-
-def _outputs(region: Region, tensors: Sequence[Any]) -> list[tuple[list[Any], torch.dtype]]:
-    m = tensors[region.products[0].a].get_size()[0]
-    return [([m, region.n], DTYPES[s.dtype]) for s in region.stores] + [
-        ([m if r.over == "N" else region.n], region.compute) for r in region.reductions
-    ]
-
-
-def _layout(region: Region, shape: list[Any], dtype: torch.dtype, device: torch.device) -> Any:
-    return ir.FixedLayout(device, dtype, shape, [region.n, 1] if len(shape) == 2 else [1])
 
 
 @cache
