@@ -3,10 +3,9 @@
     python bench/sustained.py [FILE]      (default: bench/results/sustained.jsonl)
 
 A GPU at its power limit lowers its clocks, and in a rotation of a few milliseconds all members pay for what one draws.
-"ms" is the median of such a rotation, "busy_ms" what the choice of tiles goes by (timing.busy), "tenths_us" the
-time of a call in each tenth of half a second of nothing else, "sm_mhz" and "watts" are the driver's towards its end,
-"mj" is the energy of a call (by the driver's counter, which is coarse: within some 10 %). The tile "mm" is
-torch.mm(out=), before and after all others.
+"ms" is the median of such a rotation, "tenths_us" the time of a call in each tenth of half a second of nothing else,
+"sm_mhz" and "watts" are the driver's towards its end, "mj" is the energy of a call (by the driver's counter, which is
+coarse: within some 10 %). The tile "mm" is torch.mm(out=), before and after all others.
 """
 
 from __future__ import annotations
@@ -80,18 +79,15 @@ def rows(name: str, region: Region, driver: Driver) -> Iterator[dict[str, Any]]:
     """The bare product, every tile, the bare product again."""
     kernel, inputs = launch.kernel(region.text), random_inputs(region, M, "cuda")
     configs, bare = legality.candidates(region, M), bare_products(region, inputs)
-    found = tune.measure(kernel, inputs, configs, beside=[bare], rounds=11, max_stack=1 << 20)
     outs, calls = tune.outputs(region, inputs), {"mm": bare}
-    busy_ms = {"mm": found[0]["beside"][0]}
-    for config, row in zip(configs, found, strict=True):
-        if "ms" in row:
+    for config in configs:
+        if "why" not in tune.examine(kernel, config, inputs, outs, max_stack=1 << 20):
             calls[str(config)] = lambda c=config: kernel.run_in(c, inputs, outs)  # type: ignore[misc]
-            busy_ms[str(config)] = row["ms"]
     turns = dict(zip(calls, timing.by_turns([*calls.values()], 11, timing.launching([*calls.values()])), strict=True))
     alone(bare, turns["mm"], driver)  # to the power limit
     for tile in (*calls, "mm"):
         times = alone(calls[tile], turns[tile], driver)
-        yield {"case": name, "tile": tile, "ms": turns[tile], "busy_ms": busy_ms[tile], **times}
+        yield {"case": name, "tile": tile, "ms": turns[tile], **times}
 
 
 def main() -> None:

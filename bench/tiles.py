@@ -2,8 +2,9 @@
 
     python bench/tiles.py [FILE]      (default: bench/results/tiles.jsonl)
 
-One JSON line per Region and tile: "busy_ms" is what it adds to a busy GPU (timing.busy, by which tiles are chosen),
-"turns_ms" the median of a rotation of all. The tile "mm" is torch.mm(out=). Tiles that spill much are left out.
+One JSON line per Region and tile: "busy_ms" is what it adds to a busy GPU, "turns_ms" the median of a rotation of all
+(timing.compared; tiles are chosen by the mean of both). The tile "mm" is torch.mm(out=). Tiles that spill much are left
+out.
 """
 
 from __future__ import annotations
@@ -63,10 +64,9 @@ def rows(name: str, m: int, region: Region) -> Iterator[dict[str, Any]]:
     for config, row in zip(configs, found, strict=True):
         if "why" not in row:
             calls[str(config)] = lambda c=config: kernel.run_in(c, inputs, outs)  # type: ignore[misc]
-    turns = timing.by_turns([*calls.values()], 7, timing.launching([*calls.values()]))
-    busy = timing.busy([*calls.values()], 7)
-    for busy_ms, turns_ms, tile in sorted(zip(busy, turns, calls, strict=True)):
-        yield {"case": name, "m": m, "tile": tile, "busy_ms": busy_ms, "turns_ms": turns_ms}
+    times = timing.compared([*calls.values()], 7)
+    for tile, time in sorted(zip(calls, times, strict=True), key=lambda timed: timed[1].mean):
+        yield {"case": name, "m": m, "tile": tile, "busy_ms": time.busy, "turns_ms": time.turns}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from coda_inductor.codegen import launch, target, timing
 from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
@@ -143,10 +144,10 @@ class Interpreted:
 def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..., Any] = Interpreted) -> None:
     """A machine that generates kernels, on the CPU: all but the compiler and the clock is real. Fused always wins."""
 
-    def timed(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[float]:
+    def timed(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[Times]:
         for call in calls:
             call()
-        return [1.0 + i for i in range(len(calls))]
+        return [Times(1.0 + i, 1.0 + i) for i in range(len(calls))]
 
     monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(directory / "kernels"))
     monkeypatch.setattr(joint_pass, "DEVICE", "cpu")
@@ -156,7 +157,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
     monkeypatch.setattr(contest, "prebuild", lambda jobs, cache_dir: {})
     monkeypatch.setattr(contest, "warm_up", lambda: None)
-    monkeypatch.setattr(timing, "busy", timed)
+    monkeypatch.setattr(timing, "compared", timed)
     monkeypatch.setattr(launch, "KERNELS", {})
     door = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(Compiled=build))
     monkeypatch.setattr(launch, "importlib", door)

@@ -141,7 +141,7 @@ def no_memory(*_: Any, **__: Any) -> Any:
 
 def in_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both programs are there, with all tensors."""
-    monkeypatch.setattr(timing, "busy", no_memory)
+    monkeypatch.setattr(timing, "compared", no_memory)
 
 
 def in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_out_of_memory_that_only_its_words_tell(pretended: None, monkeypatch: py
     def fail(calls: Any, rounds: int, **how: Any) -> Any:
         raise RuntimeError(f"CUDA error: {words}")
 
-    monkeypatch.setattr(timing, "busy", fail)
+    monkeypatch.setattr(timing, "compared", fail)
     assert "a region is left" in left_to_inductor("out of memory while it was measured")[0]
 
 

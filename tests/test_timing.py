@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from coda_inductor.codegen import timing
+from coda_inductor.codegen.timing import Times
+from coda_inductor.inductor.contest import Outcome
 
 
 class Stream:
@@ -61,21 +63,20 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 def test_a_call_that_draws_little_takes_its_own_time(stream: Stream) -> None:
     calls = [stream.call("a", 0.5), stream.call("b", 0.7, power=0.8)]
-    assert timing.busy(calls, 5) == pytest.approx([0.5, 0.7])
-    assert timing.by_turns(calls, 5, [0.0, 0.0]) == pytest.approx([0.5, 0.7])
+    (a, b) = timing.compared(calls, 5)
+    assert a == pytest.approx((0.5, 0.5)) and b == pytest.approx((0.7, 0.7))
+    assert Times(1.0, 2.0).mean == 1.5
 
 
 def test_what_draws_more_pays_for_those_beside_it(stream: Stream) -> None:
     """By turns it slows the other as much as itself; in a busy GPU it is charged with what it does to all."""
-    quick, cool = stream.call("quick", 0.50, power=1.4), stream.call("cool", 0.52)
-    by_turns = timing.by_turns([quick, cool], 25, [0.0, 0.0])
-    assert by_turns[0] < by_turns[1]
-    busy = timing.busy([quick, cool], 25)
-    assert busy[0] > 1.15 * busy[1] and busy[1] == pytest.approx(0.52, rel=0.02)
+    quick, cool = timing.compared([stream.call("quick", 0.50, power=1.4), stream.call("cool", 0.52)], 25)
+    assert quick.turns < cool.turns
+    assert quick.busy - cool.busy == pytest.approx(0.7 - 0.52, rel=0.05)
 
 
 def test_company_is_as_much_work_as_the_fastest(stream: Stream) -> None:
-    timing.busy([stream.call("a", 0.4), stream.call("b", 0.9)], 5)
+    timing.compared([stream.call("a", 0.4), stream.call("b", 0.9)], 5)
     launched = "".join("." if name == "company" else name for name in stream.launched)
     for name in "ab":
         assert min(map(len, re.findall(rf"(?<={name})\.+(?={name})", launched))) == 20
@@ -83,13 +84,13 @@ def test_company_is_as_much_work_as_the_fastest(stream: Stream) -> None:
 
 def test_the_much_slower_are_not_timed_on(stream: Stream) -> None:
     calls = [stream.call("a", 0.50), stream.call("b", 0.56), stream.call("c", 0.60)]
-    assert timing.busy(calls, 5, passes=1, slack=1.15) == pytest.approx([0.50, 0.56, math.inf])
+    assert [t.busy for t in timing.compared(calls, 5, slack=1.15)] == pytest.approx([0.50, 0.56, math.inf])
 
 
 def test_a_host_that_falls_behind_is_not_timed(stream: Stream) -> None:
     """0.5 ms on the GPU, 0.6 ms to launch: repeated alone that would be the host's time."""
     calls = [stream.call("a", 0.5, launch_s=6e-4), stream.call("b", 0.7)]
-    assert timing.busy(calls, 5) == pytest.approx([0.5, 0.7])
+    assert timing.compared(calls, 5) == [pytest.approx((0.5, 0.5)), pytest.approx((0.7, 0.7))]
     assert "company" not in stream.launched
 
 
@@ -97,5 +98,14 @@ def test_blocks_go_there_and_back(stream: Stream) -> None:
     """A GPU that warms up all the while must not favour the first."""
     calls = [stream.call(name, 30.0) for name in "abc"]
     timing.repeated(calls, [30.0] * 3, 2)
-    first = "".join(stream.launched)
-    assert first == "aa" + ("aa" + "bb" + "cc" + "cc" + "bb" + "aa") * 2
+    assert "".join(stream.launched) == "aa" + ("aa" + "bb" + "cc" + "cc" + "bb" + "aa") * 2
+
+
+def test_a_winner_by_turns_must_cost_nothing_in_a_busy_gpu() -> None:
+    def outcome(*ms: float) -> Outcome:
+        return Outcome(1, Times(*ms[:2]), Times(*ms[2:]))
+
+    assert outcome(1.0, 1.0, 1.03, 1.0).loses == "" and Outcome(1).loses == ""
+    assert outcome(1.0, 1.0, 1.01, 1.2).loses == "measured slower: 1000 us fused, 1010 us by Inductor"
+    assert outcome(1.0, 1.1, 1.2, 1.09).loses == "measured slower in a busy GPU: 1100 us fused, 1090 us by Inductor"
+    assert outcome(1.0, 2.0, 1.2, 2.4).gain_ms == pytest.approx(0.3)

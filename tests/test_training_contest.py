@@ -38,11 +38,12 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[G
     def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
         given = [n.meta["val"] for n in subgraph(group, plan)[1]]
         seen.append((plan.program.in_backward(group.builts[0].draft.space), given, put_off(group, plan)))
-        monkeypatch.setattr(timing, "busy", partial(times, baseline(group, plan)))
+        monkeypatch.setattr(timing, "compared", partial(times, baseline(group, plan)))
         return whole(self, group, plan)
 
-    def times(theirs: float, calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[float]:
-        return [1.0, theirs] if len(calls) == 2 else [1.0 + i for i in range(len(calls))]
+    def times(theirs: float, calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[timing.Times]:
+        times = [1.0, theirs] if len(calls) == 2 else [1.0 + i for i in range(len(calls))]
+        return [timing.Times(ms, ms) for ms in times]
 
     whole: Measure = Contest.measure
     monkeypatch.setattr(Contest, "measure", measure)

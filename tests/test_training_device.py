@@ -85,12 +85,12 @@ def test_any_losses_leave_a_right_program(name: str, monkeypatch: pytest.MonkeyP
     pretend(monkeypatch, tmp_path)
     chance = random.Random(0)
 
-    def timed(calls: Sequence[Callable[[], object]], rounds: int, **how: object) -> list[float]:
+    def timed(calls: Sequence[Callable[[], object]], rounds: int, **how: object) -> list[timing.Times]:
         for call in calls:
             call()
         lost = len(calls) == 2 and chance.random() < 0.3
-        return [2.0, 1.0] if lost else [1.0 + i for i in range(len(calls))]
+        return [timing.Times(ms, ms) for ms in ([2.0, 1.0] if lost else [1.0 + i for i in range(len(calls))])]
 
-    monkeypatch.setattr(timing, "busy", timed)
+    monkeypatch.setattr(timing, "compared", timed)
     (report,) = trained(name).reports
     assert any("measured slower" in r.reason for r in report.refused)

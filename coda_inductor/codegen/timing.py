@@ -1,5 +1,5 @@
-"""How long calls take on the current stream, compared fairly: in a GPU that is as busy as a step of training keeps it,
-or by turns."""
+"""How long calls take on the current stream, compared fairly: by turns, and beside other work in a GPU that is as busy
+as a step of training keeps it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,44 +16,55 @@ Call = Callable[[], object]
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
-ROUGHLY = 3  # rounds that only tell how often to repeat a call
 SETTLING_MS, COUNTED_MS = 20, 40  # of a block: until the GPU's clocks have settled, and after
 KEEPS_AHEAD = 0.8  # of a call's time on the GPU, at most, for the host to launch it, or its own time would be counted
 PRODUCT = (1536, 1024, 2816)  # m, k, n: one full wave of 132 blocks of 128 x 256; 18 MB, a third of an H200's L2 cache
 
 
-def busy(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: float = math.inf) -> list[float]:
-    """The ms that each call adds to a GPU that is busy with as much work again: products that draw all the power that
-    it may have. `passes` are there and back through all calls; infinite for those that by turns take more than `slack`
-    times as long as the fastest. Where the host cannot launch a call as fast as it runs, all take turns instead
-    (`rounds` of them).
+class Times(NamedTuple):
+    """Of one call, in ms: the median of its turns, and what it adds to a busy GPU (to compare with that of the others:
+    an error is common to all)."""
 
-    At its power limit a GPU lowers its clocks within some 20 ms, for all that it runs. What draws more power slows the
+    turns: float
+    busy: float
+
+    @property
+    def mean(self) -> float:
+        """A GPU is somewhere between the two."""
+        return (self.turns + self.busy) / 2
+
+
+def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: float = math.inf) -> list[Times]:
+    """The times of each call. A busy GPU runs as much work again beside it: products that draw all the power that it
+    may have. `passes` are there and back through all calls; those that by turns take more than `slack` times as long as
+    the fastest are not timed so (infinite). Where the host cannot launch a call as fast as it runs, turns count for
+    both.
+
+    At its power limit a GPU lowers its clocks within some 20 ms, for all that it runs: what draws more power slows the
     rest of a step down, which neither a rotation of milliseconds nor a call repeated alone shows."""
     launching_s = launching(calls)
-    rough = by_turns(calls, ROUGHLY, launching_s)
-    if any(1e3 * s > KEEPS_AHEAD * ms for s, ms in zip(launching_s, rough, strict=True)):
-        return by_turns(calls, rounds, launching_s)
+    turns = by_turns(calls, rounds, launching_s)
+    if any(1e3 * s > KEEPS_AHEAD * ms for s, ms in zip(launching_s, turns, strict=True)):
+        return [Times(ms, ms) for ms in turns]
     company = company_on(torch.cuda.current_device())
     one_ms = by_turns([company], rounds, launching([company]))[0]
-    repeats = max(1, round(min(rough) / one_ms))
-
-    def company_alone() -> None:
-        for _ in range(repeats):
-            company()
+    repeats = max(1, round(min(turns) / one_ms))
 
     def beside(call: Call) -> Call:
         def run() -> None:
             call()
-            company_alone()
+            for _ in range(repeats):
+                company()
 
         return run
 
-    close = [i for i, ms in enumerate(rough) if ms <= slack * min(rough)]
-    pairs = [*(beside(calls[i]) for i in close), company_alone]
-    about = [*(rough[i] + repeats * one_ms for i in close), repeats * one_ms]
-    *times, less = repeated(pairs, about, passes)
-    return [times[close.index(i)] - less if i in close else math.inf for i in range(len(calls))]
+    close = [i for i, ms in enumerate(turns) if ms <= slack * min(turns)]
+    pairs = [beside(calls[i]) for i in close]
+    found = repeated(pairs, [turns[i] + repeats * one_ms for i in close], passes)
+    busy = [math.inf] * len(calls)
+    for i, ms in zip(close, found, strict=True):
+        busy[i] = ms - repeats * one_ms
+    return list(map(Times, turns, busy))
 
 
 @functools.cache

@@ -22,13 +22,13 @@ from coda_inductor.core.region import DTYPES, Region
 
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
-SLACK = 1.15  # by turns; what less power makes good was 8 % at most (H200, ten Regions in 15 tiles each)
+SLACK = 1.15  # by turns; less power made good 8 % at most (H200, ten Regions in 15 tiles each)
 CHECKED = 256  # rows, or columns, from each of the start, the middle and the end
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The fastest configuration, its median ms, and a row of what is known about every candidate."""
+    """The fastest configuration, its ms, and a row of what is known about every candidate."""
 
     config: Config
     ms: float
@@ -64,8 +64,8 @@ def measure(
     beside: Sequence[Callable[[], object]] = (),
     max_stack: int = MAX_STACK,
 ) -> list[dict[str, Any]]:
-    """A row for each configuration: "ms" if it was timed, "why" if not. `beside` are timed alike, among them; their ms
-    are every row's "beside"."""
+    """A row for each configuration: "why" if it is out, or "turns_ms" and "busy_ms" (timing.Times) and "ms", their
+    mean. `beside` are timed alike, among them; their ms are every row's "beside"."""
     outs = outputs(kernel.region, inputs)
     rows = [examine(kernel, config, inputs, outs, max_stack) for config in configs]
     good = [i for i, row in enumerate(rows) if "why" not in row]
@@ -74,11 +74,14 @@ def measure(
         return lambda: kernel.run_in(config, inputs, outs)
 
     slack = math.inf if beside else SLACK
-    times = timing.busy([*(call(configs[i]) for i in good), *beside], rounds, passes=1, slack=slack)
-    for i, ms in zip(good, times, strict=False):
-        rows[i] |= {"ms": ms} if math.isfinite(ms) else {"why": f"more than {SLACK} times as long as another by turns"}
+    times = timing.compared([*(call(configs[i]) for i in good), *beside], rounds, passes=1, slack=slack)
+    for i, time in zip(good, times, strict=False):
+        if math.isfinite(time.busy):
+            rows[i] |= {"ms": time.mean, "turns_ms": time.turns, "busy_ms": time.busy}
+        else:
+            rows[i]["why"] = f"more than {SLACK} times as long as another by turns"
     for row in rows:
-        row["beside"] = times[len(good) :]
+        row["beside"] = [time.mean for time in times[len(good) :]]
     return rows
 
 

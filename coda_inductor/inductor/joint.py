@@ -63,7 +63,8 @@ class Report:
     """Operations that were not understood at all."""
     seconds: float = 0.0
     timings: tuple[dict[str, Any], ...] = ()
-    """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms"."""
+    """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms", and
+    the same two with "busy_" before them: what they add to a busy GPU."""
 
 
 @dataclass(frozen=True, slots=True)
