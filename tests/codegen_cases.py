@@ -140,13 +140,14 @@ def weighted_sums(n: int, k: int, dtype: str = "bf16") -> Region:
 
 
 def every_op(n: int, k: int) -> Region:
-    """One let of each operation in the vocabulary, all added up."""
+    """One let of each operation in the vocabulary, and what it gives rounded, all added up."""
     lets = [Let("near", "add", ("acc", "tile")), Let("pos", "abs", ("near",)), Let("one", "add", ("pos", 1.0))]
     total = "one"
     for i, (name, op) in enumerate(OPS.items()):
         argument = "one" if name in ("rcp", "sqrt", "rsqrt", "log") else "near"
         lets.append(Let(f"o{i}", name, (argument, 0.5)[: op.arity]))
-        lets.append(Let(f"s{i}", "add", (total, f"o{i}")))
+        lets += [Let(f"r{i}", "bf16", (f"o{i}",)), Let(f"t{i}", "add", (f"o{i}", f"r{i}"))]
+        lets.append(Let(f"s{i}", "add", (total, f"t{i}")))
         total = f"s{i}"
     return verify(Region(
         n, "bf16", (Product("acc", 0, 1, k, "nk"),), (Operand("tile", "tile", "f32"),), tuple(lets),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`torch` maps tensors or floats to a tensor; `cute` is a CuTeDSL expression over float32 values {0}, {1}, {2}.
+    """`torch` maps tensors or floats to a tensor; `cute` is a CuTeDSL expression over float32 values {0}, {1}, {2}
+    (what some operations give, rcp_approx for one, has no `.to`).
 
     `at_zero` is the value where every argument is 0 (None: not finite or not defined); it decides which sums need a
     mask where a tile hangs over the edge of the matrix, since hardware fills those places with 0.
@@ -49,8 +50,8 @@ OPS: dict[str, Op] = {
     "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0),
     "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1}, nan=True)", 0.0),
     "min":     Op(2, lambda a, b: _pairwise(torch.minimum, a, b), "cute.arch.fmin({0}, {1}, nan=True)", 0.0),
-    "bf16":    Op(1, _round(torch.bfloat16),          "{0}.to(BFloat16).to(Float32)",          0.0),
-    "f16":     Op(1, _round(torch.float16),           "{0}.to(Float16).to(Float32)",           0.0),
+    "bf16":    Op(1, _round(torch.bfloat16),          "Float32({0}).to(BFloat16).to(Float32)", 0.0),
+    "f16":     Op(1, _round(torch.float16),           "Float32({0}).to(Float16).to(Float32)",  0.0),
 }
 # fmt: on
 

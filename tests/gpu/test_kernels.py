@@ -106,8 +106,9 @@ def test_every_configuration(make: Callable[[int, int], Region], cache_dir: str)
 @pytest.mark.parametrize("region", RANDOM, ids=lambda region: region.digest)
 def test_random_regions(region: Region, cache_dir: str) -> None:
     inputs, outs = random_inputs(region, 200, "cuda"), blank_outputs(region, 200, "cuda")
+    before = launch.LAUNCHES[region.digest]
     launch.kernel(region.text, cache_dir)(inputs, outs)
-    assert verdict(region, inputs, outs) == {}
+    assert verdict(region, inputs, outs) == {} and launch.LAUNCHES[region.digest] == before + 1
 
 
 def test_two_allocations_in_either_order(cache_dir: str) -> None:
