@@ -158,6 +158,8 @@ def stored(settings: Settings) -> Facts:
     return {"schema": 1, "target": "sm_90a", "kernels": rows}
 
 
+TILES = """a tile of 128x192pp2x1: 128 rows and 192 columns a block, 2 x 1 blocks share their loads; pp: two warp groups
+take turns on tiles (co: they halve each), n at the end: the epilogue goes along N first"""
 HEAD = ("tile", "stages", "registers", "stack", "compiled in", "")
 
 
@@ -182,7 +184,7 @@ def render(facts: Facts, with_source: bool) -> str:
         lines += _text(r["text"]) if with_source else []
     total = sum(r["count"] for r in facts["regions"])
     distinct = plural(len(facts["regions"]), "distinct Region")
-    return "\n".join([*lines, f"{distinct} of {total}; registers and stack bytes are per thread"])
+    return "\n".join([*lines, f"{distinct} of {total}; registers and stack bytes are per thread", TILES])
 
 
 def _render_stored(facts: Facts, with_source: bool) -> str:

@@ -26,7 +26,7 @@ def render(report: Facts) -> str:
         lines.append(f"\ngraph {i} ({graph['kind']})")
         for r in graph["regions"]:
             n_products = f"{len(r['products'])} products, " if len(r["products"]) > 1 else ""
-            leaves = f"{len(r['stores'])} stores, {len(r['reductions'])} sums"
+            leaves = f"{_several(r['stores'], 'store')}, {_several(r['reductions'], 'sum')}"
             what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
             moved = f"{gigabytes(r['bytes_before'])} -> {gigabytes(r['bytes_after'])}"
@@ -41,6 +41,10 @@ def render(report: Facts) -> str:
         ):
             lines += [f"  {title}:", *rows] if rows else []
     return "\n".join(lines)
+
+
+def _several(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}" + ("" if len(things) == 1 else "s")
 
 
 def place(source: str) -> str:
