@@ -3,7 +3,6 @@ as a step of training keeps it."""
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -67,9 +66,8 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
     return list(map(Times, turns, busy))
 
 
-@functools.cache
 def company_on(device: int) -> Call:
-    """A product of random numbers, kept for the process."""
+    """A product of random numbers."""
     m, k, n = PRODUCT
     random = torch.Generator(f"cuda:{device}")  # the user's is left alone
     with torch.inference_mode(False):
