@@ -1,8 +1,9 @@
-"""Every tile of the Regions of a Llama layer beside the bare products, interleaved: one JSON line per Region and tile.
+"""Every tile of the Regions of a Llama layer beside the bare products: one JSON line per Region and tile.
 
     python bench/kernels.py [FILE]      (default: bench/results/kernels.jsonl)
 
-"floor_ms" is torch.mm(out=) for the Region's products, "ratio" what the fused kernel takes of that. About two minutes.
+"ms" is the mean of the times by turns and in a busy GPU (timing.compared), "floor_ms" that of torch.mm(out=) for the
+Region's products, "ratio" what the fused kernel takes of that. About two minutes.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from typing import Any
 
 import layers
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 import transformers as hf
 from models import SDPA, sizes, tiles
@@ -239,6 +241,7 @@ def main() -> None:
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "training.jsonl"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    inductor_config.fx_graph_cache = functorch_config.enable_autograd_cache = False  # a cached graph has no report
     layers.written(args.cases, run, args.out, line)
 
 

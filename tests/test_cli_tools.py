@@ -24,6 +24,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import contest
 from coda_inductor.rewrite.laws import BILINEARITY, LAWS, Law
 
 MODEL = """
@@ -274,7 +275,8 @@ def full(folder: Path) -> Path:
         store.write(made / "objects" / f"coda_epilogue_{name}-128x256co2x1" / "f" / "k.o", "code")
     fields = {"config": LARGE[0]._asdict(), "ms": 0.25, "bucket": 8192, "device": "H", "versions": {"torch": "2"}}
     store.write_record(made, "cccc3333-8192-0123", fields)
-    store.write_record(made, "contest-dddd4444", {"regions": ["cccc3333"], "ms": 0.5, "baseline_ms": 0.75})
+    times = dict(zip(contest.TIMED, (0.5, 0.625, 0.75, 0.6), strict=True))
+    store.write_record(made, "contest-dddd4444", {"regions": ["cccc3333"], **times}, contest.timed)
     store.write(made / "tuning" / ".cccc.json.x1", "{")
     (made / "notes.txt").write_text("mine")
     return made
@@ -288,8 +290,8 @@ def test_cache_ls(ask: Ask, full: Path) -> None:
     assert facts["entries"][0]["bytes"] == len("# text") + len("code")
     said = ask("cache", "ls")[1]
     assert "up to 8192 rows: 128x256co2x1 0.250 ms" in said and "  torch 2\n" in said
-    assert "cccc3333: fused 0.500 ms, Inductor 0.750 ms" in said
-    assert "2 kernels, 1 tuning record, 1 contest record, 1 leftover file, 2" in said and str(full) in said
+    assert "cccc3333: fused 0.500 ms, Inductor 0.750 ms; in a busy GPU 0.625 ms, 0.600 ms" in said
+    assert "2 kernels, 1 tuning record, 1 contest record, 1 leftover file, " in said and str(full) in said
 
 
 def files(folder: Path) -> set[str]:

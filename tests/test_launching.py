@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from codegen_cases import lane_sums, norm_gradients, swiglu_backward
+from codegen_cases import lane_sums, norm_gradients, random_inputs, swiglu_backward
 from compiling import Centred, Interpreted, close, pretend
 from torch import Tensor
 
 from coda_inductor.codegen import tune
+from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Reduction, Region
 from coda_inductor.inductor import launching
 
@@ -62,6 +63,18 @@ def test_outputs_come_apart_in_the_regions_order(region: Region) -> None:
     if several:
         unread = [out is None for out in launching.apart(region, [*buffers[:-1], None])]
         assert unread == [False] * len(region.stores) + [r.over == "N" for r in region.reductions]
+
+
+def test_sums_over_both_axes_in_a_compiled_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One over M stands between two over N, which share a tensor."""
+    pretend(monkeypatch, tmp_path)
+    launching.register()
+    inputs = random_inputs(MIXED, 301, "cpu")
+    torch._dynamo.reset()
+    found = torch.compile(lambda *given: torch.ops.coda.region(list(given), MIXED.text, "sm_90a"))(*inputs)
+    for out, wanted in zip(found, interpret(MIXED, inputs), strict=True):
+        assert out.shape == wanted.shape
+        close(out, wanted)
 
 
 def test_rows_of_one_tensor_are_found_again() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from codegen_cases import random_inputs, token_scale
+from compiling import Interpreted, pretend
+from torch import Tensor
 
-from coda_inductor.codegen import timing
+from coda_inductor.codegen import timing, tune
 from coda_inductor.codegen.timing import Times
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.contest import Outcome
 
 
@@ -91,7 +96,7 @@ def test_a_host_that_falls_behind_is_not_timed(stream: Stream) -> None:
     """0.5 ms on the GPU, 0.6 ms to launch: repeated alone that would be the host's time."""
     calls = [stream.call("a", 0.5, launch_s=6e-4), stream.call("b", 0.7)]
     assert timing.compared(calls, 5) == [pytest.approx((0.5, 0.5)), pytest.approx((0.7, 0.7))]
-    assert "company" not in stream.launched
+    assert stream.launched.count("a") == 1 + 3 + 5  # and no block
 
 
 def test_blocks_go_there_and_back(stream: Stream) -> None:
@@ -99,6 +104,40 @@ def test_blocks_go_there_and_back(stream: Stream) -> None:
     calls = [stream.call(name, 30.0) for name in "abc"]
     timing.repeated(calls, [30.0] * 3, 2)
     assert "".join(stream.launched) == "aa" + ("aa" + "bb" + "cc" + "cc" + "bb" + "aa") * 2
+
+
+def test_a_company_that_the_host_cannot_launch_is_none(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "company_on", lambda device: stream.call("company", 0.02, launch_s=3e-5))
+    assert timing.compared([stream.call("a", 0.5, power=1.4)], 5) == [Times(0.5, 0.5)]
+
+
+class Spilled(Interpreted):
+    """A kernel that is right and spills much."""
+
+    stack = 512
+
+
+class Wrong(Interpreted):
+    """A kernel that leaves its outputs as they were."""
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        pass
+
+
+def test_tuning_where_no_tile_qualifies(stream: Stream, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All spill: the least is taken. None is right: the Region is not supported."""
+    region, compared = token_scale(64, 64), timing.compared
+    inputs = random_inputs(region, 300, "cpu")
+    for build in (Spilled, Wrong):
+        with monkeypatch.context() as patch:
+            pretend(patch, tmp_path / build.__name__, build)
+            patch.setattr(timing, "compared", compared)
+            if build is Spilled:
+                rows = tune.tune(region, inputs).rows
+                assert ["ms" in row for row in rows] == [True] + [False] * (len(rows) - 1)
+            else:
+                with pytest.raises(Unsupported, match=r"no configuration .* is right"):
+                    tune.tune(region, inputs)
 
 
 def test_a_winner_by_turns_must_cost_nothing_in_a_busy_gpu() -> None:
@@ -109,3 +148,5 @@ def test_a_winner_by_turns_must_cost_nothing_in_a_busy_gpu() -> None:
     assert outcome(1.0, 1.0, 1.01, 1.2).loses == "measured slower: 1000 us fused, 1010 us by Inductor"
     assert outcome(1.0, 1.1, 1.2, 1.09).loses == "measured slower in a busy GPU: 1100 us fused, 1090 us by Inductor"
     assert outcome(1.0, 2.0, 1.2, 2.4).gain_ms == pytest.approx(0.3)
+    assert outcome(1.0, 2.0, 1.2, 2.2).ratio == pytest.approx(1.1)  # narrow: a law is compared with its absence
+    assert outcome(1.0, 0.0, 1.2, 0.1).ratio == pytest.approx(1.2) and Outcome(1).ratio == math.inf

@@ -44,7 +44,7 @@ class Config(NamedTuple):
         return f"{self.tile_m}x{self.tile_n}{kind}{self.cluster_m}x{self.cluster_n}{order}"
 
 
-# For each of 13 Regions one of these is within 1.5 % of the best of 15 (mean of both timings, H200, bench/tiles.py).
+# For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200, bench/tiles.py).
 # 160 columns are for widths that neither 128 nor 192 divides. What runs untuned is the first: it has registers left.
 LARGE = (
     Config(128, 256, 2, 1, False),

@@ -21,8 +21,7 @@ PRODUCT = (1536, 1024, 2816)  # m, k, n: one full wave of 132 blocks of 128 x 25
 
 
 class Times(NamedTuple):
-    """Of one call, in ms: the median of its turns, and what it adds to a busy GPU (to compare with that of the others:
-    an error is common to all)."""
+    """Of one call, in ms: the median of its turns, and what it adds to a busy GPU."""
 
     turns: float
     busy: float
@@ -41,12 +40,16 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
 
     At its power limit a GPU lowers its clocks within some 20 ms, for all that it runs: what draws more power slows the
     rest of a step down, which neither a rotation of milliseconds nor a call repeated alone shows."""
+    if not calls:
+        return []
     launching_s = launching(calls)
     turns = by_turns(calls, rounds, launching_s)
-    if any(1e3 * s > KEEPS_AHEAD * ms for s, ms in zip(launching_s, turns, strict=True)):
-        return [Times(ms, ms) for ms in turns]
     company = company_on(torch.cuda.current_device())
-    one_ms = by_turns([company], rounds, launching([company]))[0]
+    company_s = launching([company])
+    (one_ms,) = by_turns([company], rounds, company_s)
+    for s, ms in zip([*launching_s, *company_s], [*turns, one_ms], strict=True):
+        if 1e3 * s > KEEPS_AHEAD * ms:
+            return [Times(ms, ms) for ms in turns]
     repeats = max(1, round(min(turns) / one_ms))
 
     def beside(call: Call) -> Call:
@@ -58,11 +61,12 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
         return run
 
     close = [i for i, ms in enumerate(turns) if ms <= slack * min(turns)]
-    pairs = [beside(calls[i]) for i in close]
-    found = repeated(pairs, [turns[i] + repeats * one_ms for i in close], passes)
+    pairs = [*(beside(calls[i]) for i in close), beside(lambda: None)]
+    about = [*(turns[i] + repeats * one_ms for i in close), repeats * one_ms]
+    *found, alone_ms = repeated(pairs, about, passes)
     busy = [math.inf] * len(calls)
     for i, ms in zip(close, found, strict=True):
-        busy[i] = ms - repeats * one_ms
+        busy[i] = ms - alone_ms
     return list(map(Times, turns, busy))
 
 

@@ -26,6 +26,9 @@ PREFIX = "coda_epilogue_"
 SHORTEST = 4  # digits that name an entry
 
 
+BUSY = ("busy_ms", "busy_baseline_ms")  # of a contest's record
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One row: `paths` are all that it consists of, `names` what it may be called by, `facts` what is known."""
@@ -88,7 +91,7 @@ def _record(path: Path) -> Entry:
     ours = {key: found.get(key) for key in ("device", "versions", "ms")}
     if path.name.startswith("contest-"):
         regions = [str(r) for r in found.get("regions") or ()]
-        facts = {**ours, "regions": regions, "baseline_ms": found.get("baseline_ms")}
+        facts = {**ours, "regions": regions, **{key: found.get(key) for key in ("baseline_ms", *BUSY)}}
         return Entry("contest", (path.stem.removeprefix("contest-"), *regions), (path,), facts)
     facts = {**ours, "bucket": found.get("bucket"), "config": found.get("config")}
     return Entry("tuning", (path.stem.partition("-")[0],), (path,), facts)
@@ -163,7 +166,9 @@ def _what(row: Facts) -> str:
     if row["kind"] == "tuning":
         return f"up to {row['bucket']} rows: {_tile(row['config'])} {_ms(row['ms'])}"
     if row["kind"] == "contest":
-        return f"{'+'.join(r[:8] for r in row['regions'])}: fused {_ms(row['ms'])}, Inductor {_ms(row['baseline_ms'])}"
+        times = f"fused {_ms(row['ms'])}, Inductor {_ms(row['baseline_ms'])}"
+        busy = "; in a busy GPU {}, {}".format(*(_ms(row[key]) for key in BUSY))
+        return f"{'+'.join(r[:8] for r in row['regions'])}: {times}{busy}"
     return "of an interrupted write, or unreadable"
 
 

@@ -75,8 +75,9 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """Inductor's time over ours."""
-        return self.baseline.turns / self.fused.turns if self.fused.turns else math.inf
+        """Inductor's time over ours, the lesser of both."""
+        pairs = zip(self.baseline, self.fused, strict=True)
+        return min(baseline / fused if fused > 0 else math.inf for baseline, fused in pairs)
 
     @property
     def gain_ms(self) -> float:
@@ -223,7 +224,8 @@ class Contest:
 
     def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
         """Tunes the group's kernels, then times both ways."""
-        with torch.no_grad(), unset_fake_temporarily():
+        here = torch.cuda.device(-1 if self.device.index is None else self.device.index)
+        with torch.no_grad(), unset_fake_temporarily(), here:
             steps = list[Callable[[], object]]()
             for built in group.builts:
                 steps += [

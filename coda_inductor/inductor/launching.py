@@ -101,7 +101,7 @@ class RegionKernel(ir.FallbackKernel):
 
 
 class RegionOutput(ir.MultiOutput):
-    """A store of a RegionKernel, or its sums over an axis: a buffer of Inductor's that the kernel writes."""
+    """A store or sum of a RegionKernel, or all of its sums over N: a buffer of Inductor's that the kernel writes."""
 
     def should_allocate(self) -> bool:
         """Inductor allocates it."""
