@@ -64,6 +64,7 @@ def standin() -> dict[str, Any]:
     )
     names: dict[str, Any] = {"cute": types.SimpleNamespace(math=math, arch=arch), "select_": as_float(torch.where)}
     names |= {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32}
+    names["float32"] = as_float(torch.clone)
     names["unpack"] = lambda pair: pair
     for kind in (*KINDS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
@@ -76,6 +77,7 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
     over the edge, where hardware fills what ends there with 0, and plain sums add up what they get. A token vector of
     16 bits is copied in pairs: past an odd M comes what lies behind it in memory."""
     names = standin()
+    text = text.replace("Float32(", "float32(")  # a type and a function: torch has no one thing that is both
     exec("".join(line for line in text.splitlines(keepends=True) if not line.startswith(("import ", "from "))), names)
     function, given = names["epilogue"]
 
