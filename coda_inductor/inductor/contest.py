@@ -4,8 +4,8 @@ Regions that a law ties together (one reads another's sum, or a store that no no
 as a group. The group runs as generated kernels, and the same nodes of the user's graph as Inductor compiles them, on
 real tensors of the graph's sizes: by turns, and in a GPU that is busy with other work. What does not win by 2 %, or
 costs time in a busy GPU, is derived again without the law, and if that loses too it is left to Inductor; a law that
-wins narrowly must also gain more than its absence.
-Results are kept on disk by content and never change. The other side is always Inductor's default mode.
+wins narrowly must also gain more than its absence. Results are kept on disk by content and never change. The other side
+is always Inductor's default mode.
 """
 
 from __future__ import annotations
@@ -44,14 +44,7 @@ log = logging.getLogger("coda_inductor.contest")
 WIN = 1.02  # Inductor's time over ours by turns, at least
 CLOSE = 1.15  # below, a law that wins is compared with what the group gains without it
 ROUNDS = 25
-TIMED = (
-    "ms",
-    "busy_ms",
-    "baseline_ms",
-    "busy_baseline_ms",
-)  # of a record: by turns and in a busy GPU, ours and Inductor's
-
-
+TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # of a record: our Times and Inductor's
 FREE, SLOW = Times(0.0, 0.0), Times(math.inf, math.inf)
 
 
