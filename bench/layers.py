@@ -3,8 +3,8 @@
     python bench/layers.py [half|layer|gpt2-xl|bert-large|vit-l ...] [--widths WIDTH ...] [--mode MODE] [--out FILE]
 
 One JSON line per case: "ms" is ours, "baseline_ms" torch.compile's, "floor_ms" the graph's own products as mm(out=)
-plus attention, all medians of one rotation in one process. "sustained" are the same three, each repeated until the
-clocks have settled at what its power allows. "regions" are the kernels that ran, counted at launch.
+plus attention, all medians of one rotation in one process. "sustained" are the same three, each in blocks of 60 ms
+of nothing else, of which 40 count (timing.repeated). "regions" are the kernels that ran, counted at launch.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def rotation(calls: list[Callable[[int], object]]) -> list[float]:
 
 
 def alone(calls: list[Callable[[int], object]], times: list[float]) -> list[float]:
-    """The ms of each call in blocks of nothing else, at the clocks that it can hold. `times` says about how long they
-    take."""
+    """The ms of each call in blocks of nothing else, nearly at the clocks that it can hold. `times` says about how long
+    they take."""
     sets = itertools.cycle(range(SETS))
     return timing.repeated([lambda c=c: c(next(sets)) for c in calls], times, 3)  # type: ignore[misc]
 

@@ -15,7 +15,7 @@ Call = Callable[[], object]
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
-SETTLING_MS, COUNTED_MS = 20, 40  # of a block: until the GPU's clocks have settled, and after
+SETTLING_MS, COUNTED_MS = 20, 40  # of a block: the GPU's clocks follow what runs, most of the way; then it counts
 KEEPS_AHEAD = 0.8  # of a call's time on the GPU, at most, for the host to launch it, or its own time would be counted
 PRODUCT = (1536, 1024, 2816)  # m, k, n: one full wave of 132 blocks of 128 x 256; 18 MB, a third of an H200's L2 cache
 
@@ -38,8 +38,9 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
     the fastest are not timed so (infinite). Where the host cannot launch a call as fast as it runs, turns count for
     both.
 
-    At its power limit a GPU lowers its clocks within some 20 ms, for all that it runs: what draws more power slows the
-    rest of a step down, which neither a rotation of milliseconds nor a call repeated alone shows."""
+    At its power limit a GPU lowers its clocks for all that it runs, most of it within 50 ms (bench/sustained.py): what
+    draws more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
+    shows."""
     if not calls:
         return []
     launching_s = launching(calls)
@@ -82,8 +83,8 @@ def company_on(device: int) -> Call:
 
 
 def repeated(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[float]:
-    """The ms of each call in blocks of nothing else, there and back through all calls. `about` says how long they take,
-    roughly."""
+    """The ms of each call in blocks of nothing else (60 ms, of which 40 count), there and back through all calls.
+    `about` says how long they take, roughly."""
     there = list(range(len(calls)))
     totals = [0.0] * len(calls)
     block(calls[0], about[0])  # from rest

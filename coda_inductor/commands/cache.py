@@ -16,16 +16,15 @@ from typing import Any
 
 from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.store import open_store
-from coda_inductor.commands.words import date, plural, size, table
+from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, default_cache
+from coda_inductor.inductor.report import plural
 
 Facts = dict[str, Any]
 
 PREFIX = "coda_epilogue_"
 SHORTEST = 4  # digits that name an entry
-
-
 BUSY = ("busy_ms", "busy_baseline_ms")  # of a contest's record
 
 

@@ -24,11 +24,12 @@ from coda_inductor.codegen.source import module_name
 from coda_inductor.codegen.source import render as source_of
 from coda_inductor.commands.cache import entries, existing
 from coda_inductor.commands.kernels import compiled
-from coda_inductor.commands.words import plural, size, table
+from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.core.verify import verify
+from coda_inductor.inductor.report import plural
 
 Facts = dict[str, Any]
 

@@ -17,7 +17,7 @@ from coda_inductor.codegen import cubin, legality, record, source
 from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.prebuild import Job, Outcome, outcomes
 from coda_inductor.commands.cache import PREFIX, entries, existing
-from coda_inductor.commands.words import plural, size, table
+from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
@@ -25,7 +25,7 @@ from coda_inductor.explain import rows_of
 from coda_inductor.inductor.account import Site
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.report import place
+from coda_inductor.inductor.report import place, plural
 
 Facts = dict[str, Any]
 

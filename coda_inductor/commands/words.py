@@ -24,8 +24,3 @@ def size(count: int) -> str:
 def date(seconds: float) -> str:
     """Local date and minute of a time stamp."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def plural(count: int, what: str) -> str:
-    """ "1 kernel", "2 kernels"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"

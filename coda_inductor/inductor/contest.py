@@ -211,7 +211,7 @@ class Contest:
             log.info("measured in %.1f s", time.perf_counter() - start_s)
             found = store.write_record(directory, self.key(plan, group), measured, timed)
         self.rows.append(found)
-        log.info("%s", found)
+        log.info("%s: %s", "+".join(found["regions"]), ", ".join(f"{name} {found[name]:.4f}" for name in TIMED))
         ms, busy_ms, baseline_ms, busy_baseline_ms = (found[name] for name in TIMED)
         return Outcome(group.mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms))
 

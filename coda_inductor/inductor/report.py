@@ -26,7 +26,7 @@ def render(report: Facts) -> str:
         lines.append(f"\ngraph {i} ({graph['kind']})")
         for r in graph["regions"]:
             n_products = f"{len(r['products'])} products, " if len(r["products"]) > 1 else ""
-            leaves = f"{_several(r['stores'], 'store')}, {_several(r['reductions'], 'sum')}"
+            leaves = f"{plural(len(r['stores']), 'store')}, {plural(len(r['reductions']), 'sum')}"
             what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
             moved = f"{gigabytes(r['bytes_before'])} -> {gigabytes(r['bytes_after'])}"
@@ -43,8 +43,9 @@ def render(report: Facts) -> str:
     return "\n".join(lines)
 
 
-def _several(things: Sequence[object], name: str) -> str:
-    return f"{len(things)} {name}" + ("" if len(things) == 1 else "s")
+def plural(count: int, what: str) -> str:
+    """ "1 kernel", "2 kernels"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def place(source: str) -> str:
