@@ -92,9 +92,14 @@ def test_the_much_slower_are_not_timed_on(stream: Stream) -> None:
     assert [t.busy for t in timing.compared(calls, 5, slack=1.15)] == pytest.approx([0.50, 0.56, math.inf])
 
 
-def test_a_host_that_falls_behind_is_not_timed(stream: Stream) -> None:
-    """0.5 ms on the GPU, 0.6 ms to launch: repeated alone that would be the host's time."""
-    calls = [stream.call("a", 0.5, launch_s=6e-4), stream.call("b", 0.7)]
+def test_a_host_that_falls_behind_has_more_company_or_is_not_timed(stream: Stream) -> None:
+    """0.5 ms on the GPU take 1 ms to launch: beside 40 products of the company the host keeps up, beside 25 not."""
+    calls = [stream.call("a", 0.5, launch_s=1e-3), stream.call("b", 0.7)]
+    timing.compared(calls, 5)
+    launched = "".join("." if name == "company" else name for name in stream.launched)
+    assert min(map(len, re.findall(r"(?<=a)\.+(?=a)", launched))) == 40
+    del stream.launched[:]
+    calls = [stream.call("a", 0.5, launch_s=2e-3), stream.call("b", 0.7)]  # 107: more than three times its work
     assert timing.compared(calls, 5) == [pytest.approx((0.5, 0.5)), pytest.approx((0.7, 0.7))]
     assert stream.launched.count("a") == 1 + 3 + 5  # and no block
 

@@ -3,6 +3,7 @@ as a step of training keeps it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -11,13 +12,18 @@ from typing import NamedTuple
 
 import torch
 
+log = logging.getLogger("coda_inductor.timing")
+
 Call = Callable[[], object]
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
 SETTLING_MS, COUNTED_MS = 20, 40  # of a block: the GPU's clocks follow what runs, most of the way; then it counts
-KEEPS_AHEAD = 0.8  # of a call's time on the GPU, at most, for the host to launch it, or its own time would be counted
-PRODUCT = (1536, 1024, 2816)  # m, k, n: one full wave of 132 blocks of 128 x 256; 18 MB, a third of an H200's L2 cache
+KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
+MOST_COMPANY = (
+    3  # times the work of the fastest call: so much if a slow host needs it, and beyond it noise drowns calls
+)
+PRODUCT = (1536, 2048, 2816)  # m, k, n: one full wave of 132 blocks of 128 x 256; 26 MB, half of an H200's L2 cache
 
 
 class Times(NamedTuple):
@@ -33,10 +39,10 @@ class Times(NamedTuple):
 
 
 def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: float = math.inf) -> list[Times]:
-    """The times of each call. A busy GPU runs as much work again beside it: products that draw all the power that it
-    may have. `passes` are there and back through all calls; those that by turns take more than `slack` times as long as
-    the fastest are not timed so (infinite). Where the host cannot launch a call as fast as it runs, turns count for
-    both.
+    """The times of each call. A busy GPU runs as much work again beside it, more if the host would else fall behind:
+    products that draw all the power that it may have. `passes` are there and back through all calls; those that by
+    turns take more than `slack` times as long as the fastest are not timed so (infinite). Where the host cannot keep
+    ahead of the GPU, turns count for both.
 
     At its power limit a GPU lowers its clocks for all that it runs, most of it within 50 ms (bench/sustained.py): what
     draws more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
@@ -48,10 +54,10 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
     company = company_on(torch.cuda.current_device())
     company_s = launching([company])
     (one_ms,) = by_turns([company], rounds, company_s)
-    for s, ms in zip([*launching_s, *company_s], [*turns, one_ms], strict=True):
-        if 1e3 * s > KEEPS_AHEAD * ms:
-            return [Times(ms, ms) for ms in turns]
-    repeats = max(1, round(min(turns) / one_ms))
+    repeats = company_for(turns, [1e3 * s for s in launching_s], one_ms, 1e3 * company_s[0])
+    if repeats is None:
+        log.info("the host takes %.3f ms to launch %.3f ms: timed by turns alone", 1e3 * max(launching_s), min(turns))
+        return [Times(ms, ms) for ms in turns]
 
     def beside(call: Call) -> Call:
         def run() -> None:
@@ -69,6 +75,20 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
     for i, ms in zip(close, found, strict=True):
         busy[i] = ms - alone_ms
     return list(map(Times, turns, busy))
+
+
+def company_for(
+    turns: Sequence[float], launching_ms: Sequence[float], one_ms: float, one_launching_ms: float
+) -> int | None:
+    """How often the company runs beside each call: as much work as the fastest, or more until the host keeps ahead of
+    all. None if that would be too much."""
+    equal = max(1, round(min(turns) / one_ms))
+    behind = max(host - KEEPS_AHEAD * ms for host, ms in zip(launching_ms, turns, strict=True))
+    gained = KEEPS_AHEAD * one_ms - one_launching_ms  # by each
+    if gained <= 0:
+        return None
+    repeats = max(equal, math.ceil(behind / gained))
+    return repeats if repeats <= MOST_COMPANY * equal else None
 
 
 def company_on(device: int) -> Call:
