@@ -17,11 +17,11 @@ from torch._inductor.compile_fx import compile_fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, unknown
-from coda_inductor.inductor.joint import LAW_NAMES, REGION_KINDS
+from coda_inductor.inductor.joint import NAMES
 from coda_inductor.inductor.joint_pass import JointPass, machine
 
 # torch.compile imports this: a wrong variable is said there, and not when the model first runs
-Settings.read()[0].check_kinds(LAW_NAMES | REGION_KINDS)
+Settings.read()[0].check_kinds(NAMES)
 
 
 class CodaBackend:

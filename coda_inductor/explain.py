@@ -40,6 +40,17 @@ class Refusal(Protocol):
     def source(self) -> str: ...
 
 
+class Table(Protocol):
+    """A small value that is computed once for many elements: tables.Table."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def shape(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+
+
 class Report(Protocol):
     """What a rewriting did: joint.Report."""
 
@@ -49,6 +60,8 @@ class Report(Protocol):
     def refused(self) -> Sequence[Refusal]: ...
     @property
     def opaque(self) -> Sequence[Refusal]: ...
+    @property
+    def tables(self) -> Sequence[Table]: ...
 
 
 Rewrite = Callable[[fx.Graph, Any], Report]
@@ -90,6 +103,7 @@ class Nothing:
     refused: tuple[Whole, ...]
     sites: tuple[Site, ...] = ()
     opaque: tuple[Whole, ...] = ()
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +138,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "regions": regions,
         "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
         "refused": ([] if isinstance(report, Nothing) else chains) + lone(report, nodes, chains),
+        "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
     }
     totals: Facts = {
         "bytes_before": sum(k.bytes for k in before),

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
-from coda_inductor.explain import explain, region_facts, render
+from coda_inductor.explain import Table, explain, region_facts, render
 from coda_inductor.inductor.capture import capture, load
 
 M, N, K = 512, 256, 128
@@ -143,6 +143,7 @@ class Report:
     sites: tuple[Site, ...] = ()
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()
+    tables: tuple[Table, ...] = ()
 
 
 def region_of_relu(matrices: list[Tensor]) -> list[Tensor]:

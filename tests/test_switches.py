@@ -18,7 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.core.settings import SettingError, Settings
-from coda_inductor.inductor.joint import LAW_NAMES, REGION_KINDS, kind
+from coda_inductor.inductor.joint import NAMES, kind
 from coda_inductor.inductor.joint_pass import REPORTS, JointPass
 
 HERE = Path(__file__).resolve().parent
@@ -177,10 +177,11 @@ def test_law_or_kind_switched(how: str, names: str) -> None:
 
 def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
     named = {name for _, names in EXPECTED for name in names.split(",")}
-    assert named | ELSEWHERE == LAW_NAMES | REGION_KINDS
+    assert named | ELSEWHERE == NAMES
 
 
-ELSEWHERE = {"shift", "moments", "triangle", "adjoint"}  # of norms that take a mean away, and of backwards
+# Of norms that take a mean away, of backwards, and of rotary embeddings (test_tables.py).
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "tables"}
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))

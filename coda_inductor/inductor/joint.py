@@ -20,6 +20,7 @@ from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.emit import emit
+from coda_inductor.inductor.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite.build import Built, build
@@ -61,6 +62,8 @@ class Report:
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()
     """Operations that were not understood at all."""
+    tables: tuple[Table, ...] = ()
+    """What is computed once for many elements."""
     seconds: float = 0.0
     timings: tuple[dict[str, Any], ...] = ()
     """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms", and
@@ -137,7 +140,8 @@ def _rewrite(
     emit(made, builts, target)
     left = {n.name for n in graph.nodes}
     gone = [n for n in names if n in terms and n not in left]
-    return Report(tuple(_absorb(sites, builts, gone, terms)), refused, opaque)
+    tables = store_tables(graph) if allowed(TABLES, frozenset({TABLES}), settings) else ()
+    return Report(tuple(_absorb(sites, builts, gone, terms)), refused, opaque, tables)
 
 
 LAW_NAMES = frozenset(law.name for law in LAWS)
@@ -147,6 +151,9 @@ KINDS = {
     "pointwise": "any other epilogue",
 }
 REGION_KINDS = frozenset(KINDS)
+TABLES = "tables"
+NAMES = LAW_NAMES | REGION_KINDS | {TABLES}
+"""What _DISABLE and _ONLY may name."""
 
 
 def laws_of(settings: Settings) -> frozenset[str]:
@@ -160,8 +167,8 @@ def kind(region: Region) -> str:
 
 
 def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
-    """May a law (or a kind of Region) be used? _ONLY restricts the laws if it names one, and the kinds if it names
-    one."""
+    """May a law, a kind of Region or the storing of tables be used? _ONLY restricts the laws if it names one, and the
+    kinds if it names one."""
     only = settings.only & among
     return name not in settings.disable and (not only or name in only)
 

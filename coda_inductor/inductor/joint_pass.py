@@ -26,7 +26,7 @@ from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import launching, notes
 from coda_inductor.inductor.contest import Contest
-from coda_inductor.inductor.joint import LAW_NAMES, NO_CONTEST, REGION_KINDS, Report, rewrite
+from coda_inductor.inductor.joint import NAMES, NO_CONTEST, Report, rewrite
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -59,7 +59,7 @@ class JointPass(CustomGraphPass):
     """One instance for each compile, with its settings frozen. `chained`: passes that the user put there, run first."""
 
     def __init__(self, settings: Settings, chained: Any = None) -> None:
-        settings.check_kinds(LAW_NAMES | REGION_KINDS)
+        settings.check_kinds(NAMES)
         launching.register()
         self.settings = settings
         self.chained = (
@@ -94,7 +94,7 @@ class JointPass(CustomGraphPass):
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
-        self.rewrote |= bool(report.sites)
+        self.rewrote |= bool(report.sites or report.tables)
         REPORTS.append(report)
         return report
 

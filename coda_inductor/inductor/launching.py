@@ -1,4 +1,5 @@
 """coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
+coda.stored lowered: nothing but a buffer.
 
 The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
 """
@@ -24,7 +25,7 @@ from coda_inductor.codegen.legality import ALIGNED
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.ops import REGION
+from coda_inductor.inductor.ops import REGION, STORED
 
 aten = torch.ops.aten
 Launch = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
@@ -152,7 +153,13 @@ def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[A
     return (list(inputs), *constants), {}
 
 
+def _store(x: ir.TensorBox) -> ir.TensorBox:
+    x.realize()
+    return x
+
+
 @cache
 def register() -> None:
     """Tells Inductor, once."""
     register_lowering(REGION, type_promotion_kind=None)(_lower)
+    register_lowering(STORED, type_promotion_kind=None)(_store)

@@ -1,7 +1,7 @@
-"""torch.ops.coda.region: one functional operation for every Region.
+"""torch.ops.coda.region: one functional operation for every Region. torch.ops.coda.stored: a value that is in memory.
 
-Its eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled graphs
-call `launch`, which runs the generated kernel.
+A Region's eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled
+graphs call `launch`, which runs the generated kernel. A stored value is the value.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ torch.library.register_fake("coda::region", _fake, lib=_library)
 
 REGION = torch.ops.coda.region.default
 """region(inputs: matrices then operands, region: Region.text, target) -> stores [M, N], then reductions [M] or [N]."""
+
+_library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("stored", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("coda::stored", torch.empty_like, lib=_library)
+
+STORED = torch.ops.coda.stored.default
+"""stored(x) -> x. Compiled graphs compute it once and read it from memory, whatever Inductor would do."""
 
 
 @register_flop_formula(torch.ops.coda.region)

@@ -31,6 +31,8 @@ def render(report: Facts) -> str:
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
             moved = f"{gigabytes(r['bytes_before'])} -> {gigabytes(r['bytes_after'])}"
             lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
+        tables = Counter((t["shape"], t["source"]) for t in graph["tables"])
+        lines += [f"  {plural(n, 'table')} {shape} computed once  {place(at)}" for (shape, at), n in tables.items()]
         said = {(p["why"], p["source"]) for p in graph["passes"]}
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]
