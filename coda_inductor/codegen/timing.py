@@ -23,7 +23,7 @@ KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it,
 MOST_COMPANY = (
     3  # times the work of the fastest call: so much if a slow host needs it, and beyond it noise drowns calls
 )
-PRODUCT = (1536, 2048, 2816)  # m, k, n: one full wave of 132 blocks of 128 x 256; 26 MB, half of an H200's L2 cache
+PRODUCT = (1536, 4096, 2816)  # m, k, n: one wave of 132 blocks of 128 x 256, 44 MB; long beside a launch (10-20 us)
 
 
 class Times(NamedTuple):
