@@ -26,6 +26,11 @@ from coda_inductor.patterns.lift import Lifted, lift
 from coda_inductor.patterns.terms import Term
 
 
+REDUCTIONS: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
+    "sum": torch.sum, "max": torch.amax, "logsumexp": torch.logsumexp,
+}  # fmt: skip
+
+
 class Evaluator:
     """The value of a term as a tensor over its axes in ascending order, given the value of each leaf's node."""
 
@@ -90,7 +95,7 @@ class Evaluator:
         if t.kind == "red":
             own = sorted(t.args[0].axes)
             dims = [own.index(i) for i in t.over]
-            return (torch.sum if t.name == "sum" else torch.amax)(self(t.args[0]), dims)
+            return REDUCTIONS[t.name](self(t.args[0]), dims)
         if t.kind == "lanes":
             inner = [i for i in axes if i != t.over[0]]
             shape = torch.broadcast_shapes(*(self.at(a, inner).shape for a in t.args))

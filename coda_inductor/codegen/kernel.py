@@ -30,6 +30,8 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region
 
 SM90 = (9, 0)
+FINISH: dict[str, Any] = {"sum": torch.sum, "logsumexp": torch.logsumexp}
+"""What makes one result of a tile's each."""
 
 
 class Compiled:
@@ -63,9 +65,9 @@ class Compiled:
         ]
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
         totals = zip(names.sums, region.reductions, strict=True)
-        self._sums: dict[bool, list[tuple[int, int]]] = {}  # by whether they are over M
+        self._sums: dict[tuple[bool, str], list[tuple[int, int]]] = {}  # by whether they are over M, and their kind
         for i, (s, r) in enumerate(totals, len(names.stores)):
-            self._sums.setdefault(r.over == "M", []).append((place[s], i))
+            self._sums.setdefault((r.over == "M", r.of), []).append((place[s], i))
         self._c = first + names.operands.index("c") if "c" in names.operands else None
         self._d = 0 if "D" in names.stores else None
         products = region.products[::-1] if swapped else region.products
@@ -85,28 +87,28 @@ class Compiled:
         for field, i in self._stores:
             fields[field] = self._store(i, outs[i], a)
         finish = []
-        for over_m, sums in self._sums.items():
+        for (over_m, of), sums in self._sums.items():
             shape = (len(sums), *self._partials(a.shape[0], over_m))
             partials = torch.empty(shape, dtype=torch.float32, device=a.device)
             for (field, _), partial in zip(sums, partials.unbind(), strict=True):
                 fields[field] = partial
-            finish.append((partials, 1 if over_m else 2, [outs[i] for _, i in sums]))
+            finish.append((FINISH[of], partials, 1 if over_m else 2, [outs[i] for _, i in sums]))
         if self._offset is not None:
             # From the first weight to the second, in elements; both are 16-bit.
             fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
         self._run(a, b, d, c, self._arguments._make(fields), self._scheduler, None, None, None)
-        for partials, dim, totals in finish:
+        for add_up, partials, dim, totals in finish:
             if len(totals) > 1 and (rows := _one_tensor(totals)) is not None:
-                torch.sum(partials, dim, out=rows)
+                add_up(partials, dim, out=rows)
                 continue
             for partial, out in zip(partials, totals, strict=True):
                 if out is not None:
-                    torch.sum(partial, dim - 1, out=out)
+                    add_up(partial, dim - 1, out=out)
 
     def _partials(self, m: int, over_m: bool) -> tuple[int, int]:
-        """A sum leaves the kernel as one partial sum per tile: [tiles of M, N], or [M, tiles of N]."""
+        """A sum leaves the kernel as one partial result per tile: [tiles of M, N], or [M, tiles of N]."""
         if over_m:
             return -(-m // self.config.tile_m), self.region.n
         return m, -(-self.region.n * len(self.region.products) // self.config.tile_n)

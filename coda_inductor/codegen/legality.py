@@ -15,6 +15,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+PLANES = {"sum": 1, "logsumexp": 2}  # numbers for each row that warps pass on: of a logsumexp the maximum and the sum
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
 ALIGNED = 4  # elements of float32 in 16 bytes, at whose multiples the inputs of a kernel must start
 TILE_K = 64  # four wgmma instructions of 16-bit operands
@@ -150,6 +151,7 @@ def _require_lanes(region: Region) -> None:
     _need(p.b_layout == q.b_layout == "nk", "two products of [K, N] weights", "lanes need a weight stored [N, K]")
     _need(all(s.dtype != "f32" for s in region.stores), "an f32 store beside two products", "store 16 bits")
     _need(all(r.over == "N" for r in region.reductions), "a sum over M beside two products", "one product per tile")
+    _need(all(r.of == "sum" for r in region.reductions), "a logsumexp beside two products", "one product per tile")
     tiles = [o.name for o in region.operands if o.extent == "tile"]
     _need(not tiles, f"tile operand {', '.join(tiles)} beside two products")
 
@@ -207,7 +209,7 @@ def _vector_bytes(region: Region, config: Config) -> int:
     length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0}
     groups_m, groups_n = _warp_groups(config)
     passed_on = {"N": config.tile_m * (groups_n - 1), "M": config.tile_n * (4 * groups_m - 1)}
-    sums = 4 * sum(passed_on[r.over] for r in region.reductions)
+    sums = 4 * sum(passed_on[r.over] * PLANES[r.of] for r in region.reductions)
     return sums + sum(length[o.extent] * _vector_itemsize(region, o) for o in region.operands)
 
 

@@ -47,7 +47,7 @@ HELPERS = {
 }
 # quack's col vector varies over M: it is what token vectors are, and what is left of a sum over N.
 OPS_OF_EXTENT = {"token": "ColVecLoad", "feature": "RowVecLoad", "tile": "TileLoad"}
-SINKS = {"N": "ColVecReduce", "M": "RowVecReduce"}
+SINKS = {("sum", "N"): "ColVecReduce", ("sum", "M"): "RowVecReduce", ("logsumexp", "N"): "OnlineLSEReduce"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ from coda_inductor.codegen.device import LaneVector, MaskedColVecReduce, MaskedR
 from cutlass import BFloat16, Float16, Float32, select_
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.math import unpack
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad, RowVecReduce, TileLoad
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, OnlineLSEReduce, RowVecLoad, RowVecReduce, TileLoad
 {helpers}
 
 @{decorator}(
@@ -141,7 +141,8 @@ def _literal(x: float) -> str:
 
 def _sink(region: Region, total: Reduction) -> str:
     """The class that adds up."""
-    return f"{'Masked' if needs_mask(region, total) else ''}{SINKS[total.over]}"
+    masked = total.of == "sum" and needs_mask(region, total)  # a logsumexp leaves out what lies past the end by itself
+    return f"{'Masked' if masked else ''}{SINKS[total.of, total.over]}"
 
 
 def _summed(region: Region, total: Reduction, spelled: dict[str, str], pair: bool) -> tuple[bool, str]:
@@ -150,6 +151,8 @@ def _summed(region: Region, total: Reduction, spelled: dict[str, str], pair: boo
     value = total.value
     if pair:
         return False, f"({spelled[value]}, 0.0)"
+    if total.of != "sum":
+        return False, spelled[value]
     factors = next((let.args for let in region.lets if let.name == value and let.op == "mul"), ())
     if len(factors) == 2 and all(isinstance(f, str) for f in factors) and not needs_mask(region, total):
         return True, "({}, {})".format(*(spelled[str(f)] for f in factors))

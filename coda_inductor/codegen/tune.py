@@ -109,11 +109,11 @@ def examine(
 def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Empty outputs for `inputs`; sums over N are rows of one tensor, as compiled graphs have them."""
     like = inputs[region.products[0].a]
-    m, over = like.shape[0], [r.over for r in region.reductions]
+    m, of = like.shape[0], region.reductions
     stores = [like.new_empty((m, region.n), dtype=DTYPES[s.dtype]) for s in region.stores]
     pitch = -(-m // legality.ALIGNED) * legality.ALIGNED
-    rows = iter(like.new_empty((over.count("N"), pitch), dtype=region.compute)[:, :m])
-    return stores + [next(rows) if o == "N" else like.new_empty(region.n, dtype=region.compute) for o in over]
+    rows = iter(like.new_empty((sum(r.over == "N" for r in of), pitch), dtype=region.compute)[:, :m])
+    return stores + [next(rows) if r.over == "N" else like.new_empty(region.n, dtype=region.compute) for r in of]
 
 
 def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> float:

@@ -6,7 +6,7 @@ generated kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import DTYPES, Region
 
 SHAPE = {"token": (-1, 1), "feature": (1, -1)}
+REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {"sum": torch.sum, "logsumexp": torch.logsumexp}
 
 
 def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -35,4 +36,4 @@ def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
         torch.empty(shape, dtype=DTYPES[s.dtype], device=tile[s.value].device).copy_(tile[s.value])
         for s in region.stores
     ]
-    return stores + [tile[r.value].sum(1 if r.over == "N" else 0) for r in region.reductions]
+    return stores + [REDUCTIONS[r.of](tile[r.value], 1 if r.over == "N" else 0) for r in region.reductions]

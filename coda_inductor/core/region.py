@@ -69,10 +69,17 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The sum of `value` over N or over M, finished: a float32 [M] or [N] vector (float64 in a float64 region)."""
+    """The sum of `value` over N or over M, or the logarithm of the sum of its exponentials over N; finished: a float32
+    [M] or [N] vector (float64 in a float64 region)."""
 
     value: str
     over: Literal["N", "M"] = "N"
+    of: Literal["sum", "logsumexp"] = "sum"
+
+    @property
+    def is_row_sum(self) -> bool:
+        """Is it a plain sum over N?"""
+        return self.over == "N" and self.of == "sum"
 
 
 @dataclass(frozen=True)

@@ -21,5 +21,5 @@ def show(region: Region, m: str = "M") -> str:
         call = f" {INFIX[let.op]} ".join(args) if let.op in INFIX else f"{let.op}({', '.join(args)})"
         lines.append(f"{let.name} = {call}")
     lines += [f"store {s.value}[{m}, {region.n}]  ({s.dtype})" for s in region.stores]
-    lines += [f"sum over {r.over} of {r.value} -> [{m if r.over == 'N' else region.n}]" for r in region.reductions]
+    lines += [f"{r.of} over {r.over} of {r.value} -> [{m if r.over == 'N' else region.n}]" for r in region.reductions]
     return "\n".join(lines)

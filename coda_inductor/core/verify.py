@@ -51,6 +51,10 @@ def verify(region: Region) -> Region:
         all(r.over in ("N", "M") for r in region.reductions),
         f"sums over {[r.over for r in region.reductions]}, only N and M are known",
     )
+    check(
+        all(r.of == "sum" or (r.of == "logsumexp" and r.over == "N") for r in region.reductions),
+        f"reductions {[(r.of, r.over) for r in region.reductions]}: sums, and logsumexp over N, are known",
+    )
     for value in [s.value for s in region.stores] + [r.value for r in region.reductions]:
         check(value in tiles, f"{value!r} leaves the region but is not a tile")
     return region

@@ -18,6 +18,7 @@ from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.draft import Computed, Draft
 from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.softmax import written_out
 
 if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group
@@ -108,7 +109,7 @@ def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
         else:
             copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output(tuple(copies[n] for n in wanted))
-    return new, tensors
+    return written_out(new), tensors
 
 
 def put_off(group: Group, plan: Plan) -> list[fx.Node]:

@@ -23,9 +23,11 @@ from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
+from coda_inductor.rewrite import softmax
 from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.draft import Computed
-from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.laws import LAWS, SOFTMAX
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
 from coda_inductor.rewrite.sources import statistics
@@ -114,8 +116,9 @@ def rewrite(
 def _rewrite(
     graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
 ) -> Report:
-    lifted = lift(graph, rounding=settings.numerics == "strict")
     laws = laws_of(settings)
+    normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
+    lifted = lift(graph, rounding=settings.numerics == "strict")
     banned: dict[int, str] = {}
     undeferred = 0
     while True:
@@ -132,6 +135,10 @@ def _rewrite(
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
     nodes = {bit: product.node for bit, product in lifted.products.items()}
+    for normaliser in softmax.taken(normalisers, (node for b in builts for node in b.draft.totals)):
+        pair = (lifted.term[normaliser.maximum], lifted.term[normaliser.log])
+        whole = made.program.new[lifted.term[normaliser.node]]
+        made.firings.append(Firing(SOFTMAX.name, lifted.terms.add(*map(made.program.new.__getitem__, pair)), whole, -1))
     fired = _fired(made)
     refused = tuple(Refusal(r.node.name, r.reason, lines[r.node.name]) for r in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}

@@ -52,7 +52,7 @@ def launcher(text: str) -> Launch:
 def together(region: Region) -> bool:
     """Are its sums over N rows of one tensor, the last of the buffers? One launch finishes them all. (Not so sums over
     M: they are gradients, which outlive the graph.)"""
-    return sum(r.over == "N" for r in region.reductions) > 1
+    return sum(r.is_row_sum for r in region.reductions) > 1
 
 
 def apart(region: Region, outs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -62,7 +62,7 @@ def apart(region: Region, outs: Sequence[Tensor | None]) -> Sequence[Tensor | No
     *others, sums = outs
     stores, totals = others[: len(region.stores)], iter(others[len(region.stores) :])
     rows = iter(sums) if sums is not None else itertools.repeat(None)
-    return [*stores, *(next(rows if r.over == "N" else totals) for r in region.reductions)]
+    return [*stores, *(next(rows if r.is_row_sum else totals) for r in region.reductions)]
 
 
 def current() -> Settings:
@@ -128,7 +128,7 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     *others, sums = boxes
     row = itertools.count()
     for i, r in enumerate(region.reductions, len(region.stores)):
-        if r.over == "N":
+        if r.is_row_sum:
             others.insert(i, lowerings[aten.select.int](sums, 0, next(row)))
     return others
 
@@ -140,12 +140,13 @@ def _layouts(region: Region, m: Any, device: torch.device) -> list[ir.FixedLayou
         return ir.FixedLayout(device, dtype, size, stride)
 
     stores = [layout(DTYPES[s.dtype], [m, region.n], [region.n, 1]) for s in region.stores]
-    over = [r.over for r in region.reductions]
-    if not together(region):
-        return stores + [layout(region.compute, [m if o == "N" else region.n], [1]) for o in over]
+    sizes = [m if r.over == "N" else region.n for r in region.reductions]
+    alone = [not together(region) or not r.is_row_sum for r in region.reductions]
+    stores += [layout(region.compute, [n], [1]) for n in itertools.compress(sizes, alone)]
+    if all(alone):
+        return stores
     pitch = FloorDiv(m + ALIGNED - 1, ALIGNED) * ALIGNED
-    totals = [layout(region.compute, [region.n], [1]) for o in over if o == "M"]
-    return [*stores, *totals, layout(region.compute, [over.count("N"), m], [pitch, 1])]
+    return [*stores, layout(region.compute, [alone.count(False), m], [pitch, 1])]
 
 
 def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

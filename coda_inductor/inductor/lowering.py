@@ -35,7 +35,7 @@ _NAMES: dict[Kind, str] = {
     "source": "full iota arange scalar_tensor empty zeros ones new_zeros new_ones new_full new_empty eye linspace "
     "full_like zeros_like ones_like empty_like",
     "random": "rand randn randint rand_like randn_like bernoulli",
-    "reduction": "sum mean var var_mean amax amin argmax argmin any all prod max min std",
+    "reduction": "sum mean var var_mean logsumexp amax amin argmax argmin any all prod max min std",
     "scan": "cumsum cumprod logcumsumexp cummax cummin",
     "scatter": "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add "
     "_unsafe_masked_index_put_accumulate",

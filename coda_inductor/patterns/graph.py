@@ -132,19 +132,23 @@ def scattered(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     return None if whole % length or first % length else (source, dim % rank, whole // length, first // length)
 
 
+Name = Literal["sum", "mean", "max", "var", "logsumexp"]
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """A node that reduces `source` over `dims`; "var" divides by the count less `correction`."""
 
-    name: Literal["sum", "mean", "max", "var"]
+    name: Name
     source: fx.Node
     dims: tuple[int, ...]
     keepdim: bool
     correction: float = 0.0
 
 
-REDUCTIONS: dict[object, Literal["sum", "mean", "max", "var"]] = {
+REDUCTIONS: dict[object, Name] = {
     aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.default: "max", aten.var.correction: "var",
+    aten.logsumexp.default: "logsumexp",
 }  # fmt: skip
 
 
@@ -153,7 +157,7 @@ def reduction(node: fx.Node) -> Reduction | None:
     op = node
     if node.target is operator.getitem and node.args[0].target is aten.var_mean.correction:  # type: ignore[union-attr]
         op = node.args[0]  # type: ignore[assignment]
-        name: Literal["sum", "mean", "max", "var"] = "mean" if node.args[1] else "var"
+        name: Name = "mean" if node.args[1] else "var"
     elif node.target in REDUCTIONS:
         name = REDUCTIONS[node.target]
     else:

@@ -169,6 +169,8 @@ def _reduction(lifted: Lifted, r: g.Reduction) -> Term | None:
     extents = lifted.extents(gone)
     if r.name in ("sum", "max"):
         return ts.red(r.name, x, gone, extents)
+    if r.name == "logsumexp":
+        return ts.red(r.name, x, gone, extents) if x.axes.issuperset(gone) else None
     count = Fraction(math.prod(extents.values()))
     if r.name == "var" and count <= r.correction:
         return None

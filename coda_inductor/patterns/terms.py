@@ -24,7 +24,7 @@ class Term:
     add    coefficient + sum of powers[i] * args[i].
     fn     the pointwise operation `name` of args.
     con    sum over the axes `over` of args[0] * args[1]: a matrix product, at fixed `lanes` of its columns.
-    red    the reduction `name` ("sum", "max") of args[0] over the axes `over`.
+    red    the reduction `name` ("sum", "max", "logsumexp") of args[0] over the axes `over`.
     lanes  args[i] at the i-th index of the one axis `over`.
     """
 

@@ -180,7 +180,10 @@ def build(plan: Plan, draft: Draft) -> Built:
         writer.values[acc] = f"acc{i}"
     stores = tuple(Store(str(writer.value(t)), dtype) for t, dtype, _ in draft.stores)
     rows = set(draft.space.rows)
-    sums = tuple(Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N") for s in draft.sums)
+    sums = tuple(
+        Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N", s.name)  # type: ignore[arg-type]
+        for s in draft.sums
+    )
     n = plan.program.lifted.reading.axes.total(draft.space.columns).static
     assert n is not None
     region = Region(n, writer._dtype(), tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums)

@@ -106,4 +106,16 @@ ADJOINT = Law(
     source="sum_l x[l] sum_r L[l,r] g[r] = sum_r g[r] sum_l L[l,r] x[l], over the lanes l, r and over K",
 )
 
-LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE, ADJOINT)
+SOFTMAX = Law(
+    name="softmax",
+    before=lambda e, c: (e / c) / over_k(e / c),
+    after=lambda e, c: e / over_k(e),
+    shapes={"e": "M K", "c": "M 1"},
+    refuses=({"e": "M K", "c": "M K"},),
+    when="a loss normalises the scores that an epilogue makes: their logsumexp is taken there, without their maximum",
+    numerics="moves a rounding",
+    source="e = exp(x), c = exp(max x): x - max x - log sum exp(x - max x) = x - log sum exp(x); the sum is kept "
+    "relative to the greatest score so far, arXiv:1805.02867",
+)
+
+LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE, ADJOINT, SOFTMAX)

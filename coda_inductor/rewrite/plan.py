@@ -171,15 +171,18 @@ class Plan:
         return True
 
     def _total(self, node: fx.Node, t: Term) -> bool:
-        """Lets an epilogue sum over its tokens what the node is the sum of."""
+        """Lets an epilogue sum over its tokens what the node is the sum of, or take the logsumexp of its columns."""
         number, red = (t.coefficient, t.args[0]) if t.kind == "mul" and t.powers == (Fraction(1),) else (Fraction(1), t)
-        if red.kind != "red" or red.name != "sum" or not red.args[0].hosts:
+        if red.kind != "red" or red.name not in ("sum", "logsumexp") or not red.args[0].hosts:
             return False
         try:
             space = self.program.space(red.args[0])
             self.program.check(red.args[0], space)
             late = g.is_backward(node) and not self.program.in_backward(space)
-            if late or set(red.over) != set(space.rows) or self.order(node) != space.columns:
+            gone, left = space.rows, space.columns
+            if red.name == "logsumexp":
+                gone, left = left, gone
+            if late or set(red.over) != set(gone) or self.order(node) != left:
                 return False
             draft = self._draft(space)
             self.program.check(red.args[0], draft.space)
