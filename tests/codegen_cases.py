@@ -80,6 +80,16 @@ def softmax_sum(n: int, k: int) -> Region:
     ))  # fmt: skip
 
 
+def scores(n: int, k: int) -> Region:
+    """A head with its scores capped, as Gemma-2 has them: stored, added up, and their logsumexp, to which the columns
+    past N must not add."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),), (),
+        (Let("less", "mul", ("acc", 1 / 30)), Let("t", "tanh", ("less",)), Let("x", "mul", ("t", 30.0))),
+        (Store("x", "bf16"),), (Reduction("x"), Reduction("x", "N", "logsumexp")),
+    ))  # fmt: skip
+
+
 def norm_backward(n: int, k: int) -> Region:
     """dz of a deferred norm, with the triangle's statistic: two tile operands, three vectors, one sum."""
     return verify(Region(
@@ -156,7 +166,7 @@ def every_op(n: int, k: int) -> Region:
 
 
 CASES: tuple[Callable[[int, int], Region], ...] = (
-    norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, norm_backward, norm_gradients,
+    norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores, norm_backward, norm_gradients,
     swiglu_backward, bias_sums, every_op,
 )  # fmt: skip
 
@@ -188,6 +198,8 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
     stores = tuple(Store(rng.choice(tiles), rng.choice(wide)) for _ in range(rng.randint(0, 3)))
     totals = [rng.choice(tiles) for _ in range(rng.randint(0 if stores else 1, 2))]
     sums = tuple(Reduction(value, "M" if not pair and rng.random() < 0.5 else "N") for value in totals)
+    if not pair and rng.random() < 0.25:
+        sums += (Reduction(rng.choice(tiles), "N", "logsumexp"),)
     return verify(Region(n, "bf16", products, operands, tuple(lets), stores, sums))
 
 

@@ -25,7 +25,6 @@ from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.patterns.lift import Lifted, lift
 from coda_inductor.patterns.terms import Term
 
-
 REDUCTIONS: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
     "sum": torch.sum, "max": torch.amax, "logsumexp": torch.logsumexp,
 }  # fmt: skip

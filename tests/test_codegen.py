@@ -39,7 +39,7 @@ from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, Region, Store
 
 HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
-KINDS = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad", "ColVecReduce", "RowVecReduce")
+KINDS = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad", "ColVecReduce", "RowVecReduce", "OnlineLSEReduce")
 
 
 class Pair(NamedTuple):
@@ -105,6 +105,9 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
             value = value[0] + value[1]
         elif sink.scaled:
             value = value[0] * value[1]
+        if sink.kind == "OnlineLSEReduce":
+            sums.append(value[:m, : region.n].logsumexp(1))
+            continue
         dim, size, left = (1, region.n, m) if sink.kind.endswith("ColVecReduce") else (0, m, region.n)
         sums.append((value.narrow(dim, 0, size) if sink.kind.startswith("Masked") else value).sum(dim)[:left])
     return stores + sums

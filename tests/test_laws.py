@@ -130,12 +130,19 @@ def moments_about_a_tile(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return (mean((h - x.cumsum(-1) * mean(h)) ** 2) * h) @ v
 
 
+def softmax_about_a_tile(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    h = x @ w
+    s = h - h.cumsum(-1)
+    return s - s.exp().sum(-1, keepdim=True).log()
+
+
 GRAPHS: dict[tuple[str, int], Function] = {
     ("bilinearity", 0): a_tile_as_factor,
     ("bilinearity", 1): a_feature_as_factor,
     ("gauge", 0): a_feature_scaling,
     ("shift", 0): a_tile_as_shift,
     ("moments", 0): moments_about_a_tile,
+    ("softmax", 0): softmax_about_a_tile,
 }
 
 

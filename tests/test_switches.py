@@ -180,8 +180,8 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
     assert named | ELSEWHERE == NAMES
 
 
-# Of norms that take a mean away, of backwards, and of rotary embeddings (test_tables.py).
-ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "tables"}
+# Of norms that take a mean away, of backwards, of losses (test_softmax.py) and of rotary embeddings (test_tables.py).
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "tables"}
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))

@@ -18,6 +18,7 @@ from codegen_cases import (
     random_inputs,
     random_region,
     relative_error,
+    scores,
     softmax_sum,
     swiglu,
     swiglu_backward,
@@ -49,7 +50,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 
 
 EVERYWHERE = (
-    norm_producer, swiglu, softmax_sum, lane_sums, norm_backward, norm_gradients, swiglu_backward, bias_sums,
+    norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, swiglu_backward, bias_sums,
 )  # fmt: skip
 
 

@@ -1,0 +1,187 @@
+"""A loss's normaliser in the epilogue of its head: what is shortened, that nothing else changes, that it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import REFERENCE, pretend, run
+from evaluate import Read, captured
+from torch import Tensor, nn
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.explain import explain, render
+from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.patterns.graph import aten
+from coda_inductor.rewrite.softmax import shorten, taken, written_out
+
+TOKENS, WIDTH, WORDS = 320, 64, 152
+LSE = aten.logsumexp.default
+
+pytestmark = pytest.mark.usefixtures("uncached")
+
+
+class Classifier(nn.Module):
+    """A layer, a head, and the mean cross-entropy of its scores in float32 or wider; some tokens are not counted."""
+
+    def __init__(self, words: int = WORDS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, words, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        z = self.head(F.silu(self.layer(x)))
+        return F.cross_entropy(z.float() if z.dtype != torch.float64 else z, labels)
+
+
+def inputs(dtype: torch.dtype = torch.float64, words: int = WORDS) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    labels = torch.randint(0, words, (TOKENS,))
+    labels[::7] = -100
+    return torch.randn(TOKENS, WIDTH).to(dtype), labels
+
+
+def results(model: nn.Module, x: Tensor, labels: Tensor, **compile_with: Any) -> tuple[list[Tensor], list[set[str]]]:
+    """The loss and all gradients, and the laws of each Region; eager without options."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    if compile_with:
+        ran = run(model, x, labels, grad=True, **compile_with)
+        loss, laws = ran.output, [set(s.laws) for r in ran.reports for s in r.sites]
+    else:
+        loss, laws = model(x, labels), []
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())], laws  # type: ignore[list-item,union-attr]
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_loss_and_gradients(scale: float) -> None:
+    """Also where exp of a score would be infinite."""
+    model = Classifier().double()
+    with torch.no_grad():
+        model.head.weight *= scale
+    wanted, _ = results(model, *inputs())
+    for off, law in (({}, {"softmax"}), ({"disable": "softmax"}, set())):
+        found, laws = results(model, *inputs(), options={**REFERENCE, "strict": True, **off})
+        assert all(distance(f, w) < 1e-10 for f, w in zip(found, wanted, strict=True))
+        assert set().union(*laws) == law
+
+
+def test_in_bf16_no_worse_than_eager() -> None:
+    model, x = Classifier().double(), inputs()
+    exact, _ = results(model, *x)
+    model, x = model.bfloat16(), inputs(torch.bfloat16)
+    eager, _ = results(model, *x)
+    found, laws = results(model, *x, options={**REFERENCE, "strict": True})
+    assert {"softmax"} in laws
+    for f, e, w in zip(found, eager, exact, strict=True):
+        assert distance(f, w) <= 1.5 * distance(e, w)
+
+
+def test_through_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other side of the contest is what the user wrote: a maximum and a sum, no operation of ours."""
+    pretend(monkeypatch, tmp_path)
+    compiled = list[str]()
+    from coda_inductor.inductor import rehearsal
+
+    real = rehearsal._compile
+
+    def noted(module: Any, tensors: list[Tensor]) -> Any:
+        compiled.append(module.code)
+        return real(module, tensors)
+
+    monkeypatch.setattr(rehearsal, "_compile", noted)
+    model, x = Classifier().bfloat16(), inputs(torch.bfloat16)
+    wanted, _ = results(model, *x)
+    found, laws = results(model, *x, options={"strict": True})
+    assert {"softmax"} in laws and all(distance(f, w) < 2e-2 for f, w in zip(found, wanted, strict=True))
+    (baseline,) = (code for code in compiled if "amax" in code)
+    assert "exp" in baseline and "logsumexp" not in baseline
+
+
+def test_what_no_epilogue_takes_is_written_as_it_was() -> None:
+    """150 columns: no kernel multiplies rows that are not 16-byte aligned."""
+    model, x = Classifier(150).bfloat16(), inputs(torch.bfloat16, 150)
+    for settings in (Settings(target="sm_90a"), Settings(target="reference", disable=frozenset({"softmax"}))):
+        (graph,) = captured(model, *x)
+        rewrite_for(graph.graph, settings)
+        targets = [n.target for n in graph.graph.nodes]
+        assert LSE not in targets and targets.count(aten.amax.default) == targets.count(aten.log.default) == 1
+    (graph,) = captured(model, *x)
+    before = str(graph.graph)
+    normalisers = shorten(graph.graph)
+    assert len(normalisers) == 1 and LSE in [n.target for n in graph.graph.nodes]
+    assert taken(normalisers, ()) == [] and str(graph.graph) == before
+
+
+def scores(x: Tensor) -> Tensor:
+    return x - x.amax(-1, keepdim=True)
+
+
+def log_sum(s: Tensor, dim: int = -1) -> Tensor:
+    return s.exp().sum(dim, keepdim=True).log()
+
+
+@pytest.mark.parametrize(
+    ("f", "count"),
+    [
+        (lambda x: F.log_softmax(x, -1), 1),
+        (lambda x: (y := F.log_softmax(x, -1)) + y.exp(), 1),
+        (lambda x: F.log_softmax(x, 0), 1),
+        (lambda x: F.log_softmax(F.log_softmax(x, -1), -1), 2),
+        (lambda x: F.softmax(x, -1), 0),
+        (lambda x: (s := scores(x)) - log_sum(s), 1),
+        (lambda x: ((s := scores(x)) - log_sum(s), s), 0),  # read by others
+        (lambda x: ((s := scores(x)) - (t := log_sum(s)), t), 0),
+        (lambda x: ((s := x - (m := x.amax(-1, keepdim=True))) - log_sum(s), m), 0),
+        (lambda x: (s := scores(x)) - log_sum(s, 0), 0),  # over another dimension
+        (lambda x: (s := x - x.t().amax(-1, keepdim=True)) - log_sum(s), 0),  # of something else
+        (lambda x: torch.sub(s := scores(x), log_sum(s), alpha=2), 0),
+        (lambda x: log_sum(s := scores(x)) - s, 0),
+    ],
+)
+def test_what_is_shortened(f: Callable[..., Any], count: int) -> None:
+    """And the shorter graph computes the same, also when it is written out again."""
+    x, w = torch.randn(12, 8, dtype=torch.float64) * 100, torch.randn(8, 12, dtype=torch.float64)
+    for short in (False, True):
+        (graph,) = captured(lambda x, w: f(x @ w), x, w)
+        assert len(shorten(graph.graph)) == count
+        if not short:
+            written_out(graph.graph)
+        assert [n.target for n in graph.graph.nodes].count(LSE) == (count if short else 0)
+        graph.graph.lint()
+        made = torch.fx.GraphModule(torch.nn.Module(), graph.graph)(*graph.inputs)
+        wanted = f(x @ w)
+        for found, want in zip(made, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
+            assert torch.allclose(found, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_firing_is_an_equality() -> None:
+    (graph,) = captured(
+        lambda x, w: F.log_softmax(x @ w, -1), *(torch.randn(s, dtype=torch.float64) for s in ((12, 8), (8, 24)))
+    )
+    (normaliser,) = shorten(graph.graph)
+    read = Read(graph)
+    terms, term = read.lifted.terms, read.lifted.term
+    before, after = terms.add(term[normaliser.maximum], term[normaliser.log]), term[normaliser.node]
+    assert after.name == "logsumexp" and before is not after
+    assert float((read.value(after) - read.value(before)).abs().max()) < 1e-12
+
+
+def test_it_is_said() -> None:
+    model, args, off = Classifier().bfloat16(), inputs(torch.bfloat16), frozenset({"softmax"})
+    facts = explain(model, args, {}, "train", Settings(target="sm_90a"))
+    (region,) = (r for r in facts["graphs"][0]["regions"] if "softmax" in r["laws"])
+    assert region["reductions"] == [f"f32[{TOKENS}]"] and "softmax" in render(facts)
+    without = explain(model, args, {}, "train", Settings(target="sm_90a", disable=off))
+    read = 2 * TOKENS * WORDS
+    assert facts["totals"]["bytes_after"] < without["totals"]["bytes_after"] - 0.9 * read
+    assert facts["totals"]["passes_left"] == without["totals"]["passes_left"] - 1
