@@ -1,14 +1,14 @@
 """Training steps: backend="coda" against torch.compile's default and the bare products.
 
-    python bench/training.py [CASE ...] [--out FILE]
+    python bench/training.py [CASE ...] [--kinds forward|train ...] [--out FILE]
 
 A case is layer-2048, layer-4096 or layer-8192 (from attention's output to the next layer's q, k and v, 16384 tokens,
 feed-forward 8/3 as wide), or one of MODELS (8192 tokens, with attention; two layers unless the name says how many).
 
-Two JSON lines per case, "forward" (under no_grad) and "train" (forward and backward), all in one rotation: "ms" is
+A JSON line per case and kind, "forward" (under no_grad) and "train" (forward and backward), in one rotation: "ms" is
 ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "sustained"
-are the same three in blocks of nothing else, as in bench/layers.py. "gib" are the peaks of memory
-over what lies there before a step. "groups" are the contest's timings of Regions tied together.
+are the same three in blocks of nothing else, as in bench/layers.py. "gib" are the peaks of memory over what lies there
+before a step. "groups" are the contest's timings of Regions tied together.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from coda_inductor.codegen import launch, target
 from coda_inductor.inductor.joint_pass import REPORTS
 
+KINDS = ("forward", "train")
 HIDDEN = {2048: 5504, 4096: 11008, 8192: 22016}  # 8/3 d, rounded up to 128
 
 
@@ -104,7 +106,8 @@ def case(name: str) -> tuple[nn.Module, list[Inputs], Step, Step, int]:
             return torch.autograd.grad(f(*given), wanted, grads)
 
         return model, inputs, lambda f, given: f(*given), backward, 16384
-    model = MODELS[name]().to("cuda", torch.bfloat16)
+    with torch.device("cuda"):
+        model = MODELS[name]().to(torch.bfloat16)
     if name == "vit-l":
         inputs = [
             (
@@ -164,63 +167,63 @@ def peak(call: Callable[[], object]) -> float:
     return float(torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def run(name: str) -> list[dict[str, Any]]:
-    """Two rows."""
+def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
+    """A row for each kind."""
     torch.manual_seed(0)
     model, inputs, forward, train, tokens = case(name)
     model.train()
-    compiled, seconds, reports = {}, {}, {}
-    for kind, step in (("forward", forward), ("train", train)):
+    steps = {"forward": forward, "train": train}
+    calls: list[Callable[[int], object]] = []
+    seconds, reports = list[dict[str, float]](), list[Any]()
+    for kind in kinds:
+        seconds.append({})
         for backend in ("inductor", "coda"):
             torch._dynamo.reset()
             seen, start = len(REPORTS), time.perf_counter()
-            f = compiled[kind, backend] = torch.compile(model, backend=backend)
-            with torch.set_grad_enabled(kind == "train"):
-                for _ in range(2):
-                    step(f, inputs[0])
-            torch.cuda.synchronize()
-            seconds[kind, backend] = time.perf_counter() - start
-            reports[kind, backend] = list(REPORTS)[seen:]
-            if REPORTS:
-                REPORTS.clear()
-    bare = floors(model, tokens)
-    calls: list[Callable[[int], object]] = []
-    for kind, step in (("forward", forward), ("train", train)):
-        for backend in ("coda", "inductor"):
+            f, step = torch.compile(model, backend=backend), steps[kind]
 
-            def call(s: int, step: Step = step, f: Any = compiled[kind, backend], on: bool = kind == "train") -> object:
+            def call(s: int, step: Step = step, f: Any = f, on: bool = kind == "train") -> object:
                 with torch.set_grad_enabled(on):
                     return step(f, inputs[s])
 
             calls.append(call)
+            for _ in range(2):
+                call(0)
+            torch.cuda.synchronize()
+            seconds[-1][backend] = time.perf_counter() - start
+        reports.append(list(REPORTS)[seen:])
+        REPORTS.clear()
     gib = [peak(lambda c=c: c(0)) for c in calls]
     launched = []
-    for c in (calls[0], calls[2]):
+    for c in calls[1::2]:
         launch.LAUNCHES.clear()
         c(0)
         launched.append(dict(launch.LAUNCHES))
-    differences = [difference(calls[0](0), calls[1](0)), difference(calls[2](0), calls[3](0))]
-    ways = [*calls, lambda s: bare[0](), lambda s: bare[1]()]
+    differences = [difference(ours(0), theirs(0)) for theirs, ours in zip(calls[::2], calls[1::2], strict=True)]
+    bare = dict(zip(KINDS, floors(model, tokens), strict=True))
+    ways = [*calls, *(lambda s, f=bare[kind]: f() for kind in kinds)]
     times = layers.rotation(ways)
     held = layers.alone(ways, times)
     tiles = {k.region.digest: str(k.config(tokens)) for k in launch.KERNELS.values() if k.config(tokens) is not None}
     rows = []
-    for i, kind in enumerate(("forward", "train")):
-        ms, baseline, floor = times[2 * i], times[2 * i + 1], times[4 + i]
-        found = reports[kind, "coda"]
-        groups = {tuple(t["regions"]): t for r in found for t in r.timings}
+    for i, kind in enumerate(kinds):
+        mine = (2 * i + 1, 2 * i, len(calls) + i)
+        ms, baseline, floor = (times[j] for j in mine)
+        groups = {tuple(t["regions"]): t for r in reports[i] for t in r.timings}
         rows.append({
             "case": name, "mode": kind, "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
             "floor_ms": floor, "speedup": baseline / ms, "over_floor": ms / floor,
             "recovered": (baseline - ms) / (baseline - floor),
-            "sustained": layers.sustained(held[2 * i], held[2 * i + 1], held[4 + i]),
-            "gib": {"coda": gib[2 * i], "inductor": gib[2 * i + 1]}, "difference": differences[i],
+            "sustained": layers.sustained(*(held[j] for j in mine)),
+            "gib": {"coda": gib[2 * i + 1], "inductor": gib[2 * i]}, "difference": differences[i],
             "regions": {s.name: [s.region.digest, launched[i].get(s.region.digest, 0), tiles.get(s.region.digest, "")]
-                        for r in found for s in r.sites},
-            "groups": [{**t, "kept": set(t["regions"]) <= {s.region.digest for r in found for s in r.sites}}
+                        for r in reports[i] for s in r.sites},
+            "laws": dict(Counter(law for r in reports[i] for s in r.sites for law in s.laws)),
+            "tables": sum(len(r.tables) for r in reports[i]),
+            "groups": [{**t, "kept": set(t["regions"]) <= {s.region.digest for r in reports[i] for s in r.sites}}
                        for t in groups.values()],
-            "refused": sorted({r.reason for r in (x for y in found for x in y.refused)}),
-            "compile_s": {b: seconds[kind, b] for b in ("coda", "inductor")},
+            "refused": sorted({x.reason for r in reports[i] for x in r.refused}),
+            "compile_s": seconds[i],
             "machine": torch.cuda.get_device_name(),
             "versions": {**target.versions(), "python": platform.python_version()},
             "command": " ".join(["python", *sys.argv]),
@@ -235,14 +238,15 @@ def difference(ours: Any, theirs: Any) -> float:
 
 
 def main() -> None:
-    """Runs the cases and prints two lines each."""
+    """Runs the cases and prints a line for each kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=[*(f"layer-{d}" for d in HIDDEN), *MODELS])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "training.jsonl"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     inductor_config.fx_graph_cache = functorch_config.enable_autograd_cache = False  # a cached graph has no report
-    layers.written(args.cases, run, args.out, line)
+    layers.written(args.cases, lambda name: run(name, tuple(args.kinds)), args.out, line)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -164,6 +164,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "statistic"): [],  # a sum that nobody may read is not made
     ("only", "pointwise"): ["pointwise"],
     ("only", "pointwise,bilinearity"): ["pointwise", "pointwise"],
+    ("only", "tables"): [],
+    ("disable", "tables"): BEFORE,
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 
@@ -180,8 +182,8 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
     assert named | ELSEWHERE == NAMES
 
 
-# Of norms that take a mean away, of backwards, of losses (test_softmax.py) and of rotary embeddings (test_tables.py).
-ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "tables"}
+# Of norms that take a mean away, of backwards, and of losses (test_softmax.py). Tables are in test_tables.py, too.
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax"}
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))

@@ -104,6 +104,27 @@ def test_a_host_that_falls_behind_has_more_company_or_is_not_timed(stream: Strea
     assert stream.launched.count("a") == 1 + 3 + 5  # and no block
 
 
+def test_how_much_company() -> None:
+    """Of 0.05 ms, which the host launches in 0.01."""
+    for calls, wanted in (
+        ([(0.1, 0.5), (0.2, 0.55)], 10),
+        ([(0.1, 0.5), (0.6, 0.55)], 10),  # 0.16 ms behind: six of it make up for that
+        ([(0.1, 0.5), (0.8, 0.55)], 12),
+        ([(0.1, 0.5), (1.5, 0.55)], None),  # 1.06 ms behind: 36 of it, 1.8 ms
+        ([(0.01, 0.02)], 1),
+        ([(0.1, 0.02)], 3),
+        ([(0.2, 0.02)], None),
+    ):
+        assert timing.company_for(calls, 0.01, 0.05) == wanted, calls
+    assert timing.company_for([(0.1, 0.5)], 0.045, 0.05) is None  # itself more than the host can launch
+
+
+def test_what_is_not_timed_in_company_needs_none(stream: Stream) -> None:
+    calls = [stream.call("a", 0.5, power=1.2), stream.call("b", 1.0, launch_s=1e-2)]
+    a, b = timing.compared(calls, 5, slack=1.15)
+    assert a.busy != a.turns and b.busy == math.inf
+
+
 def test_blocks_go_there_and_back(stream: Stream) -> None:
     """A GPU that warms up all the while must not favour the first."""
     calls = [stream.call(name, 30.0) for name in "abc"]

@@ -20,10 +20,10 @@ CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
 SETTLING_MS, COUNTED_MS = 20, 40  # of a block: the GPU's clocks follow what runs, most of the way; then it counts
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
-MOST_COMPANY = (
-    3  # times the work of the fastest call: so much if a slow host needs it, and beyond it noise drowns calls
-)
-PRODUCT = (1536, 4096, 2816)  # m, k, n: one wave of 132 blocks of 128 x 256, 44 MB; long beside a launch (10-20 us)
+MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
+# m, k, n: one wave of 132 blocks of 128 x 256, about 50 us where a launch takes the host 10-20. Its 44 MB leave an
+# H200's L2 cache to the next call as a step of training does: full of others' data.
+PRODUCT = (1536, 4096, 2816)
 
 
 class Times(NamedTuple):
@@ -39,10 +39,10 @@ class Times(NamedTuple):
 
 
 def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: float = math.inf) -> list[Times]:
-    """The times of each call. A busy GPU runs as much work again beside it, more if the host would else fall behind:
-    products that draw all the power that it may have. `passes` are there and back through all calls; those that by
-    turns take more than `slack` times as long as the fastest are not timed so (infinite). Where the host cannot keep
-    ahead of the GPU, turns count for both.
+    """The times of each call. A busy GPU runs other work beside it, as long again or, if the host would else fall
+    behind, longer: products that draw all the power that it may have. `passes` are there and back through all calls;
+    those that by turns take more than `slack` times as long as the fastest are not timed so (infinite). Where the host
+    cannot keep ahead of the GPU, turns count for both.
 
     At its power limit a GPU lowers its clocks for all that it runs, most of it within 50 ms (bench/sustained.py): what
     draws more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
@@ -54,9 +54,12 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
     company = company_on(torch.cuda.current_device())
     company_s = launching([company])
     (one_ms,) = by_turns([company], rounds, company_s)
-    repeats = company_for(turns, [1e3 * s for s in launching_s], one_ms, 1e3 * company_s[0])
+    close = [i for i, ms in enumerate(turns) if ms <= slack * min(turns)]
+    hosts = [(1e3 * launching_s[i], turns[i]) for i in close]
+    repeats = company_for(hosts, 1e3 * company_s[0], one_ms)
     if repeats is None:
-        log.info("the host takes %.3f ms to launch %.3f ms: timed by turns alone", 1e3 * max(launching_s), min(turns))
+        said = ", ".join(f"{host:.3f} for {ms:.3f}" for host, ms in (*hosts, (1e3 * company_s[0], one_ms)))
+        log.info("timed by turns alone: ms to launch for ms on the GPU, the company last: %s", said)
         return [Times(ms, ms) for ms in turns]
 
     def beside(call: Call) -> Call:
@@ -67,7 +70,6 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
 
         return run
 
-    close = [i for i, ms in enumerate(turns) if ms <= slack * min(turns)]
     pairs = [*(beside(calls[i]) for i in close), beside(lambda: None)]
     about = [*(turns[i] + repeats * one_ms for i in close), repeats * one_ms]
     *found, alone_ms = repeated(pairs, about, passes)
@@ -77,18 +79,17 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
     return list(map(Times, turns, busy))
 
 
-def company_for(
-    turns: Sequence[float], launching_ms: Sequence[float], one_ms: float, one_launching_ms: float
-) -> int | None:
-    """How often the company runs beside each call: as much work as the fastest, or more until the host keeps ahead of
-    all. None if that would be too much."""
-    equal = max(1, round(min(turns) / one_ms))
-    behind = max(host - KEEPS_AHEAD * ms for host, ms in zip(launching_ms, turns, strict=True))
-    gained = KEEPS_AHEAD * one_ms - one_launching_ms  # by each
+def company_for(calls: Sequence[tuple[float, float]], launching_ms: float, one_ms: float) -> int | None:
+    """How often the company, which takes `launching_ms` of the host for `one_ms` of the GPU, runs beside each of the
+    calls (the same two of each): as long as the fastest, or longer until the host keeps ahead of all. None if that
+    would be too long."""
+    fastest = max(one_ms, min(ms for _, ms in calls))
+    behind = max(host - KEEPS_AHEAD * ms for host, ms in calls)
+    gained = KEEPS_AHEAD * one_ms - launching_ms  # by each
     if gained <= 0:
         return None
-    repeats = max(equal, math.ceil(behind / gained))
-    return repeats if repeats <= MOST_COMPANY * equal else None
+    repeats = max(round(fastest / one_ms), math.ceil(behind / gained))
+    return repeats if repeats * one_ms <= MOST_COMPANY * fastest else None
 
 
 def company_on(device: int) -> Call:

@@ -34,9 +34,9 @@ class Settings:
     enabled: bool = True
     """False: the graph goes to Inductor untouched."""
     disable: frozenset[str] = frozenset()
-    """Laws and region kinds that are not used."""
+    """Laws, region kinds and "tables" that are not used."""
     only: frozenset[str] = frozenset()
-    """If not empty: the only laws and region kinds that are used."""
+    """If not empty: the only laws, region kinds and "tables" that are used."""
     numerics: Numerics = "default"
     """strict: rounds where the original does. default: fewer or moved roundings. fast: approximate functions too."""
     tune: Tune = "quick"
@@ -83,7 +83,7 @@ class Settings:
         return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
 
     def check_kinds(self, known: Collection[str]) -> None:
-        """Raises SettingError if `disable` or `only` names a law or region kind that is not among `known`."""
+        """Raises SettingError if `disable` or `only` names what is not among `known`."""
         for kind in sorted(self.disable | self.only):
             if kind not in known:
                 unknown("law or region kind", kind, known)

@@ -147,7 +147,7 @@ def _rewrite(
     emit(made, builts, target)
     left = {n.name for n in graph.nodes}
     gone = [n for n in names if n in terms and n not in left]
-    tables = store_tables(graph) if allowed(TABLES, frozenset({TABLES}), settings) else ()
+    tables = store_tables(graph) if allowed(TABLES, NAMES, settings) else ()
     return Report(tuple(_absorb(sites, builts, gone, terms)), refused, opaque, tables)
 
 
@@ -174,9 +174,12 @@ def kind(region: Region) -> str:
 
 
 def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
-    """May a law, a kind of Region or the storing of tables be used? _ONLY restricts the laws if it names one, and the
-    kinds if it names one."""
+    """May a law or a kind of Region be used, or tables be stored? _ONLY restricts the laws if it names one, and the
+    kinds if it names one; if it names anything, tables must be named, and if it names tables alone, nothing else is
+    used."""
     only = settings.only & among
+    if name == TABLES or settings.only == {TABLES}:
+        only = settings.only
     return name not in settings.disable and (not only or name in only)
 
 

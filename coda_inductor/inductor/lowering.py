@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor.ops import STORED
 
 Path = tuple[str, ...]
 """How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, in its own order."""
@@ -26,7 +27,7 @@ Reads = dict[fx.Node, dict[Path, int]]
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 
 _NAMES: dict[Kind, str] = {
-    "view": "view permute expand unsqueeze squeeze alias t transpose detach reshape _unsafe_view view_as_real "
+    "view": "stored view permute expand unsqueeze squeeze alias t transpose detach reshape _unsafe_view view_as_real "
     "lift_fresh",
     "part": "slice select split split_with_sizes unbind chunk diagonal as_strided",
     "loop": "cat stack clone convert_element_type _to_copy where slice_scatter select_scatter constant_pad_nd flip "
@@ -165,6 +166,8 @@ class _Lowering:
         return self.result
 
     def call(self, node: fx.Node, kind: Kind) -> None:
+        if node.target is STORED:
+            self.realize(node.all_input_nodes[0])
         if kind in ("loop", "gather", "source", "random"):
             self.formulas[node] = self.pointwise(node, kind)
             if kind == "random" or node.target is torch.ops.aten.copy_.default:
