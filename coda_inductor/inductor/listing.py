@@ -54,7 +54,7 @@ def _step(step: Facts) -> str:
         lines.append(f"    store {s['name']} {s['type']}{to}{formula}")
     for s in step["sums"]:
         to = f" -> {', '.join(dict.fromkeys(s['to']))}" if s["to"] else ""
-        lines.append(f"    {s['name']} = sum over {s['over']} of {s['formula']}{to}")
+        lines.append(f"    {s['name']} = {s['of']} over {s['over']} of {s['formula']}{to}")
     return "\n".join(lines)
 
 

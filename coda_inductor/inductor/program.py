@@ -247,8 +247,8 @@ class Listing:
         for j, t in enumerate(draft.sums):
             result = results.get(j + len(draft.stores))
             name, to = (self.names[result], readers.get(result, [])) if result is not None else ("unread", [])
-            over = region.reductions[j].over
-            sums.append({"name": name, "to": to, "over": over, "formula": show(t.args[0], DEPTH, names)})
+            of, over = region.reductions[j].of, region.reductions[j].over
+            sums.append({"name": name, "to": to, "of": of, "over": over, "formula": show(t.args[0], DEPTH, names)})
         loads = list(dict.fromkeys(self._input(step, built, s) for s in built.inputs[region.matrices :]))
         facts: Facts = {"region": site.name, "digest": region.digest, "shape": f"[{site.m}, {region.n}]"}
         facts |= {"products": products, "loads": loads, "stores": stores, "sums": sums}
