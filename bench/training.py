@@ -203,7 +203,7 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
     bare = dict(zip(KINDS, floors(model, tokens), strict=True))
     ways = [*calls, *(lambda s, f=bare[kind]: f() for kind in kinds)]
     times = layers.rotation(ways)
-    held = layers.alone(ways, times)
+    held = layers.alone(ways, times, len(kinds))
     tiles = {k.region.digest: str(k.config(tokens)) for k in launch.KERNELS.values() if k.config(tokens) is not None}
     rows = []
     for i, kind in enumerate(kinds):
