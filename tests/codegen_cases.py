@@ -81,12 +81,13 @@ def softmax_sum(n: int, k: int) -> Region:
 
 
 def scores(n: int, k: int) -> Region:
-    """A head with its scores capped, as Gemma-2 has them: stored, added up, and their logsumexp, to which the columns
-    past N must not add."""
+    """A head with its scores capped, as Gemma-2 has them: stored, added up, and the logsumexp of what is stored, to
+    which the columns past N must not add."""
     return verify(Region(
         n, "bf16", (Product("acc", 0, 1, k, "nk"),), (),
-        (Let("less", "mul", ("acc", 1 / 30)), Let("t", "tanh", ("less",)), Let("x", "mul", ("t", 30.0))),
-        (Store("x", "bf16"),), (Reduction("x"), Reduction("x", "N", "logsumexp")),
+        (Let("less", "mul", ("acc", 1 / 30)), Let("t", "tanh", ("less",)), Let("x", "mul", ("t", 30.0)),
+         Let("stored", "bf16", ("x",))),
+        (Store("x", "bf16"),), (Reduction("x"), Reduction("stored", "N", "logsumexp")),
     ))  # fmt: skip
 
 

@@ -86,6 +86,16 @@ def test_in_bf16_no_worse_than_eager() -> None:
         assert distance(f, w) <= 1.5 * distance(e, w)
 
 
+def test_the_normaliser_is_that_of_the_stored_scores() -> None:
+    """They are rounded before it is taken, and only then: the Region's other values are as they leave the product."""
+    for dtype, count in ((torch.bfloat16, 1), (torch.float16, 1), (torch.float64, 0)):
+        ran = run(Classifier().to(dtype), *inputs(dtype), options={**REFERENCE, "strict": True})
+        (region,) = (s.region for s in ran.reports[0].sites if "softmax" in s.laws)
+        rounded = [let.name for let in region.lets if let.op in ("bf16", "f16")]
+        assert len(rounded) == count
+        assert region.reductions[0].value == (rounded or ["acc0"])[0] and region.stores[0].value == "acc0"
+
+
 def test_through_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other side of the contest is what the user wrote: a maximum and a sum, no operation of ours."""
     pretend(monkeypatch, tmp_path)
