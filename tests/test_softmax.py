@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
+from coda_inductor.inductor.joint import Verdict, rewrite
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.patterns.graph import aten
-from coda_inductor.rewrite.softmax import shorten, taken, written_out
+from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.softmax import shorten, written_out
 
 TOKENS, WIDTH, WORDS = 320, 64, 152
 LSE = aten.logsumexp.default
@@ -129,7 +132,86 @@ def test_what_no_epilogue_takes_is_written_as_it_was() -> None:
     before = str(graph.graph)
     normalisers = shorten(graph.graph)
     assert len(normalisers) == 1 and LSE in [n.target for n in graph.graph.nodes]
-    assert taken(normalisers, ()) == [] and str(graph.graph) == before
+    normalisers[0].restore()
+    assert str(graph.graph) == before
+
+
+def legal_without(model: Callable[..., Any], *args: Tensor) -> None:
+    """The law may not cost a Region that is there without it."""
+    found = []
+    for disable in (frozenset[str](), frozenset({"softmax"})):
+        (graph,) = captured(model, *args)
+        report = rewrite_for(graph.graph, Settings(target="sm_90a", disable=disable))
+        found.append([s.region.text for s in report.sites])
+        names = {n.name for n in graph.graph.nodes}
+        assert not any("logsumexp" in name for s in report.sites for name in s.absorbed if name not in names)
+    assert found[0] == found[1] and found[0]
+
+
+def test_a_region_that_cannot_take_it_stays_without_it() -> None:
+    """A logsumexp beside two products is illegal, and over the tokens it is none of a row."""
+    h, y = torch.randn(320, 64).bfloat16(), torch.randint(0, 152, (320,))
+    w, v = (nn.Linear(64, 152, bias=False).bfloat16() for _ in range(2))
+    legal_without(lambda h, y: F.cross_entropy((w(h) * F.silu(v(h))).float(), y), h, y)
+    legal_without(lambda h: F.log_softmax(F.silu(w(h)).float(), 0)[:5].sum(), h)
+
+
+def test_a_region_that_loses_with_it_is_tried_without_it() -> None:
+    """And the contest is asked again, about the graph as it was."""
+    asked = list[set[str]]()
+
+    def decide(plan: Plan, builts: list[Built]) -> Verdict:
+        with_it = [b for b in builts if any(r.of == "logsumexp" for r in b.region.reductions)]
+        asked.append({r.of for b in builts for r in b.region.reductions})
+        return Verdict({acc.bit: "slower" for b in with_it for acc in b.draft.space.accs})
+
+    w = nn.Linear(64, 152).bfloat16()
+    (graph,) = captured(lambda h: (F.log_softmax((z := w(h)).float(), -1), F.silu(z)), torch.randn(320, 64).bfloat16())
+    report = rewrite(graph.graph, Settings(), decide=decide)
+    assert asked == [{"logsumexp"}, set()] and len(report.sites) == 1
+    assert LSE not in [n.target for n in graph.graph.nodes]
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_what_another_region_reads(dim: int) -> None:
+    """The normaliser is taken where its scores are made, or the graph is as it was: right in any case."""
+    torch.manual_seed(0)
+    a, b = (nn.Linear(WIDTH, WORDS, bias=False).double() for _ in range(2))
+    p = nn.ParameterList(torch.randn(19, 8, dtype=torch.float64) for _ in range(3))
+    x, teacher = inputs()[0], torch.randn(TOKENS, WORDS, dtype=torch.float64)
+
+    def logs() -> Tensor:
+        return sum((F.log_softmax(q, dim) for q in p), torch.zeros(()))
+
+    for f in (
+        lambda x: b(F.silu((a(x).view(TOKENS, 19, 8) + logs()).view(TOKENS, WORDS)) @ a.weight),
+        lambda x: F.silu((a(x).view(TOKENS, 19, 8) + F.log_softmax(p[0], dim)).view(TOKENS, WORDS)),
+        lambda x: F.silu((a(x).view(TOKENS, 19, 8) + (p[0] - p[0].amax(dim, True) + p[1] - p[2])).view(TOKENS, WORDS)),
+        lambda x: F.silu((a(x).view(TOKENS, 19, 8) * (p[0] - p[0].amax(dim, True)).exp()).view(TOKENS, WORDS)),
+        lambda x: F.log_softmax(teacher, dim) * a(x),
+        lambda x: F.mse_loss(a(x), F.log_softmax(teacher, dim)),
+        lambda x: F.silu(a(x)) * F.log_softmax(b(x), dim),
+    ):
+        with torch.no_grad():
+            wanted = f(x)
+            assert distance(run(f, x, options={**REFERENCE, "strict": True}).output, wanted) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "cap", [lambda z: z.float(), lambda z: 30 * torch.tanh(z.float() / 30), lambda z: z.float() * 1.5]
+)
+def test_no_loss_is_negative(cap: Callable[[Tensor], Tensor]) -> None:
+    """In bf16, of labels that are nearly certain: the normaliser belongs to the very scores that it is taken from."""
+    torch.manual_seed(0)
+    head, x = nn.Linear(WIDTH, WORDS, bias=False).bfloat16(), 8 * torch.randn(TOKENS, WIDTH).bfloat16()
+
+    def losses(x: Tensor) -> Tensor:
+        z = cap(head(x))
+        return F.cross_entropy(z, z.argmax(-1), reduction="none")
+
+    with torch.no_grad():
+        found = run(losses, x, options={**REFERENCE, "strict": True}).output
+    assert float(found.min()) > -1e-3
 
 
 def scores(x: Tensor) -> Tensor:
@@ -146,7 +228,9 @@ def log_sum(s: Tensor, dim: int = -1) -> Tensor:
         (lambda x: F.log_softmax(x, -1), 1),
         (lambda x: (y := F.log_softmax(x, -1)) + y.exp(), 1),
         (lambda x: F.log_softmax(x, 0), 1),
-        (lambda x: F.log_softmax(F.log_softmax(x, -1), -1), 2),
+        (lambda x: F.log_softmax(F.log_softmax(x, -1), -1), 1),
+        (lambda x: F.log_softmax(30 * torch.tanh(x / 30), -1), 0),  # not as the product leaves them
+        (lambda x: F.log_softmax(x.view(3, 4, 12)[None], -1), 1),
         (lambda x: F.softmax(x, -1), 0),
         (lambda x: (s := scores(x)) - log_sum(s), 1),
         (lambda x: ((s := scores(x)) - log_sum(s), s), 0),  # read by others

@@ -117,6 +117,7 @@ AT, X = torch.rand(LENGTH, SIZE), torch.rand(BATCH, HEADS, LENGTH, SIZE)
         (lambda at, x: (x + at.cos().sum(),), []),
         (lambda at, x: (x.half() * (c := at.cos()).half(), x * c.double().float()), ["[192, 16]"]),  # cast by each
         (lambda at, x: (x * at.cos(), x + (at * 1.0).cos(), x - at.cos()), ["[192, 16]"] * 2),  # equal ones are one
+        (lambda at, x: (lambda c, d: (x * (d * 2.0), x + (c * 2.0)))(at.cos(), at.cos()), ["[192, 16]"]),  # in order
         (lambda at, x: (x * at.sum().cos(),), []),  # a number
         (lambda at, x: (x * (x[:1, :1] * at.cos()),), ["[1, 1, 192, 16]"]),
         (lambda at, x: (x * (x[:, :1] * at.cos()),), []),  # made with what is larger

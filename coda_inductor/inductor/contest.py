@@ -35,6 +35,7 @@ from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.rehearsal import Programs, rehearse
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.lift import Lifted
 from coda_inductor.rewrite import search
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.plan import Plan
@@ -86,6 +87,7 @@ class Contest:
         self.rows: list[dict[str, Any]] = []
         self._compared = 0
         self._memory: Memory | None = None
+        self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
         self._keys = dict[int, str]()  # by mask, of the plan at hand
         self._programs = Programs()
         if settings.tune != "off":
@@ -184,7 +186,8 @@ class Contest:
     def group(self, plan: Plan, members: list[Built]) -> Group:
         """The members, at the size to measure at."""
         product = plan.program.product(members[0].draft.space.accs[0]).node
-        self._memory = self._memory or Memory(plan.program.lifted.graph)
+        if self._memory is None or self._memory_of is not plan.program.lifted:
+            self._memory, self._memory_of = Memory(plan.program.lifted.graph), plan.program.lifted
         return Group(members, self.device, hint(product.meta["val"].shape[0]), self._memory)
 
     def key(self, plan: Plan, group: Group) -> str:

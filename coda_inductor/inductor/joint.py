@@ -30,6 +30,7 @@ from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.laws import LAWS, SOFTMAX
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
+from coda_inductor.rewrite.softmax import Normaliser
 from coda_inductor.rewrite.sources import statistics
 
 
@@ -116,26 +117,13 @@ def rewrite(
 def _rewrite(
     graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
 ) -> Report:
-    laws = laws_of(settings)
-    normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
-    lifted = lift(graph, rounding=settings.numerics == "strict")
-    banned: dict[int, str] = {}
-    undeferred = 0
-    while True:
-        made = plan(lifted, laws, banned, undeferred)
-        builts = [build(made, draft) for draft in made.unique()]
-        verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
-        if not verdict.banned and not verdict.undeferred:
-            break
-        if not (verdict.banned.keys() - banned.keys() or verdict.undeferred & ~undeferred):
-            raise BrokenInvariant("the verdicts do not settle")
-        banned |= verdict.banned
-        undeferred |= verdict.undeferred
+    made, builts, normalisers = _settled(graph, settings, legal, decide)
+    lifted = made.program.lifted
     names = {n.name: n for n in graph.nodes}
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
     nodes = {bit: product.node for bit, product in lifted.products.items()}
-    for normaliser in softmax.taken(normalisers, (node for b in builts for node in b.draft.totals)):
+    for normaliser in normalisers:
         pair = (lifted.term[normaliser.maximum], lifted.term[normaliser.log])
         whole = made.program.new[lifted.term[normaliser.node]]
         made.firings.append(Firing(SOFTMAX.name, lifted.terms.add(*map(made.program.new.__getitem__, pair)), whole, -1))
@@ -149,6 +137,41 @@ def _rewrite(
     gone = [n for n in names if n in terms and n not in left]
     tables = store_tables(graph) if allowed(TABLES, NAMES, settings) else ()
     return Report(tuple(_absorb(sites, builts, gone, terms)), refused, opaque, tables)
+
+
+def _settled(
+    graph: fx.Graph, settings: Settings, legal: Callable[[Region], None], decide: Decide
+) -> tuple[Plan, list[Built], list[Normaliser]]:
+    """The plan of which nothing is illegal or loses, its Regions, and the normalisers that they take. One that none
+    takes, or whose Region is not kept, is first written as it was."""
+    laws = laws_of(settings)
+    normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
+    banned, undeferred = dict[int, str](), 0
+    lifted = lift(graph, rounding=settings.numerics == "strict")
+    while True:
+        made = plan(lifted, laws, banned, undeferred)
+        builts = [build(made, draft) for draft in made.unique()]
+        verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
+        settled = not verdict.banned and not verdict.undeferred
+        if (settled or verdict.banned) and (untaken := _untaken(normalisers, builts, verdict.banned)):
+            for normaliser in untaken:
+                normaliser.restore()
+            normalisers = [n for n in normalisers if n not in untaken]
+            lifted = lift(graph, rounding=settings.numerics == "strict")
+            continue  # without it a Region may be legal, or win
+        if settled:
+            return made, builts, normalisers
+        if not (verdict.banned.keys() - banned.keys() or verdict.undeferred & ~undeferred):
+            raise BrokenInvariant("the verdicts do not settle")
+        banned |= verdict.banned
+        undeferred |= verdict.undeferred
+
+
+def _untaken(normalisers: list[Normaliser], builts: list[Built], banned: dict[int, str]) -> list[Normaliser]:
+    """The normalisers that no Region takes, or only one that is to go."""
+    kept = [b.draft for b in builts if not any(acc.bit in banned for acc in b.draft.space.accs)]
+    taken = {node for draft in kept for node in draft.totals}
+    return [n for n in normalisers if n.node not in taken]
 
 
 LAW_NAMES = frozenset(law.name for law in LAWS)

@@ -42,7 +42,8 @@ class Table:
 
 def store_tables(graph: fx.Graph) -> tuple[Table, ...]:
     """Puts the tables of a joint or inference graph into memory, in place; of equal ones the first for all."""
-    roots = dict.fromkeys(last(n) for n in graph.nodes if n.target in LONG and elements(n) > 1)
+    ends = {last(n) for n in graph.nodes if n.target in LONG and elements(n) > 1}
+    roots = [n for n in graph.nodes if n in ends]
     found = dict[str, tuple[fx.Node, Table]]()
     numbers = numbered(graph)
     for node in filter(is_worth, roots):

@@ -30,6 +30,9 @@ FUNCTIONS: dict[str, object] = {
     "abs": aten.abs.default, "max": aten.maximum.default, "min": aten.minimum.default,
 }  # fmt: skip
 
+REDUCTIONS: dict[str, object] = {
+    "sum": aten.sum.dim_IntList, "max": aten.amax.default, "logsumexp": aten.logsumexp.default,
+}  # fmt: skip
 ROUNDED = {name: dtype for dtype, name in ROUNDINGS.items()}
 
 
@@ -51,10 +54,15 @@ class Vectors:
         node, order = self._value(c.term, c.extent == "token")
         if c.extent == "token":
             return node
-        if set(c.order) != set(order):
+        if not set(order) <= set(c.order):
             raise BrokenInvariant(f"a vector over {order} where one over {c.order} was wanted")
-        if c.order != order:
-            node = self.call(node, aten.permute.default, node, [order.index(i) for i in c.order])
+        own = [i for i in c.order if i in order]
+        if own != list(order):
+            node = self.call(node, aten.permute.default, node, [order.index(i) for i in own])
+        if len(own) < len(c.order):  # equal along the others
+            sizes = self.lifted.extents(c.order)
+            node = self.call(node, aten.reshape.default, node, [sizes[i] if i in order else 1 for i in c.order])
+            node, order = self.call(node, aten.expand.default, node, [sizes[i] for i in c.order]), c.order
         return self.call(node, aten.reshape.default, node, [-1]) if len(order) != 1 else node
 
     def _value(self, t: Term, token: bool) -> tuple[fx.Node, Order]:
@@ -76,7 +84,7 @@ class Vectors:
                 return out if factor == 1 else self.call(out, aten.mul.Tensor, out, float(factor)), (TOKENS,)
             node, order = self._value(t.args[0], token)
             over = [order.index(i) for i in t.over]
-            return self.call(node, aten.sum.dim_IntList, node, over), tuple(i for i in order if i not in t.over)
+            return self.call(node, REDUCTIONS[t.name], node, over), tuple(i for i in order if i not in t.over)
         if t.kind == "fn":
             args, order = self._aligned(tuple(a for a in t.args if not is_number(a)), token)
             numbers = [

@@ -4,12 +4,14 @@
     l = logsumexp(x);  y = x - l                               as the derivation reads it
 
 A pair of the maximum and a sum relative to it is kept up while a row's scores pass by (arXiv:1805.02867), so l is as
-safe as the maximum makes it. What no epilogue takes is written as it was.
+safe as the maximum makes it. (Of an infinite score y is NaN as before; of the others of its row it is -inf, not NaN.)
+Only where the scores are a product's as it is stored, cast at most: of others, capped ones for example, the epilogue
+would have to store them as well, or y would be of rounded scores and l of unrounded ones. What no Region takes is
+written as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,9 @@ def _shorten(log: fx.Node) -> Normaliser | None:
     total, exp, shifted = chain
     scores, maximum = shifted.args
     if not isinstance(maximum, fx.Node) or maximum.target is not aten.amax.default or shifted.kwargs:
+        return None
+    stored = g.root(scores, lambda n: g.is_view(n) or g.widens(n)) if isinstance(scores, fx.Node) else None
+    if stored is None or stored.target not in g.MATRIX_PRODUCTS:
         return None
     of, over = g.reduction(maximum), g.reduction(total)
     if of is None or over is None or of.source is not scores or not of.keepdim or of.dims != over.dims:
@@ -97,14 +102,3 @@ def written_out(graph: fx.Graph) -> fx.Graph:
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
     return graph
-
-
-def taken(normalisers: Iterable[Normaliser], totals: Iterable[fx.Node]) -> list[Normaliser]:
-    """Those whose nodes are among `totals`; the others are written as they were."""
-    made, found = set(totals), list[Normaliser]()
-    for normaliser in normalisers:
-        if normaliser.node in made:
-            found.append(normaliser)
-        else:
-            normaliser.restore()
-    return found
