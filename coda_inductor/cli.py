@@ -55,7 +55,7 @@ def kernels(arguments: Namespace) -> Answer:
     """A model's kernels, or those of the store."""
     if not arguments.subject and (arguments.region or arguments.compile or arguments.all):
         raise Unsupported("--region, --compile and --all are about a model", hint="name one as MODULE:FUNCTION")
-    chosen = Settings.read(options={"target": "sm_90a"})[0]
+    chosen = checked(Settings.read(options={"target": "sm_90a"})[0])
     module = import_module("coda_inductor.commands.kernels")
     if arguments.subject:
         build = "all" if arguments.all else "first" if arguments.compile else ""
@@ -68,7 +68,7 @@ def kernels(arguments: Namespace) -> Answer:
 def rules(arguments: Namespace) -> Answer:
     """The laws and the kinds of Regions."""
     module = import_module("coda_inductor.commands.rules")
-    facts = module.rules(Settings.read()[0], arguments.prove)
+    facts = module.rules(checked(Settings.read()[0]), arguments.prove)
     return facts, lambda: str(module.render(facts))
 
 
@@ -140,7 +140,13 @@ VERBS: dict[str, Verb] = {
 
 def settings(arguments: Namespace) -> Settings:
     """The environment's settings; a flag that was given wins."""
-    return Settings.read(options={"target": arguments.target} if arguments.target else {})[0]
+    return checked(Settings.read(options={"target": arguments.target} if arguments.target else {})[0])
+
+
+def checked(chosen: Settings) -> Settings:
+    """The settings, if all that they name exists; else raises SettingError."""
+    chosen.check_kinds(import_module("coda_inductor.inductor.joint").NAMES)
+    return chosen
 
 
 def subject(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -255,12 +255,19 @@ def test_a_false_law_and_a_loose_one_are_noticed() -> None:
 
 
 def test_rules_as_text(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CODA_INDUCTOR_DISABLE", "shift,pair")
+    monkeypatch.setenv("CODA_INDUCTOR_DISABLE", "shift,pair,tables")
     status, said, _ = ask("rules", "--prove")
     assert status == 0 and said.count("proved in ") == len(LAWS)
     assert "    (x * r + v * g) @ w\n  = (x @ w) * r + v * (g @ w)\n" in said
     off = [line for line in said.splitlines() if "switched off" in line]
-    assert [line.split()[0] for line in off] == ["shift", "pair"]
+    assert [line.split()[0] for line in off] == ["shift", "pair", "tables"]
+
+
+@pytest.mark.parametrize("verb", [["rules"], ["kernels"], ["explain", "tests.coverage_models:nanogpt"]])
+def test_a_name_that_does_not_exist_is_said(ask: Ask, monkeypatch: pytest.MonkeyPatch, verb: list[str]) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_ONLY", "table")
+    status, _, said = ask(*verb)
+    assert status and "unknown law or region kind 'table' (did you mean 'tables'?)" in said
 
 
 # cache
