@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.machinery import SourceFileLoader
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -132,6 +133,13 @@ def _one_tensor(rows: Sequence[Tensor | None]) -> Tensor | None:
     return found[0].as_strided((len(rows), len(found[0])), (pitch, 1))
 
 
+class _Loader(SourceFileLoader):
+    """Leaves no bytecode in the store, which holds nothing that `cache ls` does not know."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Writes nothing."""
+
+
 def _load(text: str, name: str, directory: Path) -> ModuleType:
     """The generated module, written to disk (CuTeDSL and quack read its source), imported under its content's name."""
     if name in sys.modules:
@@ -139,7 +147,7 @@ def _load(text: str, name: str, directory: Path) -> ModuleType:
     path = directory / "epilogues" / f"{name}.py"
     if not path.exists() or path.read_text() != text:
         store.write(path, text)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: quack finds the function through its module
