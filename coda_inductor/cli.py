@@ -145,7 +145,9 @@ def settings(arguments: Namespace) -> Settings:
 
 def checked(chosen: Settings) -> Settings:
     """The settings, if all that they name exists; else raises SettingError."""
-    chosen.check_kinds(import_module("coda_inductor.inductor.joint").NAMES)
+    from coda_inductor.inductor.joint import NAMES  # imports torch, which takes seconds
+
+    chosen.check_kinds(NAMES)
     return chosen
 
 
