@@ -23,6 +23,7 @@ from coda_inductor.inductor.lowering import elements, kind_of, owner
 from coda_inductor.inductor.offline import rewrite_for, target_of
 from coda_inductor.inductor.report import render
 from coda_inductor.inductor.schedule import Kernel, kernels, partition, saved
+from coda_inductor.inductor.tables import Table
 
 __all__ = ["explain", "explain_graph", "render"]
 
@@ -36,17 +37,6 @@ class Refusal(Protocol):
     def node(self) -> str: ...
     @property
     def reason(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-
-
-class Table(Protocol):
-    """A small value that is computed once for many elements: tables.Table."""
-
-    @property
-    def node(self) -> str: ...
-    @property
-    def shape(self) -> str: ...
     @property
     def source(self) -> str: ...
 

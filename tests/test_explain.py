@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
-from coda_inductor.explain import Table, explain, region_facts, render
+from coda_inductor.explain import explain, region_facts, render
 from coda_inductor.inductor.capture import capture, load
+from coda_inductor.inductor.tables import Table
 
 M, N, K = 512, 256, 128
 TILE = 4 * M * N

@@ -21,8 +21,8 @@ MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is
 SETTLING_MS, COUNTED_MS = 20, 40  # of a block: the GPU's clocks follow what runs, most of the way; then it counts
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
-# m, k, n: one wave of 132 blocks of 128 x 256, about 50 us where a launch takes the host 10-20. Its 44 MB leave an
-# H200's L2 cache to the next call as a step of training does: full of others' data.
+# m, k, n: one wave of 132 blocks of 128 x 256. With a k of 2048 a host beside an H200 took too long to launch it, and
+# most contests of Llama-1B fell back to turns. Its 44 MB fill most of the L2 cache, as the rest of a step does.
 PRODUCT = (1536, 4096, 2816)
 
 

@@ -25,7 +25,6 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite import softmax
 from coda_inductor.rewrite.build import Built, build
-from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.laws import LAWS, SOFTMAX
 from coda_inductor.rewrite.plan import Plan
@@ -123,10 +122,7 @@ def _rewrite(
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
     nodes = {bit: product.node for bit, product in lifted.products.items()}
-    for normaliser in normalisers:
-        pair = (lifted.term[normaliser.maximum], lifted.term[normaliser.log])
-        whole = made.program.new[lifted.term[normaliser.node]]
-        made.firings.append(Firing(SOFTMAX.name, lifted.terms.add(*map(made.program.new.__getitem__, pair)), whole, -1))
+    made.firings += [normaliser.firing(made.program) for normaliser in normalisers]
     fired = _fired(made)
     refused = tuple(Refusal(r.node.name, r.reason, lines[r.node.name]) for r in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}

@@ -155,6 +155,7 @@ def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[A
 
 
 def _store(x: ir.TensorBox) -> ir.TensorBox:
+    """The value itself, which now has memory."""
     x.realize()
     return x
 

@@ -132,21 +132,21 @@ def scattered(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     return None if whole % length or first % length else (source, dim % rank, whole // length, first // length)
 
 
-Name = Literal["sum", "mean", "max", "var", "logsumexp"]
+ReductionName = Literal["sum", "mean", "max", "var", "logsumexp"]
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """A node that reduces `source` over `dims`; "var" divides by the count less `correction`."""
 
-    name: Name
+    name: ReductionName
     source: fx.Node
     dims: tuple[int, ...]
     keepdim: bool
     correction: float = 0.0
 
 
-REDUCTIONS: dict[object, Name] = {
+REDUCTIONS: dict[object, ReductionName] = {
     aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.default: "max", aten.var.correction: "var",
     aten.logsumexp.default: "logsumexp",
 }  # fmt: skip
@@ -157,7 +157,7 @@ def reduction(node: fx.Node) -> Reduction | None:
     op = node
     if node.target is operator.getitem and node.args[0].target is aten.var_mean.correction:  # type: ignore[union-attr]
         op = node.args[0]  # type: ignore[assignment]
-        name: Name = "mean" if node.args[1] else "var"
+        name: ReductionName = "mean" if node.args[1] else "var"
     elif node.target in REDUCTIONS:
         name = REDUCTIONS[node.target]
     else:
@@ -210,6 +210,11 @@ def widens(node: fx.Node) -> bool:
     if not is_cast(node) or (narrow := tensor(node.all_input_nodes[0])) is None:
         return False
     return narrow.dtype.itemsize < tensor(node).dtype.itemsize  # type: ignore[union-attr]
+
+
+def narrow(node: fx.Node) -> fx.Node:
+    """The tensor that the node only widens, and rearranges."""
+    return root(node, lambda n: is_view(n) or widens(n))
 
 
 def is_weight(node: fx.Node) -> bool:

@@ -19,6 +19,9 @@ from torch import fx
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
+from coda_inductor.rewrite.derive import Firing
+from coda_inductor.rewrite.laws import SOFTMAX
+from coda_inductor.rewrite.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,12 @@ class Normaliser:
     maximum: fx.Node
     shifted: fx.Node
     log: fx.Node
+
+    def firing(self, program: Program) -> Firing:
+        """What the law did."""
+        term, terms = program.lifted.term, program.lifted.terms
+        maximum, log, whole = (program.new[term[n]] for n in (self.maximum, self.log, self.node))
+        return Firing(SOFTMAX.name, terms.add(maximum, log), whole, -1)
 
     def restore(self) -> None:
         """Writes the graph as it was."""
@@ -50,8 +59,7 @@ def _shorten(log: fx.Node) -> Normaliser | None:
     scores, maximum = shifted.args
     if not isinstance(maximum, fx.Node) or maximum.target is not aten.amax.default or shifted.kwargs:
         return None
-    stored = g.root(scores, lambda n: g.is_view(n) or g.widens(n)) if isinstance(scores, fx.Node) else None
-    if stored is None or stored.target not in g.MATRIX_PRODUCTS:
+    if not isinstance(scores, fx.Node) or g.narrow(scores).target not in g.MATRIX_PRODUCTS:
         return None
     of, over = g.reduction(maximum), g.reduction(total)
     if of is None or over is None or of.source is not scores or not of.keepdim or of.dims != over.dims:
