@@ -3,8 +3,8 @@
     python bench/layers.py [half|layer|gpt2-xl|bert-large|vit-l ...] [--widths WIDTH ...] [--mode MODE] [--out FILE]
 
 One JSON line per case: "ms" is ours, "baseline_ms" torch.compile's, "floor_ms" the graph's own products as mm(out=)
-plus attention, all medians of one rotation in one process. "sustained" are the same three, each in blocks of 60 ms
-of nothing else, of which 40 count (timing.repeated). "regions" are the kernels that ran, counted at launch.
+plus attention, all medians of one rotation in one process. "sustained" are the same three, each repeated alone
+(`alone`). "regions" are the kernels that ran, counted at launch.
 """
 
 from __future__ import annotations
@@ -197,13 +197,19 @@ def rotation(calls: list[Callable[[int], object]]) -> list[float]:
 
 
 def alone(calls: list[Callable[[int], object]], times: list[float], floors: int = 1) -> list[float]:
-    """The ms of each call in blocks of nothing else, nearly at the clocks that it can hold. `times` says about how long
-    they take. The `floors`, the last of them, run after all others: they draw most, and the clocks would still be low
-    in the next block. (Until 15b2bbe they ran among them, so that one of two programs was beside them.)"""
+    """The ms of each call repeated alone, at the clocks that it can hold: the mean of bursts from rest, four of the two
+    programs of a row, either first as often, then two of each of the `floors`, the last calls. `times` says about how
+    long they take. (Until 3128d78 they were blocks of 60 ms without a rest: errors of up to 10 %, codegen/timing.py.)"""
     sets = itertools.cycle(range(SETS))
     ways = [lambda c=c: c(next(sets)) for c in calls]  # type: ignore[misc]
-    first = len(ways) - floors
-    return timing.repeated(ways[:first], times[:first], 3) + timing.repeated(ways[first:], times[first:], 3)
+    first, held = len(ways) - floors, [0.0] * len(ways)
+    for both in [[i, i + 1] for i in range(0, first, 2)] + [[i] for i in range(first, len(ways))]:
+        orders = [both, both[::-1]] * len(both)
+        for order in orders:
+            time.sleep(timing.REST_S)
+            for i, ms in zip(order, timing.repeated([ways[i] for i in order], [times[i] for i in order]), strict=True):
+                held[i] += ms / len(orders)
+    return held
 
 
 def sustained(ms: float, baseline: float, bare: float) -> dict[str, float]:

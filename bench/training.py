@@ -7,7 +7,7 @@ feed-forward 8/3 as wide), or one of MODELS (8192 tokens, with attention; two la
 
 A JSON line per case and kind, "forward" (under no_grad) and "train" (forward and backward), in one rotation: "ms" is
 ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "sustained"
-are the same three in blocks of nothing else, as in bench/layers.py. "gib" are the peaks of memory over what lies there
+are the same three, each repeated alone, as in bench/layers.py. "gib" are the peaks of memory over what lies there
 before a step. "groups" are the contest's timings of Regions tied together.
 """
 

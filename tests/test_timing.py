@@ -60,7 +60,11 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    clock = types.SimpleNamespace(perf_counter=lambda: made.host_s)
+
+    def rest(seconds: float) -> None:
+        made.host_s += seconds
+
+    clock = types.SimpleNamespace(perf_counter=lambda: made.host_s, sleep=rest)
     monkeypatch.setattr("coda_inductor.codegen.timing.time", clock)
     monkeypatch.setattr(timing, "company_on", lambda device: made.call("company", 0.02))
     return made
@@ -125,11 +129,38 @@ def test_what_is_not_timed_in_company_needs_none(stream: Stream) -> None:
     assert a.busy != a.turns and b.busy == math.inf
 
 
-def test_blocks_go_there_and_back(stream: Stream) -> None:
-    """A GPU that warms up all the while must not favour the first."""
-    calls = [stream.call(name, 30.0) for name in "abc"]
-    timing.repeated(calls, [30.0] * 3, 2)
-    assert "".join(stream.launched) == "aa" + ("aa" + "bb" + "cc" + "cc" + "bb" + "aa") * 2
+def test_a_burst_is_over_before_the_clocks_fall(stream: Stream) -> None:
+    """0.5 s in all: 100 ms from rest, then a share for each call and for the first again."""
+    calls = [stream.call(name, 5.0) for name in "abc"]
+    assert timing.repeated(calls, [5.0] * 3) == [pytest.approx(5.0)] * 3
+    assert "".join(stream.launched) == "a" * 20 + "a" * 20 + "b" * 20 + "c" * 20 + "a" * 20
+    assert timing.repeated(calls[:1], [5.0]) == [pytest.approx(5.0)]
+
+
+def test_long_calls_run_all_the_same(stream: Stream) -> None:
+    calls = [stream.call(name, 400.0) for name in "ab"]
+    assert timing.repeated(calls, [400.0] * 2) == [pytest.approx(400.0)] * 2
+    assert "".join(stream.launched) == "a" + "aa" + "bb" + "aa"
+
+
+def test_clocks_that_do_not_hold_are_given_a_rest(stream: Stream, caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU that falls behind in the first burst, in some, and in all."""
+    caplog.set_level("INFO", "coda_inductor.timing")
+    for slow, rests in ((1, 1), (2, 2), (9, 2)):
+        stream.host_s, stream.launched = 0.0, []
+        caplog.clear()
+
+        def run(slow: int = slow) -> None:
+            burst, place = divmod(len(stream.launched), 20 + 3 * 27)
+            stream.launched.append("a")
+            stream.now_ms += 6.0 if burst < slow and place >= 74 else 5.0
+
+        a, b = timing.repeated([run, run], [5.0] * 2)
+        assert stream.host_s == pytest.approx(rests * timing.REST_S)
+        assert (a, b) == ((5.0, 5.0) if slow < 9 else (5.5, pytest.approx(5.0)))
+        assert [r.getMessage() for r in caplog.records] == ["the clocks did not hold: 5.0000 ms, 6.0000 later"] * min(
+            slow, 3
+        )
 
 
 def test_a_company_that_the_host_cannot_launch_is_none(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,18 @@ Call = Callable[[], object]
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
-SETTLING_MS, COUNTED_MS = 20, 40  # of a block: the GPU's clocks follow what runs, most of the way; then it counts
+# From rest an H200 needs 0.1 s of one load to hold its clocks, to 0.3 %, until 0.8 s; then it falls behind by up to
+# 18 % for 0.2 s, and recovers. So a burst is over before. Where much ran before it, it may not do: then it rests and
+# repeats (6, 2 and 1 of 8 bursts of 0.7 s, begun at once, 0.3 s and 1 s after another). In blocks of 60 ms without a
+# rest, as they were until 3128d78, one and the same product took from 1.10 to 1.34 ms; in bursts it is within 1 %.
+RISING_MS, BURST_MS, REST_S = 100, 500, 0.5
+SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
+LEVEL, TRIES = 0.03, 3
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
-# m, k, n: one wave of 132 blocks of 128 x 256. With a k of 2048 a host beside an H200 took too long to launch it, and
-# most contests of Llama-1B fell back to turns. Its 44 MB fill most of the L2 cache, as the rest of a step does.
-PRODUCT = (1536, 4096, 2816)
+# m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
+# then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
+PRODUCT = (3072, 4096, 2816)
 
 
 class Times(NamedTuple):
@@ -38,14 +44,14 @@ class Times(NamedTuple):
         return (self.turns + self.busy) / 2
 
 
-def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: float = math.inf) -> list[Times]:
+def compared(calls: Sequence[Call], rounds: int, *, slack: float = math.inf) -> list[Times]:
     """The times of each call. A busy GPU runs other work beside it, as long again or, if the host would else fall
-    behind, longer: products that draw all the power that it may have. `passes` are there and back through all calls;
-    those that by turns take more than `slack` times as long as the fastest are not timed so (infinite). Where the host
-    cannot keep ahead of the GPU, turns count for both.
+    behind, longer: products that draw all the power that it may have. Those that by turns take more than `slack` times
+    as long as the fastest are not timed so (infinite). Where the host cannot keep ahead of the GPU, turns count for
+    both.
 
-    At its power limit a GPU lowers its clocks for all that it runs, most of it within 50 ms (bench/sustained.py): what
-    draws more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
+    At its power limit a GPU lowers its clocks for all that it runs, within some 50 ms (bench/sustained.py): what draws
+    more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
     shows."""
     if not calls:
         return []
@@ -72,7 +78,7 @@ def compared(calls: Sequence[Call], rounds: int, *, passes: int = 2, slack: floa
 
     pairs = [*(beside(calls[i]) for i in close), beside(lambda: None)]
     about = [*(turns[i] + repeats * one_ms for i in close), repeats * one_ms]
-    *found, alone_ms = repeated(pairs, about, passes)
+    *found, alone_ms = repeated(pairs, about)
     busy = [math.inf] * len(calls)
     for i, ms in zip(close, found, strict=True):
         busy[i] = ms - alone_ms
@@ -103,28 +109,40 @@ def company_on(device: int) -> Call:
     return lambda: torch.mm(a, b, out=out)
 
 
-def repeated(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[float]:
-    """The ms of each call in blocks of nothing else (60 ms, of which 40 count), there and back through all calls.
-    `about` says how long they take, roughly."""
-    there = list(range(len(calls)))
-    totals = [0.0] * len(calls)
-    block(calls[0], about[0])  # from rest
-    marks = [(i, block(calls[i], about[i])) for i in (there + there[::-1]) * passes]
-    torch.cuda.synchronize()
-    for i, (start, end, count) in marks:
-        totals[i] += start.elapsed_time(end) / count
-    return [total / (2 * passes) for total in totals]
+def repeated(calls: Sequence[Call], about: Sequence[float]) -> list[float]:
+    """The ms of each call, repeated alone for its share of one burst of load; `about` says how long they take, roughly.
+    The first runs again at the end: if its two times differ, the clocks did not hold, and all of it runs once more."""
+    order = [*range(len(calls)), 0]
+    share_ms = (BURST_MS - RISING_MS) / len(order)
+    for left in reversed(range(TRIES)):
+        launch(calls[0], RISING_MS / about[0])
+        marks = [block(calls[i], share_ms / about[i]) for i in order]
+        torch.cuda.synchronize()
+        *times, again = [start.elapsed_time(end) / count for start, end, count in marks]
+        if abs(times[0] - again) <= LEVEL * again:
+            break
+        log.info("the clocks did not hold: %.4f ms, %.4f later", times[0], again)
+        if left:
+            time.sleep(REST_S)
+    return [(times[0] + again) / 2, *times[1:]]
 
 
-def block(call: Call, ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
-    """Launches a call of about `ms` for a while. The events around what counts, and how many calls are between."""
+def block(call: Call, times: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Launches a call so often. The events around what counts, and how many calls are between."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    counts = [max(1, round(for_ms / ms)) for for_ms in (SETTLING_MS, COUNTED_MS)]
-    for event, count in zip((start, end), counts, strict=True):
-        for _ in range(count):
-            call()
-        event.record()
-    return start, end, counts[1]
+    launch(call, SETTLING * times)
+    start.record()
+    count = launch(call, (1 - SETTLING) * times)
+    end.record()
+    return start, end, count
+
+
+def launch(call: Call, times: float) -> int:
+    """Launches a call about so often, at least once; how often."""
+    count = max(1, round(times))
+    for _ in range(count):
+        call()
+    return count
 
 
 def launching(calls: Sequence[Call]) -> list[float]:

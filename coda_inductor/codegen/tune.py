@@ -74,7 +74,7 @@ def measure(
         return lambda: kernel.run_in(config, inputs, outs)
 
     slack = math.inf if beside else SLACK
-    times = timing.compared([*(call(configs[i]) for i in good), *beside], rounds, passes=1, slack=slack)
+    times = timing.compared([*(call(configs[i]) for i in good), *beside], rounds, slack=slack)
     for i, time in zip(good, times, strict=False):
         if math.isfinite(time.busy):
             rows[i] |= {"ms": time.mean, "turns_ms": time.turns, "busy_ms": time.busy}
