@@ -199,7 +199,7 @@ def rotation(calls: list[Callable[[int], object]]) -> list[float]:
 def alone(calls: list[Callable[[int], object]], times: list[float], floors: int = 1) -> list[float]:
     """The ms of each call repeated alone, at the clocks that it can hold: the mean of bursts from rest, four of the two
     programs of a row, either first as often, then two of each of the `floors`, the last calls. `times` says about how
-    long they take. (Until 3128d78 they were blocks of 60 ms without a rest: errors of up to 10 %, codegen/timing.py.)"""
+    long they take. (Until 3128d78 they were blocks of 60 ms without a rest, with errors of up to 10 %.)"""
     sets = itertools.cycle(range(SETS))
     ways = [lambda c=c: c(next(sets)) for c in calls]  # type: ignore[misc]
     first, held = len(ways) - floors, [0.0] * len(ways)
