@@ -236,8 +236,8 @@ def difference(ours: Any, theirs: Any) -> float:
     largest norm are left out: the gradient of the keys' biases is zero but for rounding (a row of ViT-L says 1.4)."""
     pairs = list(zip(*(((x,) if isinstance(x, Tensor) else tuple(x)) for x in (ours, theirs)), strict=True))
     norms = [float(b.double().norm()) for _, b in pairs]
-    told = [(a, b, norm) for (a, b), norm in zip(pairs, norms, strict=True) if norm > 1e-4 * max(norms)]
-    return max((float((a - b).double().norm()) / norm for a, b, norm in told), default=0.0)
+    told = [(a, b, norm) for (a, b), norm in zip(pairs, norms, strict=True) if norm >= 1e-4 * max(norms)]
+    return max(float((a - b).double().norm()) / max(norm, 1e-30) for a, b, norm in told)
 
 
 def main() -> None:

@@ -186,6 +186,19 @@ def test_what_fires_in_the_zoo(case: Case) -> None:
         assert fired["shift"] and fired["moments"]
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.deferred][:3], ids=lambda case: case.name)
+def test_deriving_again_reads_the_graph_alone(case: Case) -> None:
+    """What an earlier derivation left in the table of terms neither fires again nor changes anything."""
+    (r,) = read("zoo", case.name)
+    laws = frozenset(law.name for law in LAWS)
+    first, second = Program(r.lifted), Program(r.lifted)
+    fired = derive(first, laws)
+    assert fired and len([*r.lifted.terms]) > len(r.lifted.read)
+    assert derive(second, laws) == fired
+    assert second.new == first.new and second.products_of == first.products_of
+    assert all(r.lifted.terms.rebuild(t, t.args) is t for t in r.lifted.read if t.args)
+
+
 def test_a_norm_fires_bilinearity_once_for_each_reader() -> None:
     def f(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Any:
         n = rms(x @ w)

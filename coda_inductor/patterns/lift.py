@@ -35,7 +35,8 @@ class Product:
 
 @dataclass(slots=True)
 class Lifted:
-    """A graph read: the term of each node, the products that every node waits for, and the products by their bits."""
+    """A graph read: the term of each node, the products that every node waits for, and the products by their bits.
+    `read` are all terms that this took, arguments before their users: deriving adds others to the table."""
 
     graph: fx.Graph
     reading: Reading
@@ -45,6 +46,7 @@ class Lifted:
     products: dict[int, Product]
     leaves: dict[str, fx.Node] = field(default_factory=dict)
     bits: int = 0
+    read: tuple[Term, ...] = ()
 
     def node(self, leaf: Term) -> fx.Node:
         """The node whose tensor a leaf is."""
@@ -75,6 +77,7 @@ def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
             lifted.term[node] = term
             deps |= term.deps
         lifted.deps[node] = deps
+    lifted.read = tuple(lifted.terms)
     return lifted
 
 

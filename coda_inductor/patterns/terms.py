@@ -58,6 +58,8 @@ class Terms:
     def __init__(self) -> None:
         self._table: dict[object, Term] = {}
         self._selected: dict[tuple[Term, int, int], Term] = {}
+        self._products: dict[tuple[Term, ...], Term] = {}  # a graph is derived many times, each time much alike
+        self._rebuilt: dict[tuple[Term, ...], Term] = {}
 
     def __iter__(self) -> Iterator[Term]:
         """All terms so far, arguments before their users."""
@@ -94,6 +96,11 @@ class Terms:
 
     def mul(self, *args: Term) -> Term:
         """The product, flat; equal bases merge where that changes no domain."""
+        if (found := self._products.get(args)) is None:
+            found = self._products[args] = self._mul(args)
+        return found
+
+    def _mul(self, args: tuple[Term, ...]) -> Term:
         coefficient, powers = ONE, dict[tuple[Term, bool], Fraction]()
         for a in args:
             pairs = zip(a.args, a.powers, strict=True) if a.kind == "mul" else [(a, ONE)]
@@ -180,6 +187,12 @@ class Terms:
 
     def rebuild(self, t: Term, args: Sequence[Term]) -> Term:
         """t with other arguments, through the constructors."""
+        key = (t, *args)
+        if (found := self._rebuilt.get(key)) is None:
+            found = self._rebuilt[key] = self._rebuild(t, args)
+        return found
+
+    def _rebuild(self, t: Term, args: Sequence[Term]) -> Term:
         if t.kind == "mul":
             factors = [self.power(a, p) for a, p in zip(args, t.powers, strict=True)]
             return self.mul(self.const(t.coefficient), *factors)

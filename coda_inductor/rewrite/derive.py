@@ -44,10 +44,10 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
     readers: dict[Term, int] = defaultdict(int)
     terms = program.lifted.terms
     wholes = {program.lifted.term[p.node] for p in program.lifted.products.values()}
-    for t in terms:
+    for t in program.lifted.read:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
-    for t in terms:
+    for t in program.lifted.read:
         before = after = terms.rebuild(t, [program.new[a] for a in t.args]) if t.args else t
         law = BILINEARITY.name
         if t.kind == "con" and law in laws and not _undeferred(program, readers[t.args[0]], laws):
