@@ -47,7 +47,7 @@ def graph(arguments: Namespace) -> Answer:
 def doctor(arguments: Namespace) -> Answer:
     """What this machine has, and whether a kernel can be made and run."""
     module = import_module("coda_inductor.commands.doctor")
-    facts = module.doctor(Settings.read()[0])
+    facts = module.doctor(checked(Settings.read()[0]))
     return facts, lambda: str(module.render(facts))
 
 
@@ -75,7 +75,7 @@ def rules(arguments: Namespace) -> Answer:
 def cache(arguments: Namespace) -> Answer:
     """What the store holds, or what was removed from it."""
     module = import_module("coda_inductor.commands.cache")
-    facts = module.cache(Settings.read()[0], arguments.action, arguments.digests, arguments.all)
+    facts = module.cache(checked(Settings.read()[0]), arguments.action, arguments.digests, arguments.all)
     return facts, lambda: str(module.render(facts))
 
 

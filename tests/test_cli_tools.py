@@ -263,7 +263,10 @@ def test_rules_as_text(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split()[0] for line in off] == ["shift", "pair", "tables"]
 
 
-@pytest.mark.parametrize("verb", [["rules"], ["kernels"], ["explain", "tests.coverage_models:nanogpt"]])
+VERBS = [["doctor"], ["rules"], ["kernels"], ["cache", "ls"], ["explain", "tests.coverage_models:nanogpt"]]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_a_name_that_does_not_exist_is_said(ask: Ask, monkeypatch: pytest.MonkeyPatch, verb: list[str]) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_ONLY", "table")
     status, _, said = ask(*verb)

@@ -18,11 +18,11 @@ Call = Callable[[], object]
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
-# From rest an H200 needs 0.1 s of one load to hold its clocks, to 0.3 %, until 0.8 s; then it falls behind by up to
-# 18 % for 0.2 s, and recovers. So a burst is over before. Where much ran before it, it may not do: then it rests and
-# repeats (6, 2 and 1 of 8 bursts of 0.7 s, begun at once, 0.3 s and 1 s after another). In blocks of 60 ms without a
-# rest, as they were until 3128d78, one and the same product took from 1.10 to 1.34 ms; in bursts it is within 1 %.
-RISING_MS, BURST_MS, REST_S = 100, 500, 0.5
+# From rest an H200 needs 0.1 s of one load to hold its clocks, to 1.5 %, until 0.8 s; then it is up to 18 % slower for
+# some 0.2 s, and recovers (bench/clocks.py). So a burst is over before. Where much ran before it, it may not hold them,
+# and is repeated after a longer rest. Each call runs twice in it, so far apart that a fall does not hit both.
+RISING_MS, BURST_MS = 100, 700
+PAUSE_S, REST_S = 0.25, 0.5  # before a burst; before another try
 SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
 LEVEL, TRIES = 0.03, 3
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
@@ -110,36 +110,42 @@ def company_on(device: int) -> Call:
 
 
 def repeated(calls: Sequence[Call], about: Sequence[float]) -> list[float]:
-    """The ms of each call, repeated alone for its share of one burst of load; `about` says how long they take, roughly.
-    The first runs again at the end: if its two times differ, the clocks did not hold, and all of it runs once more."""
-    order = [*range(len(calls)), 0]
+    """The ms of each call, repeated alone for its two shares of one burst of load, one after the other, twice; `about`
+    says how long they take, roughly. If the two times of a call differ, the clocks did not hold, and all of it runs
+    again, unless calls are so long that a burst cannot hold them; the burst that held best counts."""
+    order = [*range(len(calls))] * 2
     share_ms = (BURST_MS - RISING_MS) / len(order)
-    for left in reversed(range(TRIES)):
-        launch(calls[0], RISING_MS / about[0])
-        marks = [block(calls[i], share_ms / about[i]) for i in order]
+    tries = TRIES if max(about) <= share_ms else 1
+    best, drift = list[float](), math.inf
+    for tried in range(tries):
+        time.sleep(REST_S if tried else PAUSE_S)
+        run_for(calls[-1], RISING_MS, about[-1], least=1)
+        marks = [block(calls[i], share_ms, about[i]) for i in order]
         torch.cuda.synchronize()
-        *times, again = [start.elapsed_time(end) / count for start, end, count in marks]
-        if abs(times[0] - again) <= LEVEL * again:
-            break
-        log.info("the clocks did not hold: %.4f ms, %.4f later", times[0], again)
-        if left:
-            time.sleep(REST_S)
-    return [(times[0] + again) / 2, *times[1:]]
+        found = [start.elapsed_time(end) / count for start, end, count in marks]
+        pairs = list(zip(found[: len(calls)], found[len(calls) :], strict=True))
+        off = max(abs(one - other) / min(one, other) for one, other in pairs)
+        if off < drift:
+            best, drift = [(one + other) / 2 for one, other in pairs], off
+        if drift <= LEVEL:
+            return best
+    log.info("the clocks did not hold: a call's two times differ by %.1f %%, %d tried", 100 * drift, tries)
+    return best
 
 
-def block(call: Call, times: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
-    """Launches a call so often. The events around what counts, and how many calls are between."""
+def block(call: Call, share_ms: float, ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Runs a call of about `ms` for its share. The events around what counts, and how many calls are between."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    launch(call, SETTLING * times)
+    run_for(call, SETTLING * share_ms, ms)
     start.record()
-    count = launch(call, (1 - SETTLING) * times)
+    count = run_for(call, (1 - SETTLING) * share_ms, ms, least=1)
     end.record()
     return start, end, count
 
 
-def launch(call: Call, times: float) -> int:
-    """Launches a call about so often, at least once; how often."""
-    count = max(1, round(times))
+def run_for(call: Call, for_ms: float, ms: float, least: int = 0) -> int:
+    """Launches a call of about `ms` as often as fits into `for_ms`; how often."""
+    count = max(least, int(for_ms / ms + 1e-6))
     for _ in range(count):
         call()
     return count

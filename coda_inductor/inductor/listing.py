@@ -34,7 +34,8 @@ def _count(steps: Sequence[Facts]) -> str:
     regions = sum("region" in s for s in gemms)
     passes = sum(s["kind"] == "pass" for s in steps)
     products = sum(len(s["products"]) for s in gemms)
-    return f"{products} products in {len(gemms)} kernels ({regions} of them Regions), {passes} memory-bound passes"
+    left = f"{passes} memory-bound pass{'' if passes == 1 else 'es'}"
+    return f"{products} products in {len(gemms)} kernels ({regions} of them Regions), {left}"
 
 
 def _step(step: Facts) -> str:
