@@ -7,7 +7,6 @@ a stub that returns tensors of the right shape, so what follows a graph break is
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 import os
@@ -31,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.autocast import autocast_like_cuda
 from coda_inductor.inductor.like_cuda import like_cuda
+from coda_inductor.patterns.graph import copied
 
 LARGE = 1 << 20
 """Elements from which on a tensor's values are neither computed nor stored."""
@@ -52,7 +52,7 @@ def capture(
 
     def hand_over(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:
         canonicalize_aten_ir_passes(gm)
-        graph = fx.GraphModule(gm, copy.deepcopy(gm.graph)).graph
+        graph = fx.GraphModule(gm, copied(gm.graph)).graph
         for node in graph.find_nodes(op="placeholder"):
             place = getattr(node.meta.get("desc"), "idx", None)
             node.meta["name"] = names[place] if isinstance(place, int) and place < len(names) else str(node.target)

@@ -6,7 +6,6 @@ own patterns; the no_grad graph passes the same place.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Callable
@@ -100,7 +99,7 @@ def rewrite(
     what a measurement found slower. Raises BrokenInvariant for a bug; the owning module then has its graph back as it
     was."""
     start = time.perf_counter()
-    backup = copy.deepcopy(graph)
+    backup = g.copied(graph)
     guards = _guards(graph)
     try:
         report = _rewrite(graph, settings, target, legal, decide)

@@ -8,7 +8,6 @@ attention and other extern operations are not memory-bound kernels. bench/induct
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.inductor.lowering import Extern, Loop, Lowered, Path, elements, is_tensor, lower, owner
+from coda_inductor.patterns.graph import copied
 
 FAR = 64
 """Inductor does not fuse kernels that are further apart than this."""
@@ -66,7 +66,7 @@ def partition(graph: fx.Graph) -> Halves | None:
     described = output.meta["desc"]  # of every output; None for an input that gets no gradient
     forward = 1 + max(i for i, d in enumerate(described) if d is not None and not isinstance(d, GradAOTOutput))
     owner_module = graph.owning_module or torch.nn.Module()
-    twin = fx.GraphModule(owner_module, copy.deepcopy(graph))
+    twin = fx.GraphModule(owner_module, copied(graph))
     first, second = min_cut_rematerialization_partition(twin, [], compiler="inductor", num_fwd_outputs=forward)
     return first.graph, second.graph
 

@@ -31,6 +31,16 @@ PRODUCTS: frozenset[object] = MATRIX_PRODUCTS | {aten.bmm.default}
 """All that are read as contractions."""
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """The graph again, with its nodes' meta. copy.deepcopy also copies how a graph is printed as Python, of which torch
+    2.13 warns whoever compiles: its own pytree.LeafSpec is deprecated."""
+    twin, nodes = fx.Graph(tracer_cls=graph._tracer_cls), dict[fx.Node, fx.Node]()
+    results = twin.graph_copy(graph, nodes)
+    twin.output(results).meta = dict(graph.output_node().meta)
+    twin.set_codegen(graph._codegen)
+    return twin
+
+
 def tensor(node: object) -> torch.Tensor | None:
     """The node's fake tensor, None if it has no single one."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
