@@ -4,7 +4,7 @@
 
 A JSON line for each: "from rest" is the mean ms of a product beside the company of contests in bins of 50 ms, after 1.5
 s of rest; "equal calls" are the times in a busy GPU (timing.compared) of six times the same product, and "unlike calls"
-those of a product and of a smaller one with a pass, in either order, begun `idle_s` after what ran before.
+those of a product and of a smaller one with a pass, in either order; all begin `idle_s` after what ran before.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ def alone(calls: list[Callable[[int], object]], times: list[float], floors: int 
     sets = itertools.cycle(range(SETS))
     ways = [lambda c=c: c(next(sets)) for c in calls]  # type: ignore[misc]
     first, held = len(ways) - floors, [0.0] * len(ways)
-    for both in [[i, i + 1] for i in range(0, first, 2)] + [[i] for i in range(first, len(ways))]:
-        orders = [both, both[::-1]] * len(both)
+    for members in [[i, i + 1] for i in range(0, first, 2)] + [[i] for i in range(first, len(ways))]:
+        orders = [members, members[::-1]] * len(members)
         for order in orders:
             time.sleep(timing.REST_S)
             for i, ms in zip(order, timing.repeated([ways[i] for i in order], [times[i] for i in order]), strict=True):

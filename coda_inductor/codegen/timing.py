@@ -18,7 +18,7 @@ Call = Callable[[], object]
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
-# From rest an H200 needs 0.1 s of one load to hold its clocks, to 1.5 %, until 0.8 s; then it is up to 18 % slower for
+# From rest an H200 needs 0.1 s of one load to hold its clocks, to 1.5 %, until 0.8 s; then it is up to 19 % slower for
 # some 0.2 s, and recovers (bench/clocks.py). So a burst is over before. Where much ran before it, it may not hold them,
 # and is repeated after a longer rest. Each call runs twice in it, so far apart that a fall does not hit both.
 RISING_MS, BURST_MS = 100, 700
@@ -110,9 +110,9 @@ def company_on(device: int) -> Call:
 
 
 def repeated(calls: Sequence[Call], about: Sequence[float]) -> list[float]:
-    """The ms of each call, repeated alone for its two shares of one burst of load, one after the other, twice; `about`
-    says how long they take, roughly. If the two times of a call differ, the clocks did not hold, and all of it runs
-    again, unless calls are so long that a burst cannot hold them; the burst that held best counts."""
+    """The ms of each call, in one burst of load: each is repeated alone, one call after the other, and all once more in
+    the same order. `about` says how long they take, roughly. If a call's two times differ, the clocks did not hold,
+    and the burst is tried again, unless calls are too long for one; the one that held best counts."""
     order = [*range(len(calls))] * 2
     share_ms = (BURST_MS - RISING_MS) / len(order)
     tries = TRIES if max(about) <= share_ms else 1
