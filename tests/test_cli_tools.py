@@ -292,6 +292,13 @@ def full(folder: Path) -> Path:
     return made
 
 
+def test_cache_ls_of_a_contest_that_the_turns_decided(ask: Ask, full: Path) -> None:
+    times = {"regions": ["cccc3333"], "ms": 0.5, "baseline_ms": 0.505}
+    store.write_record(full, "contest-dddd5555", times, contest.timed)
+    (row,) = (line for line in ask("cache", "ls")[1].splitlines() if "0.505" in line)
+    assert "cccc3333: fused 0.500 ms, Inductor 0.505 ms" in row and "busy" not in row
+
+
 def test_cache_ls(ask: Ask, full: Path) -> None:
     status, facts, _ = ask("cache", "ls", "--json")
     kinds = [(e["kind"], e["digest"]) for e in facts["entries"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from compiling import half, pretend, run, streams
 from torch import Tensor, fx
 
-from coda_inductor.codegen import store, target
+from coda_inductor.codegen import store, target, timing
+from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.group import hint
 from coda_inductor.inductor.rehearsal import Programs
@@ -85,6 +87,27 @@ def test_versions_are_in_the_key(keys: list[str], monkeypatch: pytest.MonkeyPatc
     before, versions = first(keys, silu, X, T), target.versions()
     monkeypatch.setattr(target, "versions", lambda: versions | {package: "another"})
     assert first(keys, silu, X, T) != before
+
+
+def test_a_group_that_loses_by_turns_is_timed_no_further(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its record says by turns alone, and stands."""
+    pretend(monkeypatch, tmp_path)
+    decided = list[bool]()
+
+    def compared(calls: list[Any], rounds: int, **how: Any) -> list[Times]:
+        if "decided" not in how:  # its tiles
+            return [Times(1.0, 1.0)] * len(calls)
+        decided.extend(how["decided"](turns) for turns in ([1.0, 1.019], [1.0, 1.02]))
+        return [Times(1.0, math.inf), Times(1.019, math.inf)]
+
+    monkeypatch.setattr(timing, "compared", compared)
+    for _ in range(2):
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            (report,) = run(silu, X, T).reports
+        (row,) = report.timings
+        assert not report.sites and row["ms"] == 1.0 and "busy_ms" not in row
+        assert "measured slower: 1000 us fused, 1019 us by Inductor" in {r.reason for r in report.refused}
+    assert decided == [True, False]
 
 
 def test_no_contest_at_sizes_that_nobody_knows() -> None:

@@ -97,6 +97,20 @@ def test_the_much_slower_are_not_timed_on(stream: Stream) -> None:
     assert [t.busy for t in timing.compared(calls, 5, slack=1.15)] == pytest.approx([0.50, 0.56, math.inf])
 
 
+def test_what_the_turns_decide_is_not_timed_on(stream: Stream) -> None:
+    calls = [stream.call("a", 0.50), stream.call("b", 0.505)]
+    asked = list[Sequence[float]]()
+
+    def decided(turns: Sequence[float]) -> bool:
+        asked.append(turns)
+        return len(asked) == 1
+
+    assert timing.compared(calls, 5, decided=decided) == [pytest.approx((ms, math.inf)) for ms in (0.50, 0.505)]
+    assert stream.launched.count("a") == 1 + 3 + 5 and "company" not in stream.launched
+    assert timing.compared(calls, 5, decided=decided) == [pytest.approx((ms, ms)) for ms in (0.50, 0.505)]
+    assert asked == [pytest.approx([0.50, 0.505])] * 2
+
+
 def test_a_host_that_falls_behind_has_more_company_or_is_not_timed(stream: Stream) -> None:
     """0.5 ms on the GPU take 1 ms to launch: beside 40 products of the company the host keeps up, beside 25 not."""
     calls = [stream.call("a", 0.5, launch_s=1e-3), stream.call("b", 0.7)]
@@ -218,6 +232,7 @@ def test_a_winner_by_turns_must_cost_nothing_in_a_busy_gpu() -> None:
 
     assert outcome(1.0, 1.0, 1.03, 1.0).loses == "" and Outcome(1).loses == ""
     assert outcome(1.0, 1.0, 1.01, 1.2).loses == "measured slower: 1000 us fused, 1010 us by Inductor"
+    assert outcome(1.0, math.inf, 1.0199, math.inf).loses == "measured slower: 1000 us fused, 1020 us by Inductor"
     assert outcome(1.0, 1.1, 1.2, 1.09).loses == "measured slower in a busy GPU: 1100 us fused, 1090 us by Inductor"
     assert outcome(1.0, 2.0, 1.2, 2.4).gain_ms == pytest.approx(0.3)
     assert outcome(1.0, 2.0, 1.2, 2.2).ratio == pytest.approx(1.1)  # narrow: a law is compared with its absence

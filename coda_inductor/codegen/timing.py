@@ -15,6 +15,8 @@ import torch
 log = logging.getLogger("coda_inductor.timing")
 
 Call = Callable[[], object]
+Decided = Callable[[Sequence[float]], bool]
+"""Do the ms of the calls by turns say all? A burst takes 1 s, and up to three are tried."""
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
@@ -44,11 +46,13 @@ class Times(NamedTuple):
         return (self.turns + self.busy) / 2
 
 
-def compared(calls: Sequence[Call], rounds: int, *, slack: float = math.inf) -> list[Times]:
+def compared(
+    calls: Sequence[Call], rounds: int, *, slack: float = math.inf, decided: Decided = lambda turns: False
+) -> list[Times]:
     """The times of each call. A busy GPU runs other work beside it, as long again or, if the host would else fall
     behind, longer: products that draw all the power that it may have. Those that by turns take more than `slack` times
-    as long as the fastest are not timed so (infinite). Where the host cannot keep ahead of the GPU, turns count for
-    both.
+    as long as the fastest are not timed so (infinite), and none if the turns have `decided`. Where the host cannot keep
+    ahead of the GPU, turns count for both.
 
     At its power limit a GPU lowers its clocks for all that it runs, within some 50 ms (bench/sustained.py): what draws
     more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
@@ -57,6 +61,8 @@ def compared(calls: Sequence[Call], rounds: int, *, slack: float = math.inf) -> 
         return []
     launching_s = launching(calls)
     turns = by_turns(calls, rounds, launching_s)
+    if decided(turns):
+        return [Times(ms, math.inf) for ms in turns]
     company = company_on(torch.cuda.current_device())
     company_s = launching([company])
     (one_ms,) = by_turns([company], rounds, company_s)

@@ -25,7 +25,7 @@ Facts = dict[str, Any]
 
 PREFIX = "coda_epilogue_"
 SHORTEST = 4  # digits that name an entry
-BUSY = ("busy_ms", "busy_baseline_ms")  # of a contest's record
+BUSY = ("busy_ms", "busy_baseline_ms")  # of a contest's record, if its group won by turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,8 @@ def _what(row: Facts) -> str:
         return f"up to {row['bucket']} rows: {_tile(row['config'])} {_ms(row['ms'])}"
     if row["kind"] == "contest":
         times = f"fused {_ms(row['ms'])}, Inductor {_ms(row['baseline_ms'])}"
-        busy = "; in a busy GPU {}, {}".format(*(_ms(row[key]) for key in BUSY))
+        timed = [_ms(row[key]) for key in BUSY if row[key] is not None]
+        busy = f"; in a busy GPU {', '.join(timed)}" if timed else ""
         return f"{'+'.join(r[:8] for r in row['regions'])}: {times}{busy}"
     return "of an interrupted write, or unreadable"
 

@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,7 @@ WIN = 1.02  # Inductor's time over ours by turns, at least
 CLOSE = 1.15  # below, a law that wins is compared with what the group gains without it
 ROUNDS = 25
 TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # of a record: our Times and Inductor's
+BUSY = TIMED[1::2]  # which a record has if by turns the group wins
 FREE, SLOW = Times(0.0, 0.0), Times(math.inf, math.inf)
 
 
@@ -61,7 +62,7 @@ class Outcome:
     def loses(self) -> str:
         """Why the group is not kept; empty if it wins: by turns, and in a busy GPU it must cost nothing."""
         fused, baseline, where = self.fused.turns, self.baseline.turns, ""
-        if baseline >= WIN * fused:
+        if wins((fused, baseline)):
             fused, baseline, where = self.fused.busy, self.baseline.busy, " in a busy GPU"
             if baseline >= fused:
                 return ""
@@ -214,8 +215,9 @@ class Contest:
             log.info("measured in %.1f s", time.perf_counter() - start_s)
             found = store.write_record(directory, self.key(plan, group), measured, timed)
         self.rows.append(found)
-        log.info("%s: %s", "+".join(found["regions"]), ", ".join(f"{name} {found[name]:.4f}" for name in TIMED))
-        ms, busy_ms, baseline_ms, busy_baseline_ms = (found[name] for name in TIMED)
+        said = ", ".join(f"{name} {found[name]:.4f}" for name in TIMED if name in found)
+        log.info("%s: %s", "+".join(found["regions"]), said)
+        ms, busy_ms, baseline_ms, busy_baseline_ms = (found.get(name, math.inf) for name in TIMED)
         return Outcome(group.mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms))
 
     def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
@@ -236,13 +238,21 @@ class Contest:
                 for step in steps:
                     step()
 
-            ours, theirs = timing.compared([fused, before], ROUNDS)
-        return {"regions": [b.region.digest for b in group.builts], **dict(zip(TIMED, (*ours, *theirs), strict=True))}
+            ours, theirs = timing.compared([fused, before], ROUNDS, decided=lambda turns: not wins(turns))
+        times = {name: ms for name, ms in zip(TIMED, (*ours, *theirs), strict=True) if math.isfinite(ms)}
+        return {"regions": [b.region.digest for b in group.builts], **times}
+
+
+def wins(turns: Sequence[float]) -> bool:
+    """Is our time by turns, the first of the two, enough less than Inductor's?"""
+    fused, baseline = turns
+    return baseline >= WIN * fused
 
 
 def timed(found: dict[str, Any]) -> bool:
     """Is this the record of a contest?"""
-    return all(isinstance(found.get(name), float) for name in TIMED) and "regions" in found
+    wanted = [name for name in TIMED if name not in BUSY or found.keys() & set(BUSY)]
+    return all(isinstance(found.get(name), float) for name in wanted) and "regions" in found
 
 
 def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
