@@ -23,14 +23,14 @@ class Axes:
     def __init__(self) -> None:
         self.size: list[Size] = []
         self._bound: list[Ids | None] = []
-        self._tensors: list[frozenset[int]] = []
-        self._trail: list[tuple[int, frozenset[int]]] = []
+        self._tensors: list[int] = []  # bit sets: one axis of tokens is in most tensors of a graph
+        self._trail: list[tuple[int, int]] = []
 
     def new(self, size: Size) -> int:
         """A fresh axis."""
         self.size.append(size)
         self._bound.append(None)
-        self._tensors.append(frozenset())
+        self._tensors.append(0)
         return len(self.size) - 1
 
     def roots(self, ids: Sequence[int]) -> Ids:
@@ -38,7 +38,10 @@ class Axes:
         out: list[int] = []
         for i in ids:
             to = self._bound[i]
-            out.extend((i,) if to is None else self.roots(to))
+            if to is None:
+                out.append(i)
+            else:
+                out += self.roots(to)
         return tuple(out)
 
     def occupy(self, tensor: int, ids: Sequence[int]) -> None:
@@ -48,7 +51,7 @@ class Axes:
             raise Misfit("one axis occurs twice in a tensor")
         for i in roots:
             self._trail.append((i, self._tensors[i]))
-            self._tensors[i] |= {tensor}
+            self._tensors[i] |= 1 << tensor
 
     def mark(self) -> int:
         """A point to undo to."""
