@@ -120,6 +120,18 @@ def bench() -> ModuleType:
     return module
 
 
+def test_a_sum_within_tokens_shares_a_kernel_with_work_in_another_order(bench: ModuleType) -> None:
+    """Heads lie inside tokens, whatever the order of the dimensions: the statistic beside a gradient that is turned."""
+
+    def f(grad: Tensor, turned: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        grad, turned = grad.transpose(1, 2), turned.transpose(1, 2)
+        return grad * table, (grad * turned).sum((1, 3))
+
+    args = (torch.empty(2, 512, 8, 64), torch.empty(2, 512, 8, 64), torch.empty(512, 64))
+    (ours,), (own,) = bench.modelled(f, args, "infer"), bench.own_schedule(f, args, "infer")
+    assert ours.bytes == own["bytes"] == 4 * (3 * 1024 * 512 + 512 * 64 + 1024)
+
+
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2"])
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_agrees_with_inductors_own_schedule(bench: ModuleType, name: str, mode: Literal["infer", "train"]) -> None:

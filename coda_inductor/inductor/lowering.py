@@ -203,8 +203,9 @@ class _Lowering:
         """Puts the value behind `node` into memory, if it is not there; returns its buffer."""
         base = base_of(node)
         if (formula := self.formulas.pop(base, None)) is not None:
-            written = elements(base)
-            self.result.order.append(Loop(base, formula.nodes, formula.reads, written, 1, True, written))
+            written, order = elements(base), _unsorted(_in_memory(base.meta["val"]), base.meta["val"])
+            reads = _moved(formula.reads, order) if order else formula.reads
+            self.result.order.append(Loop(base, formula.nodes, reads, written, 1, True, written))
         return [base] if is_tensor(base) else []
 
     def value(self, node: fx.Node) -> Formula:
@@ -214,8 +215,7 @@ class _Lowering:
             if kind == "view":
                 if (order := _order(node)) is None:
                     return source
-                moved = {b: {_permuted(p, order): n for p, n in r.items()} for b, r in source.reads.items()}
-                return Formula(moved, source.nodes, source.cost)
+                return Formula(_moved(source.reads, order), source.nodes, source.cost)
             count = elements(node)
             part = {b: {(*p, _part(node)): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
             return Formula(part, source.nodes, source.cost + 1)
@@ -256,7 +256,9 @@ class _Lowering:
         if kind == "scan":
             return Loop(node, nodes, got.reads, total, 1, True, out)
         additive = "sum" in str(node.target) or "mean" in str(node.target)
-        return Loop(node, nodes, got.reads, out, max(total // out, 1), _is_inner(node), out, additive)
+        inner, order = _is_inner(node), _reduced_last(node)
+        reads = _moved(got.reads, order) if inner and order else got.reads
+        return Loop(node, nodes, reads, out, max(total // out, 1), inner, out, additive)
 
 
 def _name(node: fx.Node) -> str:
@@ -274,8 +276,18 @@ def _order(node: fx.Node) -> tuple[int, ...] | None:
     else:
         i, j = given or (0, 1)
         dims[i], dims[j] = dims[j], dims[i]
+    return _unsorted(dims, source)
+
+
+def _unsorted(dims: list[int], source: Tensor) -> tuple[int, ...] | None:
+    """`dims` if they are another order of the dimensions of more than one element."""
     long = [d for d in dims if hint(source.shape[d]) > 1]
     return None if long == sorted(long) else tuple(dims)
+
+
+def _moved(reads: Reads, order: tuple[int, ...]) -> Reads:
+    """What is read, in another order."""
+    return {b: {_permuted(p, order): n for p, n in r.items()} for b, r in reads.items()}
 
 
 def _permuted(path: Path, order: tuple[int, ...]) -> Path:
@@ -289,12 +301,27 @@ def _part(node: fx.Node) -> str:
     return f"{node.target}{[a for a in node.args[1:] if not isinstance(a, fx.Node)]}{sorted(node.kwargs)}"
 
 
+def _reduced(node: fx.Node) -> set[int]:
+    """The dimensions that a reduction runs over."""
+    rank, given = node.all_input_nodes[0].meta["val"].dim(), node.args[1] if len(node.args) > 1 else None
+    dims: Any = [given] if isinstance(given, int) else given
+    return {int(d) % rank for d in dims} if isinstance(dims, list | tuple) and dims else set(range(rank))
+
+
+def _reduced_last(node: fx.Node) -> tuple[int, ...] | None:
+    """The order in which a reduction reads its dimensions, None if it is theirs."""
+    source, reduced = node.all_input_nodes[0].meta["val"], _reduced(node)
+    return _unsorted(sorted(_in_memory(source), key=lambda d: d in reduced), source)
+
+
+def _in_memory(value: Tensor) -> list[int]:
+    """The dimensions as the tensor lies in memory, major to minor."""
+    return sorted(range(value.dim()), key=lambda d: -hint(value.stride(d)))
+
+
 def _is_inner(node: fx.Node) -> bool:
     """Does the reduction run over the last dimensions, as the tensor lies in memory?"""
-    source = node.all_input_nodes[0].meta["val"]
-    given: Any = node.args[1] if len(node.args) > 1 else None
-    dims = [given] if isinstance(given, int) else given if isinstance(given, (list, tuple)) and given else None
-    reduced = set(range(source.dim())) if dims is None else {int(d) % source.dim() for d in dims}
+    source, reduced = node.all_input_nodes[0].meta["val"], _reduced(node)
     kept = [hint(source.stride(d)) for d in range(source.dim()) if d not in reduced and hint(source.shape[d]) > 1]
     inside = [hint(source.stride(d)) for d in reduced if hint(source.shape[d]) > 1]
     return not kept or not inside or max(inside) < min(kept)
