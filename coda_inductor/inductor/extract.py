@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.lowering import hint
+from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term

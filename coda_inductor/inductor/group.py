@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import legality, record, target
 from coda_inductor.core.region import DTYPES
-from coda_inductor.inductor import lowering
+from coda_inductor.inductor import paths
 from coda_inductor.inductor.extract import computed, described, laid_out, put_off, small, subgraph
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.patterns import graph as g
@@ -22,7 +22,7 @@ from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.draft import Computed, Stored
 from coda_inductor.rewrite.plan import Plan
 
-hint = functools.partial(lowering.hint, otherwise=None)
+hint = functools.partial(paths.hint, otherwise=None)
 """A size to measure at."""
 
 

@@ -10,20 +10,16 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor import paths
 from coda_inductor.inductor.ops import STORED
+from coda_inductor.inductor.paths import Reads, hint, name_of
 
-Path = tuple[str, ...]
-"""How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, in its own order."""
-Reads = dict[fx.Node, dict[Path, int]]
-"""For every buffer that a value is made of, the parts read and their numbers of elements."""
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 
 _NAMES: dict[Kind, str] = {
@@ -121,15 +117,6 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def hint(size: Any, otherwise: int | None = 8192) -> int:
-    """The extent that torch traced a symbolic size with. Where there was none: Inductor's own fallback, or, with None,
-    Unsupported is raised."""
-    known = size.node.hint if isinstance(size, torch.SymInt) else size
-    if known is None and otherwise is None:
-        raise Unsupported(f"the size {size} is known only when the model runs")
-    return int(otherwise if known is None else known)  # type: ignore[arg-type]
-
-
 def elements(node: fx.Node) -> int:
     """Elements of the (first) tensor that the node computes, 0 if it computes none."""
     val = node.meta.get("val")
@@ -203,8 +190,8 @@ class _Lowering:
         """Puts the value behind `node` into memory, if it is not there; returns its buffer."""
         base = base_of(node)
         if (formula := self.formulas.pop(base, None)) is not None:
-            written, order = elements(base), _unsorted(_in_memory(base.meta["val"]), base.meta["val"])
-            reads = _moved(formula.reads, order) if order else formula.reads
+            written, order = elements(base), paths.memory_order(base.meta["val"])
+            reads = paths.moved(formula.reads, order) if order else formula.reads
             self.result.order.append(Loop(base, formula.nodes, reads, written, 1, True, written))
         return [base] if is_tensor(base) else []
 
@@ -213,11 +200,11 @@ class _Lowering:
         if node.op == "call_function" and (kind := kind_of(node)) in ("view", "part"):
             source = self.value(node.all_input_nodes[0])
             if kind == "view":
-                if (order := _order(node)) is None:
+                if (order := paths.reordered(node)) is None:
                     return source
-                return Formula(_moved(source.reads, order), source.nodes, source.cost)
-            count = elements(node)
-            part = {b: {(*p, _part(node)): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
+                return Formula(paths.moved(source.reads, order), source.nodes, source.cost)
+            count, name = elements(node), paths.part_of(node)
+            part = {b: {(*p, name): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
             return Formula(part, source.nodes, source.cost + 1)
         if (formula := self.formulas.get(node)) is not None:
             return formula
@@ -228,8 +215,8 @@ class _Lowering:
         values = [self.value(n) for n in nodes]
         reads: Reads = {}
         for v in values:
-            for buffer, paths in v.reads.items():
-                reads[buffer] = {**reads.get(buffer, {}), **paths}
+            for buffer, parts in v.reads.items():
+                reads[buffer] = {**reads.get(buffer, {}), **parts}
         return Formula(reads, tuple(dict.fromkeys(n for v in values for n in v.nodes)), sum(v.cost for v in values))
 
     def pointwise(self, node: fx.Node, kind: Kind) -> Formula:
@@ -241,7 +228,7 @@ class _Lowering:
             for buffer in table:
                 got.reads[buffer] = {(node.name,): elements(node)}
         nodes = (*got.nodes, node)
-        return Formula(got.reads, nodes, sum(HEAVY.get(_name(n), 1) for n in nodes) + len(got.reads))
+        return Formula(got.reads, nodes, sum(HEAVY.get(name_of(n), 1) for n in nodes) + len(got.reads))
 
     def big_loop(self, node: fx.Node, kind: Kind) -> Loop:
         """A reduction, a scan or a scatter: always in memory."""
@@ -256,72 +243,6 @@ class _Lowering:
         if kind == "scan":
             return Loop(node, nodes, got.reads, total, 1, True, out)
         additive = "sum" in str(node.target) or "mean" in str(node.target)
-        inner, order = _is_inner(node), _reduced_last(node)
-        reads = _moved(got.reads, order) if inner and order else got.reads
+        inner, order = paths.is_inner(node), paths.reduced_last(node)
+        reads = paths.moved(got.reads, order) if inner and order else got.reads
         return Loop(node, nodes, reads, out, max(total // out, 1), inner, out, additive)
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
-
-
-def _order(node: fx.Node) -> tuple[int, ...] | None:
-    """The permutation that a view applies to dimensions of more than one element; None if it keeps their order."""
-    if _name(node) not in ("permute", "transpose", "t"):
-        return None
-    source = node.all_input_nodes[0].meta["val"]
-    dims, given = list(range(source.dim())), [int(d) for d in tree_leaves(node.args[1:]) if isinstance(d, int)]
-    if _name(node) == "permute":
-        dims = [d % source.dim() for d in given]
-    else:
-        i, j = given or (0, 1)
-        dims[i], dims[j] = dims[j], dims[i]
-    return _unsorted(dims, source)
-
-
-def _unsorted(dims: list[int], source: Tensor) -> tuple[int, ...] | None:
-    """`dims` if they are another order of the dimensions of more than one element."""
-    long = [d for d in dims if hint(source.shape[d]) > 1]
-    return None if long == sorted(long) else tuple(dims)
-
-
-def _moved(reads: Reads, order: tuple[int, ...]) -> Reads:
-    """What is read, in another order."""
-    return {b: {_permuted(p, order): n for p, n in r.items()} for b, r in reads.items()}
-
-
-def _permuted(path: Path, order: tuple[int, ...]) -> Path:
-    """A path read in another order; an order and its inverse are none."""
-    inverse = tuple(sorted(range(len(order)), key=lambda i: order[i]))
-    return path[:-1] if path and path[-1] == f"permute{inverse}" else (*path, f"permute{order}")
-
-
-def _part(node: fx.Node) -> str:
-    """Names a slice, so that the same slice taken twice is read once."""
-    return f"{node.target}{[a for a in node.args[1:] if not isinstance(a, fx.Node)]}{sorted(node.kwargs)}"
-
-
-def _reduced(node: fx.Node) -> set[int]:
-    """The dimensions that a reduction runs over."""
-    rank, given = node.all_input_nodes[0].meta["val"].dim(), node.args[1] if len(node.args) > 1 else None
-    dims: Any = [given] if isinstance(given, int) else given
-    return {int(d) % rank for d in dims} if isinstance(dims, list | tuple) and dims else set(range(rank))
-
-
-def _reduced_last(node: fx.Node) -> tuple[int, ...] | None:
-    """The order in which a reduction reads its dimensions, None if it is theirs."""
-    source, reduced = node.all_input_nodes[0].meta["val"], _reduced(node)
-    return _unsorted(sorted(_in_memory(source), key=lambda d: d in reduced), source)
-
-
-def _in_memory(value: Tensor) -> list[int]:
-    """The dimensions as the tensor lies in memory, major to minor."""
-    return sorted(range(value.dim()), key=lambda d: -hint(value.stride(d)))
-
-
-def _is_inner(node: fx.Node) -> bool:
-    """Does the reduction run over the last dimensions, as the tensor lies in memory?"""
-    source, reduced = node.all_input_nodes[0].meta["val"], _reduced(node)
-    kept = [hint(source.stride(d)) for d in range(source.dim()) if d not in reduced and hint(source.shape[d]) > 1]
-    inside = [hint(source.stride(d)) for d in reduced if hint(source.shape[d]) > 1]
-    return not kept or not inside or max(inside) < min(kept)

@@ -12,7 +12,8 @@ import math
 
 from torch import Tensor, fx
 
-from coda_inductor.inductor.lowering import Kind, base_of, hint, kind_of
+from coda_inductor.inductor.lowering import Kind, base_of, kind_of
+from coda_inductor.inductor.paths import hint
 from coda_inductor.patterns import graph as g
 
 MADE_AGAIN: frozenset[Kind] = frozenset({"loop", "view", "part", "source"})

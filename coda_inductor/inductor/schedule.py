@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from coda_inductor.inductor.lowering import Extern, Loop, Lowered, Path, elements, is_tensor, lower, owner
+from coda_inductor.inductor.lowering import Extern, Loop, Lowered, elements, is_tensor, lower, owner
+from coda_inductor.inductor.paths import Path
 from coda_inductor.patterns.graph import copied
 
 FAR = 64

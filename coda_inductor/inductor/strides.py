@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.lowering import hint
+from coda_inductor.inductor.paths import hint
 from coda_inductor.patterns.graph import aten
 
 Layout = tuple[tuple[str, ...], ...]
