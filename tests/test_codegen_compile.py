@@ -112,14 +112,24 @@ def amid(job: Job, store: str, act: Callable[[int, int], object]) -> dict[Job, s
     """prebuild([job]), during which `act` is called with the process ids of the compiling process and of its worker."""
     with ThreadPoolExecutor(1) as thread:
         failed = thread.submit(prebuild, [job], store, workers=1)
-        workers = list[str]()
+        before, workers = set[int](), set[int]()
         while not workers and not failed.done():
             server = prebuild_module._running[0].process.pid if prebuild_module._running else 0
-            children = Path(f"/proc/{server}/task/{server}/children")
-            workers = children.read_text().split() if server and children.exists() else []
-            time.sleep(0.001)
-        act(server, int(workers[0]))
+            now = forks(server) if server else set()
+            workers, before = now & before, now
+            time.sleep(0.01)
+        act(server, workers.pop())
         return failed.result()
+
+
+def forks(process: int) -> set[int]:
+    """The children that run the same program: what the compiler imports runs others, for a moment."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        program, *others = (Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (process, *children))
+    except OSError:  # one has ended
+        return set()
+    return {int(pid) for pid, other in zip(children, others, strict=True) if other == program}
 
 
 def kernels_of(*regions: Region) -> list[Job]:
