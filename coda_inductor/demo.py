@@ -22,6 +22,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.program import program
+from coda_inductor.inductor.report import plural
 
 HIDDEN, FEED_FORWARD, HEADS, KEY_VALUE_HEADS, VOCABULARY, LAYERS = 512, 1408, 8, 4, 1024, 2
 HEAD, BATCH, LENGTH = HIDDEN // HEADS, 2, 256
@@ -144,7 +145,7 @@ def derived(model: nn.Module, ids: Tensor) -> None:
     )
     print("   What is left to Inductor, and the first condition that failed:")
     for (why, n), moved in _by_reason(graph["passes"]).items():
-        print(f"       {n} x {moved / 1e6:.2f} MB in all: {why}")
+        print(f"       {plural(n, 'kernel')}, {moved / 1e6:.2f} MB: {why}")
 
 
 def _by_reason(passes: list[dict[str, Any]]) -> dict[tuple[str, int], int]:

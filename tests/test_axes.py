@@ -118,7 +118,9 @@ def test_undo_takes_everything_back() -> None:
     axes.occupy(2, [b])
     axes.undo(mark)
     assert axes.roots([a]) == (a,) and axes.roots([b]) == (b,)
-    axes.unify([a], [b])  # tensor 2 is forgotten, so is the split
+    (c,) = tensor(axes, 2, 12)[0]
+    axes.unify([b], [c])  # that b was in tensor 2 is forgotten
+    axes.unify([a], [b])  # so is the split
     assert axes.roots([a]) == axes.roots([b]) and len(axes.roots([a])) == 1
 
 

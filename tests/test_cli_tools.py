@@ -293,6 +293,7 @@ def full(folder: Path) -> Path:
 
 
 def test_cache_ls_of_a_contest_that_the_turns_decided(ask: Ask, full: Path) -> None:
+    assert cache.BUSY == contest.BUSY
     times = {"regions": ["cccc3333"], "ms": 0.5, "baseline_ms": 0.505}
     store.write_record(full, "contest-dddd5555", times, contest.timed)
     (row,) = (line for line in ask("cache", "ls")[1].splitlines() if "0.505" in line)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from coda_inductor.codegen import store, target, timing
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor.contest import timed
 from coda_inductor.inductor.group import hint
 from coda_inductor.inductor.rehearsal import Programs
 
@@ -108,6 +109,15 @@ def test_a_group_that_loses_by_turns_is_timed_no_further(monkeypatch: pytest.Mon
         assert not report.sites and row["ms"] == 1.0 and "busy_ms" not in row
         assert "measured slower: 1000 us fused, 1019 us by Inductor" in {r.reason for r in report.refused}
     assert decided == [True, False]
+
+
+def test_what_is_a_record() -> None:
+    """One without times in a busy GPU must have lost by turns, by what wins today."""
+    lost, won = ({"regions": ["a"], "ms": 1.0, "baseline_ms": ms} for ms in (1.01, 1.03))
+    busy = {"busy_ms": 1.0, "busy_baseline_ms": 1.0}
+    assert timed(lost) and timed(lost | busy) and timed(won | busy)
+    assert not timed(won) and not timed(lost | {"busy_ms": 1.0}) and not timed(won | {"busy_baseline_ms": 1.0})
+    assert not timed({}) and not timed(busy | {"regions": ["a"]}) and not timed(lost | {"ms": "1.0"})
 
 
 def test_no_contest_at_sizes_that_nobody_knows() -> None:

@@ -20,6 +20,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.explain import explain, region_facts, render
 from coda_inductor.inductor.capture import capture, load
+from coda_inductor.inductor.report import amounts
 from coda_inductor.inductor.tables import Table
 
 M, N, K = 512, 256, 128
@@ -223,3 +224,10 @@ def test_a_graph_that_is_declined_is_refused_as_a_whole() -> None:
     assert report["graphs"][0]["kind"] == "joint" and "not today" in report["graphs"][0]["refused"][0]["reason"]
     assert totals["coverage"] == 0 and totals["bytes_after"] == totals["bytes_before"] > 0
     assert totals["saved_bytes"] == totals["saved_bytes_inductor"] > 0
+
+
+def test_amounts_are_of_one_unit() -> None:
+    assert amounts(8_310_000, 6_040_000, 0) == ["8.31 MB", "6.04 MB", "0 MB"]
+    assert amounts(133_340_000_000, 89_050_000_000, 5_000_000) == ["133 GB", "89.0 GB", "0.005 GB"]
+    assert amounts(99_999_999, 9_996_000, 999_600) == ["100 MB", "10.0 MB", "1.00 MB"]
+    assert amounts(0) == ["0 kB"]

@@ -53,7 +53,7 @@ def test_llama_at_real_widths(llama: tuple[nn.Module, Tensor], settings: Setting
     assert len(rotary) == 2 * LAYERS
     assert all(c["source"].rpartition(":")[0].endswith("modeling_llama.py") for c in rotary)
     text = render(report)
-    assert text.startswith(f"for {settings.target}: 10 regions") and f"{LAYERS} x 0.14 GB" in text
+    assert text.startswith(f"for {settings.target}: 10 regions") and f"{LAYERS} x 136 MB" in text
     assert "transformers/models/llama/modeling_llama.py" in text and "site-packages" not in text
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger("coda_inductor.timing")
 
 Call = Callable[[], object]
 Decided = Callable[[Sequence[float]], bool]
-"""Do the ms of the calls by turns say all? A burst takes 1 s, and up to three are tried."""
+"""Given the ms of the calls by turns: True if they are all that is asked for. (The rest takes 1 s or more.)"""
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed

@@ -182,6 +182,8 @@ def render(facts: Facts, with_source: bool) -> str:
             device = found["device"] or "an unknown device"
             lines.append(f"    measured: {_ms(found['ms'])} up to {found['bucket']} rows on {device}")
         lines += _text(r["text"]) if with_source else []
+    if not facts["regions"]:
+        return "\n".join([*lines, "no Region, and no kernel of ours"])
     total = sum(r["count"] for r in facts["regions"])
     distinct = plural(len(facts["regions"]), "distinct Region")
     return "\n".join([*lines, f"{distinct} of {total}; registers and stack bytes are per thread", TILES])

@@ -45,14 +45,15 @@ log = logging.getLogger("coda_inductor.contest")
 WIN = 1.02  # Inductor's time over ours by turns, at least
 CLOSE = 1.15  # below, a law that wins is compared with what the group gains without it
 ROUNDS = 25
-TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # of a record: our Times and Inductor's
-BUSY = TIMED[1::2]  # which a record has if by turns the group wins
+TURNS, BUSY = ("ms", "baseline_ms"), ("busy_ms", "busy_baseline_ms")  # of a record: ours and Inductor's
+TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # our Times and Inductor's
 FREE, SLOW = Times(0.0, 0.0), Times(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A group's products, as a bit set, and the times of both sides; none if it was not measured."""
+    """A group's products, as a bit set, and the times of both sides: none if it was not measured, in a busy GPU
+    infinite if the turns had decided."""
 
     mask: int
     fused: Times = FREE
@@ -250,9 +251,11 @@ def wins(turns: Sequence[float]) -> bool:
 
 
 def timed(found: dict[str, Any]) -> bool:
-    """Is this the record of a contest?"""
-    wanted = [name for name in TIMED if name not in BUSY or found.keys() & set(BUSY)]
-    return all(isinstance(found.get(name), float) for name in wanted) and "regions" in found
+    """Is this the record of a contest? Only one that was lost by turns has no times in a busy GPU."""
+    if "regions" not in found or not all(isinstance(found.get(name), float) for name in TURNS):
+        return False
+    decided = not found.keys() & set(BUSY) and not wins([found[name] for name in TURNS])
+    return decided or all(isinstance(found.get(name), float) for name in BUSY)
 
 
 def unmeasured(error: Exception, product: fx.Node) -> Unsupported:

@@ -67,8 +67,8 @@ class Report:
     """What is computed once for many elements."""
     seconds: float = 0.0
     timings: tuple[dict[str, Any], ...] = ()
-    """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms", and
-    the same two with "busy_" before them: what they add to a busy GPU."""
+    """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
+    and, if it won so far, the same two with "busy_" before them: what they add to a busy GPU."""
 
 
 @dataclass(frozen=True, slots=True)

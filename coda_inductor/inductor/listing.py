@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from coda_inductor.inductor.report import gigabytes, place
+from coda_inductor.inductor.report import amounts, place, plural
 
 Facts = dict[str, Any]
 LEGEND = """[step] kind t=time. accN: accumulator of step N; yN, sN: stores and sums of its epilogue; oN: an opaque
@@ -35,12 +35,12 @@ def _count(steps: Sequence[Facts]) -> str:
     passes = sum(s["kind"] == "pass" for s in steps)
     products = sum(len(s["products"]) for s in gemms)
     left = f"{passes} memory-bound pass{'' if passes == 1 else 'es'}"
-    return f"{products} products in {len(gemms)} kernels ({regions} of them Regions), {left}"
+    return f"{plural(products, 'product')} in {plural(len(gemms), 'kernel')} ({regions} of them Regions), {left}"
 
 
 def _step(step: Facts) -> str:
     name = f" {step['region']}" if "region" in step else f" {step['what']}" if "what" in step else ""
-    moved = f"  {gigabytes(step['bytes'])}" if "bytes" in step else ""
+    moved = f"  {amounts(step['bytes'])[0]}" if "bytes" in step else ""
     laws = f"  by {', '.join(step['laws'])}" if step["laws"] else ""
     lines = [f"\n[{step['id']}] {step['kind']}{name} t={step['time']:g}  {place(step['source'])}{moved}{laws}"]
     shape = step.get("shape", "")

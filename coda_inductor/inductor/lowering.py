@@ -190,8 +190,7 @@ class _Lowering:
         """Puts the value behind `node` into memory, if it is not there; returns its buffer."""
         base = base_of(node)
         if (formula := self.formulas.pop(base, None)) is not None:
-            written, order = elements(base), paths.memory_order(base.meta["val"])
-            reads = paths.moved(formula.reads, order) if order else formula.reads
+            written, reads = elements(base), paths.moved(formula.reads, paths.memory_order(base.meta["val"]))
             self.result.order.append(Loop(base, formula.nodes, reads, written, 1, True, written))
         return [base] if is_tensor(base) else []
 
@@ -200,15 +199,13 @@ class _Lowering:
         if node.op == "call_function" and (kind := kind_of(node)) in ("view", "part"):
             source = self.value(node.all_input_nodes[0])
             if kind == "view":
-                if (order := paths.reordered(node)) is None:
-                    return source
-                return Formula(paths.moved(source.reads, order), source.nodes, source.cost)
+                return Formula(paths.moved(source.reads, paths.reordered(node)), source.nodes, source.cost)
             count, name = elements(node), paths.part_of(node)
             part = {b: {(*p, name): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
             return Formula(part, source.nodes, source.cost + 1)
         if (formula := self.formulas.get(node)) is not None:
             return formula
-        return Formula({node: {(): elements(node)}} if is_tensor(node) else {}, (), 1)
+        return Formula({node: {paths.whole(node): elements(node)}} if is_tensor(node) else {}, (), 1)
 
     def inputs(self, nodes: list[fx.Node]) -> Formula:
         """Several values, read together."""
@@ -234,15 +231,13 @@ class _Lowering:
         """A reduction, a scan or a scatter: always in memory."""
         if kind == "scatter":
             self.result.needed |= set(self.realize(node.all_input_nodes[0]))
-            got = self.inputs(node.all_input_nodes[1:])
-            written = max(elements(n) for n in node.all_input_nodes[1:])
-            return Loop(node, (*got.nodes, node), got.reads, written, 1, True, written)
+            got, largest = self.inputs(node.all_input_nodes[1:]), max(node.all_input_nodes[1:], key=elements)
+            reads, written = paths.moved(got.reads, paths.memory_order(largest.meta["val"])), elements(largest)
+            return Loop(node, (*got.nodes, node), reads, written, 1, True, written)
         source = node.all_input_nodes[0]
         got, out, total = self.inputs(node.all_input_nodes), elements(node), elements(source)
-        nodes = (*got.nodes, node)
+        reads, nodes = paths.moved(got.reads, paths.memory_order(source.meta["val"])), (*got.nodes, node)
         if kind == "scan":
-            return Loop(node, nodes, got.reads, total, 1, True, out)
+            return Loop(node, nodes, reads, total, 1, True, out)
         additive = "sum" in str(node.target) or "mean" in str(node.target)
-        inner, order = paths.is_inner(node), paths.reduced_last(node)
-        reads = paths.moved(got.reads, order) if inner and order else got.reads
-        return Loop(node, nodes, reads, out, max(total // out, 1), inner, out, additive)
+        return Loop(node, nodes, reads, out, max(total // out, 1), paths.is_inner(node), out, additive)

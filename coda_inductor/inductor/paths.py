@@ -1,11 +1,13 @@
 """In which order and how far loops read: the paths by which one buffer is read, and the order of a loop's dimensions.
 
-Loops run over what they write as it lies in memory, so two loops read the same in the same order if their paths are
-equal, whatever the order of the dimensions of the values that they work on.
+A loop runs over what it writes (a reduction over what it reads) as that lies in memory, and a path begins with how the
+buffer lies there: two loops read the same in the same order if their paths are equal, whatever the order of the
+dimensions of the values that they work on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +15,12 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns import graph as g
 
-Path = tuple[str, ...]
-"""How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, in its own order."""
+Order = tuple[int, ...]
+"""A permutation: the dimension, or the place in memory, that each dimension was before."""
+Path = tuple[str | Order, ...]
+"""How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, as it lies."""
 Reads = dict[fx.Node, dict[Path, int]]
 """For every buffer that a value is made of, the parts read and their numbers of elements."""
 
@@ -34,7 +39,7 @@ def name_of(node: fx.Node) -> str:
     return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def reordered(node: fx.Node) -> tuple[int, ...] | None:
+def reordered(node: fx.Node) -> Order | None:
     """The permutation that a view applies to dimensions of more than one element; None if it keeps their order."""
     if name_of(node) not in ("permute", "transpose", "t"):
         return None
@@ -45,24 +50,57 @@ def reordered(node: fx.Node) -> tuple[int, ...] | None:
     else:
         i, j = given or (0, 1)
         dims[i], dims[j] = dims[j], dims[i]
-    return unsorted(dims, source)
+    return tuple(dims) if not _in_order(dims, source.shape) else None
 
 
-def unsorted(dims: list[int], source: Tensor) -> tuple[int, ...] | None:
-    """`dims` if they are another order of the dimensions of more than one element."""
-    long = [d for d in dims if hint(source.shape[d]) > 1]
-    return None if long == sorted(long) else tuple(dims)
+def _in_order(dims: Sequence[int], shape: Sequence[Any]) -> bool:
+    """Do the dimensions of more than one element keep their order?"""
+    long = [d for d in dims if hint(shape[d]) > 1]
+    return long == sorted(long)
 
 
-def moved(reads: Reads, order: tuple[int, ...]) -> Reads:
+def in_memory(value: Tensor) -> list[int]:
+    """The dimensions as the tensor lies in memory, major to minor."""
+    return sorted(range(value.dim()), key=lambda d: -hint(value.stride(d)))
+
+
+def memory_order(value: Tensor) -> Order | None:
+    """The order in which a loop over the tensor runs, None if it is its dimensions'."""
+    order = in_memory(value)
+    return None if _in_order(order, value.shape) else tuple(order)
+
+
+def lies(buffer: fx.Node) -> list[int]:
+    """The dimensions of a tensor in memory, major to minor. A reduction that keeps its dimensions writes in the order
+    in which it reads, not as its strides say."""
+    reduction = g.reduction(buffer)
+    return in_memory((reduction.source if reduction and reduction.keepdim else buffer).meta["val"])
+
+
+def whole(buffer: fx.Node) -> Path:
+    """The path of all of a tensor in memory, in the order of its dimensions."""
+    order = lies(buffer)
+    return () if _in_order(order, buffer.meta["val"].shape) else (tuple(map(order.index, range(len(order)))),)
+
+
+def moved(reads: Reads, order: Order | None) -> Reads:
     """What is read, in another order."""
-    return {b: {permuted(p, order): n for p, n in r.items()} for b, r in reads.items()}
+    if order is None:
+        return reads
+    return {b: {_permuted(p, order, b): n for p, n in r.items()} for b, r in reads.items()}
 
 
-def permuted(path: Path, order: tuple[int, ...]) -> Path:
-    """A path read in another order; an order and its inverse are none."""
-    inverse = tuple(sorted(range(len(order)), key=lambda i: order[i]))
-    return path[:-1] if path and path[-1] == f"permute{inverse}" else (*path, f"permute{order}")
+def _permuted(path: Path, order: Order, buffer: fx.Node) -> Path:
+    """A path read in another order. Two orders of as many dimensions are one, and one that only moves dimensions of a
+    single element is none."""
+    shape, last = list(buffer.meta["val"].shape), path[-1] if path else ()
+    if isinstance(last, tuple) and last and len(last) == len(order):
+        path, order = path[:-1], tuple(last[d] for d in order)
+        shape = [shape[d] for d in lies(buffer)]
+    shape = [1] * (len(order) - len(shape)) + shape  # what is repeated
+    simple = path or len(shape) > len(order)  # slices or views came before: these are not the buffer's dimensions
+    kept = list(order) == sorted(order) if simple else _in_order(order, shape)
+    return path if kept else (*path, order)
 
 
 def part_of(node: fx.Node) -> str:
@@ -75,22 +113,6 @@ def reduced_dims(node: fx.Node) -> set[int]:
     rank, given = node.all_input_nodes[0].meta["val"].dim(), node.args[1] if len(node.args) > 1 else None
     dims: Any = [given] if isinstance(given, int) else given
     return {int(d) % rank for d in dims} if isinstance(dims, list | tuple) and dims else set(range(rank))
-
-
-def reduced_last(node: fx.Node) -> tuple[int, ...] | None:
-    """The order in which a reduction reads its dimensions, None if it is theirs."""
-    source, reduced = node.all_input_nodes[0].meta["val"], reduced_dims(node)
-    return unsorted(sorted(in_memory(source), key=lambda d: d in reduced), source)
-
-
-def in_memory(value: Tensor) -> list[int]:
-    """The dimensions as the tensor lies in memory, major to minor."""
-    return sorted(range(value.dim()), key=lambda d: -hint(value.stride(d)))
-
-
-def memory_order(value: Tensor) -> tuple[int, ...] | None:
-    """The order in which a loop that writes the tensor runs, None if it is its dimensions'."""
-    return unsorted(in_memory(value), value)
 
 
 def is_inner(node: fx.Node) -> bool:
