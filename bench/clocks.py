@@ -1,6 +1,6 @@
 """How a GPU's clocks behave under load, and how well equal calls agree in the ways to time them.
 
-    python bench/clocks.py [FILE]      (default: bench/results/clocks.jsonl)
+    python bench/clocks.py [--out FILE]
 
 A JSON line for each: "from rest" is the mean ms of a product beside the company of contests in bins of 50 ms, after 1.5
 s of rest; "equal calls" are the times in a busy GPU (timing.compared) of six times the same product, and "unlike calls"
@@ -9,6 +9,7 @@ those of a product and of a smaller one with a pass, in either order; all begin 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import platform
@@ -89,7 +90,9 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Prints and keeps every row."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results" / "clocks.jsonl"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "clocks.jsonl")
+    path = parser.parse_args().out
     torch.manual_seed(0)
     said = {
         "machine": torch.cuda.get_device_name(),
@@ -98,7 +101,7 @@ def main() -> None:
     with path.open("a") as file:
         for row in rows():
             print(row, flush=True)
-            file.write(json.dumps({**row, **said, "command": "python bench/clocks.py"}) + "\n")
+            file.write(json.dumps({**row, **said, "command": " ".join(["python", *sys.argv])}) + "\n")
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ def test_a_graph_that_is_declined_is_refused_as_a_whole() -> None:
 
 
 def test_amounts_are_of_one_unit() -> None:
-    assert amounts(8_310_000, 6_040_000, 0) == ["8.31 MB", "6.04 MB", "0 MB"]
-    assert amounts(133_340_000_000, 89_050_000_000, 5_000_000) == ["133 GB", "89.0 GB", "0.005 GB"]
-    assert amounts(99_999_999, 9_996_000, 999_600) == ["100 MB", "10.0 MB", "1.00 MB"]
-    assert amounts(0) == ["0 kB"]
+    assert amounts(8_310_000, 6_040_000, 0) == "8.31 MB -> 6.04 MB -> 0 MB"
+    assert amounts(133_340_000_000, 89_050_000_000, 5_000_000) == "133 GB -> 89.0 GB -> 0.005 GB"
+    assert amounts(99_999_999, 9_996_000, 999_600) == "100 MB -> 10.0 MB -> 1.00 MB"
+    assert amounts(0) == "0 kB"

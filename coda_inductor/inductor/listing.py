@@ -40,7 +40,7 @@ def _count(steps: Sequence[Facts]) -> str:
 
 def _step(step: Facts) -> str:
     name = f" {step['region']}" if "region" in step else f" {step['what']}" if "what" in step else ""
-    moved = f"  {amounts(step['bytes'])[0]}" if "bytes" in step else ""
+    moved = f"  {amounts(step['bytes'])}" if "bytes" in step else ""
     laws = f"  by {', '.join(step['laws'])}" if step["laws"] else ""
     lines = [f"\n[{step['id']}] {step['kind']}{name} t={step['time']:g}  {place(step['source'])}{moved}{laws}"]
     shape = step.get("shape", "")

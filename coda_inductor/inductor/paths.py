@@ -98,9 +98,9 @@ def _permuted(path: Path, order: Order, buffer: fx.Node) -> Path:
         path, order = path[:-1], tuple(last[d] for d in order)
         shape = [shape[d] for d in lies(buffer)]
     shape = [1] * (len(order) - len(shape)) + shape  # what is repeated
-    simple = path or len(shape) > len(order)  # slices or views came before: these are not the buffer's dimensions
-    kept = list(order) == sorted(order) if simple else _in_order(order, shape)
-    return path if kept else (*path, order)
+    own = not path and len(shape) <= len(order)  # after slices or other views these are not the buffer's dimensions
+    trivial = _in_order(order, shape) if own else list(order) == sorted(order)
+    return path if trivial else (*path, order)
 
 
 def part_of(node: fx.Node) -> str:

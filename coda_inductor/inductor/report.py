@@ -14,9 +14,9 @@ PASSES = "left to Inductor, with the first condition that failed"
 def render(report: Facts) -> str:
     """The report for people: totals first, then every graph's regions, what is left, and what was refused."""
     t = report["totals"]
-    kept = f"; saved for backward {' -> '.join(amounts(t['saved_bytes_inductor'], t['saved_bytes']))}"
+    kept = f"; saved for backward {amounts(t['saved_bytes_inductor'], t['saved_bytes'])}"
     lines = [
-        f"{t['regions']} regions; memory-bound traffic {' -> '.join(amounts(t['bytes_before'], t['bytes_after']))}"
+        f"{t['regions']} regions; memory-bound traffic {amounts(t['bytes_before'], t['bytes_after'])}"
         f" ({t['coverage']:.1%} of it absorbed); kernels {t['kernels_before']} -> {t['kernels_after']},"
         f" {t['passes_left']} of them over M x N tensors"
     ]
@@ -29,7 +29,7 @@ def render(report: Facts) -> str:
             leaves = f"{plural(len(r['stores']), 'store')}, {plural(len(r['reductions']), 'sum')}"
             what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
-            moved = " -> ".join(amounts(r["bytes_before"], r["bytes_after"]))
+            moved = amounts(r["bytes_before"], r["bytes_after"])
             lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
         tables = Counter((t["shape"], t["source"]) for t in graph["tables"])
         lines += [f"  {plural(n, 'table')} {shape} computed once  {place(at)}" for (shape, at), n in tables.items()]
@@ -55,10 +55,11 @@ def place(source: str) -> str:
     return source.removeprefix(os.getcwd() + os.sep).rpartition(f"site-packages{os.sep}")[2]
 
 
-def amounts(*counts: int) -> list[str]:
-    """Numbers of bytes in one unit, that of the largest, to three digits (two of what is less than one)."""
+def amounts(*counts: int) -> str:
+    """A number of bytes, or "before -> after": in one unit, that of the largest, to three digits (two of what is less
+    than one)."""
     unit, name = next((u for u in ((10**9, "GB"), (10**6, "MB")) if max(counts) >= u[0]), (10**3, "kB"))
-    return [f"{_digits(c / unit)} {name}" for c in counts]
+    return " -> ".join(f"{_digits(c / unit)} {name}" for c in counts)
 
 
 def _digits(x: float) -> str:
@@ -74,7 +75,7 @@ def _passes(passes: Sequence[Facts], known: str) -> list[str]:
         same.setdefault((p["why"], p["source"], p["what"]), []).append(p["bytes"])
     rows = []
     for (why, at, what), moved in same.items():
-        rows.append(f"    {len(moved):>3} x {amounts(moved[0])[0]:<9} {'' if why == known else why + '  '}{place(at)}")
+        rows.append(f"    {len(moved):>3} x {amounts(moved[0]):<9} {'' if why == known else why + '  '}{place(at)}")
         rows.append(f"{'':<20}{what if len(what) < 96 else what[:92] + ' ...'}")
     return rows
 

@@ -38,10 +38,7 @@ class Axes:
         out: list[int] = []
         for i in ids:
             to = self._bound[i]
-            if to is None:
-                out.append(i)
-            else:
-                out += self.roots(to)
+            out += (i,) if to is None else self.roots(to)
         return tuple(out)
 
     def occupy(self, tensor: int, ids: Sequence[int]) -> None:
