@@ -19,6 +19,7 @@ from codegen_cases import norm_backward, swiglu, token_scale
 from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen.legality import HEAVY, Config
 from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 
 SCRIPT = """
@@ -106,6 +107,28 @@ def test_workers_fill_the_store(tmp_path: Path) -> None:
     assert len(objects) == 2
     assert prebuild(jobs, store, workers=2) == {}
     assert objects == {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
+
+
+def test_kernels_are_known_as_they_are_made(tmp_path: Path) -> None:
+    """Those first that come first, and what quack refuses at once."""
+    store = str(tmp_path / "kernels")
+    jobs = kernels_of(token_scale(256, 64), norm_backward(256, 64))
+    too_big, order = Job(norm_backward(256, 64), Config(256, 192, 2, 1, False)), list[Job]()
+    made = prebuild_module.begin([*jobs, too_big], store)
+    assert list(made) == [*jobs, too_big]
+    for job, future in made.items():
+        future.add_done_callback(lambda _, job=job: order.append(job))
+    assert [bool(future.result().reason) for future in made.values()] == [False, False, True]
+    assert set(order) == {*jobs, too_big} and len(list(Path(store).glob("objects/*/*/*.o"))) == 2
+    order.clear()
+    prebuild_module.outcomes([too_big, *jobs], store, workers=1, done=lambda job, outcome: order.append(job))
+    assert order == [too_big, *jobs]
+
+
+def test_what_keeps_kernels_from_being_made_is_said_to_who_waits(tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("a file")
+    (future,) = prebuild_module.begin(kernels_of(token_scale(256, 64)), str(tmp_path / "kernels")).values()
+    assert isinstance(future.exception(), (OSError, Unsupported))
 
 
 def amid(job: Job, store: str, act: Callable[[int, int], object]) -> dict[Job, str]:

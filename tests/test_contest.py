@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch.nn.functional as F
 from compiling import half, pretend, run, streams
 from torch import Tensor, fx
 
-from coda_inductor.codegen import store, target, timing
+from coda_inductor.codegen import prebuild, store, target, timing
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import Region
 from coda_inductor.inductor.contest import timed
 from coda_inductor.inductor.group import hint
 from coda_inductor.inductor.rehearsal import Programs
 
+WIDE = torch.randn(128, 64, dtype=torch.bfloat16)
 W, V = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
 X = torch.randn(320, 64, dtype=torch.bfloat16)
 T = torch.rand(320, dtype=torch.bfloat16)
@@ -109,6 +113,40 @@ def test_a_group_that_loses_by_turns_is_timed_no_further(monkeypatch: pytest.Mon
         assert not report.sites and row["ms"] == 1.0 and "busy_ms" not in row
         assert "measured slower: 1000 us fused, 1019 us by Inductor" in {r.reason for r in report.refused}
     assert decided == [True, False]
+
+
+def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first is measured while those of the second are compiled."""
+    pretend(monkeypatch, tmp_path)
+    made, measured = dict[prebuild.Job, Future[prebuild.Outcome]](), list[int]()
+
+    def begin(jobs: list[prebuild.Job], cache_dir: str) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
+        made.update((job, Future()) for job in jobs)
+        done(jobs[0].region)
+        late = threading.Timer(20.0, lambda: [done(job.region) for job in jobs])  # who waits for all goes on
+        late.daemon = True
+        late.start()
+        return made
+
+    def done(region: Region) -> None:
+        for job, future in made.items():
+            if job.region == region and not future.done():
+                future.set_result(prebuild.Outcome("", 0.0))
+
+    def compared(calls: list[Any], rounds: int, **how: Any) -> list[Times]:
+        measured.append(sum(future.done() for future in made.values()))
+        if "decided" in how:
+            done([*made][-1].region)
+        return [Times(1.0, 1.0), *([Times(2.0, 2.0)] * (len(calls) - 1))]
+
+    def twice(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        return F.silu(F.linear(x, WIDE)) * t[:, None], F.silu(F.linear(x.sin(), W)) + x
+
+    monkeypatch.setattr(prebuild, "begin", begin)
+    monkeypatch.setattr(timing, "compared", compared)
+    assert run(twice, X, T).regions == [2]
+    each = len(made) // 2
+    assert measured == [each, each, 2 * each, 2 * each]
 
 
 def test_what_is_a_record() -> None:

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from coda_inductor.codegen import legality, source
@@ -47,27 +48,58 @@ class Outcome(NamedTuple):
     seconds: float
 
 
+Done = Callable[[Job, Outcome], None]
+
+
 def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, str]:
     """Builds the kernels in `workers` processes (None: one per core) and returns the reasons of those that failed."""
     return {job: made.reason for job, made in outcomes(jobs, cache_dir, workers=workers).items() if made.reason}
 
 
-def outcomes(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, Outcome]:
-    """`prebuild`, with what became of every job."""
+def begin(jobs: Iterable[Job], cache_dir: str | None = None) -> dict[Job, Future[Outcome]]:
+    """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited."""
+    made: dict[Job, Future[Outcome]] = {job: Future() for job in jobs}
+
+    def work() -> None:
+        try:
+            outcomes(made, cache_dir, done=lambda job, outcome: made[job].set_result(outcome))
+        except BaseException as error:
+            for future in made.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    threading.Thread(target=work, name="coda_inductor.prebuild", daemon=True).start()
+    return made
+
+
+def outcomes(
+    jobs: Iterable[Job],
+    cache_dir: str | None = None,
+    *,
+    workers: int | None = None,
+    done: Done = lambda job, outcome: None,
+) -> dict[Job, Outcome]:
+    """`prebuild`, with what became of every job; `done` hears of each as soon as it is known."""
     directory = open_store(cache_dir)
     made: dict[Job, Outcome] = {}
+
+    def known(alike: Iterable[Job], outcome: Outcome) -> None:
+        for job in alike:
+            made[job] = outcome
+            done(job, outcome)
+
     same: dict[tuple[str, Config], list[Job]] = {}  # Regions that differ in extents only share a kernel
     for job in dict.fromkeys(jobs):
         try:
             legality.require(job.region, job.config)
         except Unsupported as refusal:
-            made[job] = Outcome(str(refusal), 0.0)
+            known([job], Outcome(str(refusal), 0.0))
         else:
             text = source.render(job.region, swapped=job.swapped)
             same.setdefault((source.module_name(text), job.config), []).append(job)
-    todo = [alike[0] for alike in same.values()]
-    first = dict(zip(todo, _asked(todo, str(directory.absolute()), workers), strict=True))
-    return made | {job: first[alike[0]] for alike in same.values() for job in alike}
+    todo = [*same.values()]
+    _ask([alike[0] for alike in todo], str(directory.absolute()), workers, lambda i, outcome: known(todo[i], outcome))
+    return made
 
 
 class Compiler:
@@ -91,9 +123,9 @@ class Compiler:
         """Can it be asked? Not by a fork of its owner: both would read each other's answers."""
         return self.owner == os.getpid() and self.process.poll() is None
 
-    def ask(self, request: str, count: int) -> dict[int, Outcome]:
-        """What became of a request's `count` jobs, by index; of fewer, if the process ends."""
-        found: dict[int, Outcome] = {}
+    def ask(self, request: str, count: int, known: Callable[[int, Outcome], None]) -> set[int]:
+        """Says what became of each of a request's `count` jobs, by index; of which: not all, if the process ends."""
+        found = set[int]()
         assert self.process.stdin is not None
         todo, rest = memoryview(request.encode() + b"\n"), b""
         try:
@@ -102,7 +134,8 @@ class Compiler:
             while len(found) < count and (read := self.answers.read(1 << 16)):
                 *lines, rest = (rest + read).split(b"\n")
                 for i, reason, seconds in map(json.loads, lines):
-                    found[i] = Outcome(reason, seconds)
+                    found.add(i)
+                    known(i, Outcome(reason, seconds))
         except BrokenPipeError:
             pass
         except BaseException:  # interrupted: what is still to come must not answer the next request
@@ -157,18 +190,19 @@ def _compiler() -> Compiler:
     return _running[0]
 
 
-def _asked(jobs: list[Job], directory: str, workers: int | None) -> list[Outcome]:
-    """What became of each job."""
+def _ask(jobs: list[Job], directory: str, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
+    """Says what became of each job, by index."""
     if not jobs:
-        return []
+        return
     count = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS, len(jobs))
     request = json.dumps([count, directory, [[job.region.text, list(job.config), job.swapped] for job in jobs]])
     with _lock:
         compiler = _compiler()
-        found = compiler.ask(request, len(jobs))
+        found = compiler.ask(request, len(jobs), known)
         if not found and compiler.process.returncode == 0:  # it had just ended, idle
             compiler = _compiler()
-            found = compiler.ask(request, len(jobs))
+            found = compiler.ask(request, len(jobs), known)
         said = compiler.last_words() if len(found) < len(jobs) else ""
-    lost = Outcome(f"the compiling process ended early: {said}", 0.0)
-    return [found.get(i, lost) for i in range(len(jobs))]
+    for i in range(len(jobs)):
+        if i not in found:
+            known(i, Outcome(f"the compiling process ended early: {said}", 0.0))

@@ -28,6 +28,7 @@ from coda_inductor.core.region import parse
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 IDLE_S = 60.0  # after which it ends; it holds 330 MB
+NICE = 10
 ATTEMPTS = 2  # at jobs that were lost with another's worker
 
 Done = tuple[int, str, float]
@@ -72,11 +73,13 @@ def pooled(answers: int, workers: int, directory: str, jobs: dict[int, Any]) -> 
 
 
 def born(answers: int, parent: int) -> None:
-    """In a worker: ends with its parent, and does not keep the pipe open whose end says that the parent is gone."""
+    """In a worker: ends with its parent, and does not keep the pipe open whose end says that the parent is gone. Gives
+    way to who measures meanwhile."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     os.close(answers)
+    os.nice(NICE)
 
 
 def build(directory: str, text: str, fields: list[Any], swapped: bool) -> tuple[str, float]:

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from coda_inductor.codegen import launch, legality, record, store, timing
-from coda_inductor.codegen.prebuild import Job, prebuild, warm_up
+from coda_inductor.codegen import launch, legality, prebuild, record, store, timing
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
@@ -91,9 +90,11 @@ class Contest:
         self._memory: Memory | None = None
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
         self._keys = dict[int, str]()  # by mask, of the plan at hand
+        self._underway = dict[str, list[Future[prebuild.Outcome]]]()  # the kernels of groups, by key
+        self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
         if settings.tune != "off":
-            warm_up()
+            prebuild.warm_up()
 
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
         """The verdict on all Regions of a plan."""
@@ -148,35 +149,34 @@ class Contest:
         return found
 
     def prepare(self, plan: Plan, candidates: list[list[Built]]) -> None:
-        """Compiles what tuning will ask for on all cores, and meanwhile what the groups replace."""
+        """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace."""
         self._keys.clear()
         if self.settings.tune == "off":
             return
-        directory, jobs, unknown = store.open_store(self.settings.cache_dir), list[Job](), dict[str, list[Built]]()
+        directory, unknown = store.open_store(self.settings.cache_dir), dict[str, list[Built]]()
         for members in candidates:
             with contextlib.suppress(Unsupported):  # of a size that is not known
                 group = self.group(plan, members)
                 if self.found(plan, group) is None:
                     unknown[self.key(plan, group)] = members  # layers are alike
-        for members in unknown.values():
+        jobs: dict[str, list[prebuild.Job]] = {key: [] for key in unknown}
+        for key, members in unknown.items():
             for region, tokens in {b.region: self.group(plan, [b]).tokens for b in members}.items():
                 size = legality.bucket(tokens)
                 if record.remembered(directory, region, size) is None:
-                    jobs += [Job(region, config, False) for config in legality.candidates(region, size)]
+                    jobs[key] += [prebuild.Job(region, config) for config in legality.candidates(region, size)]
         start_s = time.perf_counter()
-        with ThreadPoolExecutor(1) as worker:
-            kernels = worker.submit(prebuild, jobs, self.settings.cache_dir)
-            for members in unknown.values():
-                try:
-                    self.compile(plan, self.group(plan, members))
-                except Exception as error:  # said where the group is measured
-                    if not foreseen(error):
-                        raise
-            programs_s = time.perf_counter() - start_s
-            kernels.result()
+        made = prebuild.begin([job for of in jobs.values() for job in of], self.settings.cache_dir)
+        self._underway = {key: [made[job] for job in of] for key, of in jobs.items()}
+        for members in unknown.values():
+            try:
+                self.compile(plan, self.group(plan, members))
+            except Exception as error:  # said where the group is measured
+                if not foreseen(error):
+                    raise
         seconds = time.perf_counter() - start_s
-        said = "%d groups to measure: programs for the other side %.1f s, beside them %d kernels %.1f s"
-        log.info(said, len(unknown), programs_s, len(jobs), seconds)
+        said = "%d groups to measure, %d kernels to compile; meanwhile programs for the other side, %.1f s"
+        log.info(said, len(unknown), len(made), seconds)
 
     def compile(self, plan: Plan, group: Group) -> None:
         """Compiles what is timed beside the kernels."""
@@ -209,15 +209,20 @@ class Contest:
             for b in members:
                 launch.kernel(b.region.text, self.settings.cache_dir).build(group.tokens)
             return Outcome(group.mask)
-        found = self.found(plan, group)
+        key, found = self.key(plan, group), self.found(plan, group)
         if found is None:
             start_s = time.perf_counter()
-            directory, measured = store.open_store(self.settings.cache_dir), self.measure(group, plan)
-            log.info("measured in %.1f s", time.perf_counter() - start_s)
-            found = store.write_record(directory, self.key(plan, group), measured, timed)
+            for kernel in self._underway.pop(key, ()):
+                kernel.result()
+            built_s = time.perf_counter()
+            measured = self.measure(group, plan)
+            log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
+            found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, timed)
         self.rows.append(found)
-        said = ", ".join(f"{name} {found[name]:.4f}" for name in TIMED if name in found)
-        log.info("%s: %s", "+".join(found["regions"]), said)
+        if key not in self._said:
+            self._said.add(key)
+            said = ", ".join(f"{name} {found[name]:.4f}" for name in TIMED if name in found)
+            log.info("%s: %s", "+".join(found["regions"]), said)
         ms, busy_ms, baseline_ms, busy_baseline_ms = (found.get(name, math.inf) for name in TIMED)
         return Outcome(group.mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms))
 
