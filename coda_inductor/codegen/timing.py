@@ -25,7 +25,7 @@ MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is
 # and is repeated after a longer rest. Each call runs twice in it, so far apart that a fall does not hit both.
 # (Two unlike calls then compare alike in either order, to 3 %; of six equal ones the first took 3.8 % less than the
 # last, in the mean of six bursts, and the second 1.6 %: the first 0.1 s are too short where shares are.)
-RISING_MS, BURST_MS = 100, 700
+RISING_MS, BURST_MS = 200, 700
 PAUSE_S, REST_S = 0.25, 0.5  # before a burst; before another try
 SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
 LEVEL, TRIES = 0.03, 3
