@@ -20,7 +20,7 @@ Decided = Callable[[Sequence[float]], bool]
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
-# From rest an H200 needs 0.1 s of one load to hold its clocks, to 1.5 %, until 0.8 s; then it is up to 19 % slower for
+# From rest an H200 needs 0.2 s of one load to hold its clocks, to 1 %, until 0.8 s; then it is up to 19 % slower for
 # some 0.2 s, and recovers (bench/clocks.py). So a burst is over before. Where much ran before it, it may not hold them,
 # and is repeated after a longer rest. Each call runs twice in it, so far apart that a fall does not hit both.
 # (Two unlike calls then compare alike in either order, to 3 %; of six equal ones the first took 3.8 % less than the
@@ -119,9 +119,10 @@ def company_on(device: int) -> Call:
 
 def repeated(calls: Sequence[Call], about: Sequence[float]) -> list[float]:
     """The ms of each call, in one burst of load: each is repeated alone, one call after the other, and all once more in
-    the same order. `about` says how long they take, roughly. If a call's two times differ, the clocks did not hold,
-    and the burst is tried again, unless calls are too long for one; the one that held best counts."""
-    order = [*range(len(calls))] * 2
+    reverse, so that clocks that sink evenly hit all alike. `about` says how long they take, roughly. If a call's two
+    times differ, the clocks did not hold, and the burst is tried again, unless calls are too long for one; the one that
+    held best counts. (A fall may hide in the last call, whose two times follow each other.)"""
+    order = [*range(len(calls)), *reversed(range(len(calls)))]
     share_ms = (BURST_MS - RISING_MS) / len(order)
     tries = TRIES if max(about) <= share_ms else 1
     best, drift = list[float](), math.inf
@@ -131,10 +132,11 @@ def repeated(calls: Sequence[Call], about: Sequence[float]) -> list[float]:
         marks = [block(calls[i], share_ms, about[i]) for i in order]
         torch.cuda.synchronize()
         found = [start.elapsed_time(end) / count for start, end, count in marks]
-        pairs = list(zip(found[: len(calls)], found[len(calls) :], strict=True))
+        pairs = list(zip(found[: len(calls)], reversed(found[len(calls) :]), strict=True))
         off = max(abs(one - other) / min(one, other) for one, other in pairs)
         if off < drift:
             best, drift = [(one + other) / 2 for one, other in pairs], off
+        log.debug("of %d calls one differs by %.1f %% from itself", len(calls), 100 * off)
         if drift <= LEVEL:
             return best
     log.info("the clocks did not hold: a call's two times differ by %.1f %%, %d tried", 100 * drift, tries)
