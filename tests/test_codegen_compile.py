@@ -5,18 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from codegen_cases import norm_backward, swiglu, token_scale
 
+from coda_inductor.codegen import launch, library, target
 from coda_inductor.codegen import prebuild as prebuild_module
+from coda_inductor.codegen import store as stored
+from coda_inductor.codegen.executable import Parts
 from coda_inductor.codegen.legality import HEAVY, Config
 from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.core.errors import Unsupported
@@ -35,10 +41,13 @@ def watched(cls, *args, **kwargs):
     return chosen[-1]
 quack.gemm_sm90.GemmSm90._compute_stages = classmethod(watched)
 import codegen_cases as cases
-from coda_inductor.codegen import legality
+from coda_inductor.codegen import legality, library, source
 from coda_inductor.codegen.kernel import Compiled, without_gpu
 from coda_inductor.codegen.legality import Config
 without_gpu()
+def kept(region, config, swapped):
+    name = source.module_name(source.render(region, swapped=swapped))
+    return json.loads((library.folder(Path(sys.argv[1]), name, config) / library.KEPT).read_text())
 for i, make in enumerate(cases.CASES):
     region = make(4096, 4096)
     pair = len(region.products) == 2
@@ -51,7 +60,8 @@ for i, make in enumerate(cases.CASES):
         model = legality.stages(region, config)
         print(json.dumps({"case": make.__name__, "config": str(config), "stack": kernel.stack, "found": chosen[-1],
                           "model": [model.ab, model.store if region.stores else chosen[-1][1], model.load],
-                          "fields": list(kernel._arguments._fields), "s": time.perf_counter() - began}))
+                          "fields": kept(region, config, pair and config.pingpong)["fields"],
+                          "s": time.perf_counter() - began}))
 count = len(chosen)
 Compiled(cases.norm_producer(1000, 64), Config(128, 256, 1, 2, False), Path(sys.argv[1]))
 print(json.dumps({"case": "other extents", "compiled": len(chosen) - count}))
@@ -114,10 +124,14 @@ def test_kernels_are_known_as_they_are_made(tmp_path: Path) -> None:
     store = str(tmp_path / "kernels")
     jobs = kernels_of(token_scale(256, 64), norm_backward(256, 64))
     too_big, order = Job(norm_backward(256, 64), Config(256, 192, 2, 1, False)), list[Job]()
+
+    def heard(job: Job, _: object) -> None:
+        order.append(job)
+
     made = prebuild_module.begin([*jobs, too_big], store)
     assert list(made) == [*jobs, too_big]
     for job, future in made.items():
-        future.add_done_callback(lambda _, job=job: order.append(job))
+        future.add_done_callback(partial(heard, job))
     assert [bool(future.result().reason) for future in made.values()] == [False, False, True]
     assert set(order) == {*jobs, too_big} and len(list(Path(store).glob("objects/*/*/*.o"))) == 2
     order.clear()
@@ -220,15 +234,78 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_a_graph_loads_the_compiler_before_its_first_launch() -> None:
-    """What libraries leave on the GPU when imported must not lie in a CUDA graph's memory."""
+def test_a_kept_kernel_needs_no_compiler(tmp_path: Path) -> None:
+    """Another process loads it as it was; without a GPU it is not launched, but what it takes is known to it."""
+    region, config = norm_backward(256, 64), Config(128, 128, 2, 1, True)
+    assert prebuild([Job(region, config)], str(tmp_path / "kernels"), workers=1) == {}
     code = """
 import sys
-from codegen_cases import token_scale
+from pathlib import Path
+from codegen_cases import norm_backward
+from coda_inductor.codegen import library
+from coda_inductor.codegen.legality import Config
+found = library.load(norm_backward(256, 64), Config(128, 128, 2, 1, True), Path(sys.argv[1]))
+assert not sys.modules.keys() & {"quack", "cutlass", "coda_inductor.codegen.kernel"}
+print(found.stack, found.config)
+try:
+    found._run()
+except TypeError as error:
+    print(error)
+"""
+    done = python(code, str(tmp_path / "kernels"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    (kept,) = tmp_path.rglob(library.KEPT)
+    assert done.stdout.startswith(f"{json.loads(kept.read_text())['stack']} {config}\n")
+    assert "scheduler_args: Tuple[int32, None, int32, None, None, None]" in done.stdout
+
+
+def test_what_is_not_as_it_was_kept_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, config, store = token_scale(256, 64), Config(128, 128, 2, 1, True), tmp_path / "kernels"
+    assert library.load(region, config, store) is None
+    assert prebuild([Job(region, config)], str(store), workers=1) == {}
+    (kept,), (linked,) = store.rglob(library.KEPT), store.rglob("*.so")
+    assert library.load(region, config, store) is not None
+    assert library.load(region, config, store, swapped=True) is not None  # of one product: the same module
+    assert library.load(region, Config(128, 128, 1, 2, True), store) is None
+    whole = linked.read_bytes()
+    for part in (whole[:-1], b"", whole):
+        linked.unlink()  # it is loaded
+        linked.write_bytes(part)
+        assert (library.load(region, config, store) is None) == (part != whole)
+    facts = json.loads(kept.read_text())
+    for broken in ("", "[]", "{}", json.dumps(facts | {"made_by": "another"}), json.dumps(facts | {"library": "none"})):
+        kept.write_text(broken)
+        assert library.load(region, config, store) is None
+    kept.write_text(json.dumps(facts))
+    monkeypatch.setattr(target, "versions", lambda: {"torch": "another"})
+    library.made_by.cache_clear()
+    assert library.load(region, config, store) is None
+    library.made_by.cache_clear()
+
+
+def test_without_a_linker_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is there all the same. A linker that fails leaves nothing behind."""
+    compiled = tmp_path / "f" / "k.o"
+    stored.write(compiled, "no object")
+    parts = Parts(None, ("a",), 8, 0)
+    library.keep(tmp_path, compiled, parts, [])
+    assert [*tmp_path.rglob("*")] == [tmp_path / "f", compiled]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    library.keep(tmp_path, compiled, parts, [])
+    assert [*tmp_path.rglob("*")] == [tmp_path / "f", compiled]
+
+
+def test_the_compiler_is_imported_in_a_thread_of_its_own() -> None:
+    """What quack leaves on the GPU must not lie in the memory of a CUDA graph that this thread prepares."""
+    assert launch.elsewhere(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        launch.elsewhere(lambda: 1 // 0)
+    code = """
+import sys
 from coda_inductor.inductor.launching import launcher
-assert "quack" not in sys.modules
+from codegen_cases import token_scale
 launcher(token_scale(64, 64).text)
-assert "coda_inductor.codegen.kernel" in sys.modules and "quack" in sys.modules
+assert not sys.modules.keys() & {"quack", "cutlass"}
 """
     done = python(code)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from coda_inductor.codegen import prebuild, store, target, timing
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
-from coda_inductor.inductor.contest import timed
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.contest import expect, timed
 from coda_inductor.inductor.group import hint
 from coda_inductor.inductor.rehearsal import Programs
 
@@ -100,7 +102,7 @@ def test_a_group_that_loses_by_turns_is_timed_no_further(monkeypatch: pytest.Mon
     decided = list[bool]()
 
     def compared(calls: list[Any], rounds: int, **how: Any) -> list[Times]:
-        if "decided" not in how:  # its tiles
+        if "level" in how:  # its tiles
             return [Times(1.0, 1.0)] * len(calls)
         decided.extend(how["decided"](turns) for turns in ([1.0, 1.019], [1.0, 1.02]))
         return [Times(1.0, math.inf), Times(1.019, math.inf)]
@@ -135,7 +137,7 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
 
     def compared(calls: list[Any], rounds: int, **how: Any) -> list[Times]:
         measured.append(sum(future.done() for future in made.values()))
-        if "decided" in how:
+        if "level" not in how:  # the contest
             done([*made][-1].region)
         return [Times(1.0, 1.0), *([Times(2.0, 2.0)] * (len(calls) - 1))]
 
@@ -147,6 +149,22 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
     assert run(twice, X, T).regions == [2]
     each = len(made) // 2
     assert measured == [each, each, 2 * each, 2 * each]
+
+
+def test_the_compiling_process_starts_early_on_a_first_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once there is a record, a graph may come from a cache, and none is needed."""
+    pretend(monkeypatch, tmp_path)
+    started = list[int]()
+    monkeypatch.setattr(prebuild, "warm_up", lambda: started.append(1))
+    settings = Settings.read()[0]
+    expect(settings)
+    expect(dataclasses.replace(settings, tune="off"))
+    expect(dataclasses.replace(settings, target="reference"))
+    assert started == [1]
+    assert run(silu, X, T).regions == [1]
+    started.clear()
+    expect(settings)
+    assert started == []
 
 
 def test_what_is_a_record() -> None:

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +202,28 @@ def test_of_bursts_that_do_not_hold_the_best_counts(stream: Stream, caplog: pyte
     assert launched == [3 * of_a_burst] and stream.host_s == pytest.approx(timing.PAUSE_S + 2 * timing.REST_S)
     said = ["the clocks did not hold: a call's two times differ by 10.0 %, 3 tried"]
     assert [r.getMessage() for r in caplog.records] == said
+
+
+def test_a_tile_without_a_rival_is_timed_no_further(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By turns alone; with one there is a burst for both."""
+    pretend(monkeypatch, tmp_path)
+    region = token_scale(64, 64)
+    inputs = random_inputs(region, 300, "cpu")
+    for ratio, rivals in ((1.09, 1), (1.07, 2)):
+
+        def rated(calls: Sequence[Callable[[], object]], rounds: int, ratio: float = ratio, **how: Any) -> list[Times]:
+            turns = [1.0, ratio, *([2.0] * (len(calls) - 2))]
+            busy = how["decided"](turns)
+            return [Times(ms, math.inf if busy or ms > how["slack"] else ms) for ms in turns]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(timing, "compared", rated)
+            rows = tune.tune(region, inputs, str(tmp_path / str(rivals))).rows
+        assert [("ms" in row, "busy_ms" in row) for row in rows[:3]] == [
+            (True, rivals > 1), (rivals > 1, rivals > 1), (False, False)
+        ]  # fmt: skip
 
 
 def test_a_company_that_the_host_cannot_launch_is_none(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

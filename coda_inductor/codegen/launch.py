@@ -1,6 +1,6 @@
 """A Region on CUDA tensors: the kernel of the tile that suits M, or the interpreter with one warning.
 
-What the compiler needs is imported when the first kernel is built, so that this module can be imported anywhere.
+What the compiler needs is imported when the first kernel is compiled, so that this module can be imported anywhere.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import contextlib
 import gc
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coda_inductor.codegen import legality, record
+from coda_inductor.codegen import legality, library, record
 from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.store import HINT, open_store
 from coda_inductor.core.errors import Unsupported, warn
@@ -130,15 +131,18 @@ class Kernel:
                 self._ready[size, swapped] = self._compiled[config, swapped]
 
     def compiled(self, config: Config, *, swapped: bool = False) -> Any:
-        """The kernel of one configuration, compiled at the first call. Raises Unsupported."""
+        """The kernel of one configuration, loaded or compiled at the first call. Raises Unsupported."""
         key = (config, swapped)
         if key not in self._compiled:
             with BUILDING, uncollected():
-                build = compiler()
-                try:
-                    self._compiled[key] = build(self.region, config, self.directory, swapped=swapped)
-                except OSError as error:  # the store: full, read-only, gone
-                    raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
+                found: Any = library.load(self.region, config, self.directory, swapped=swapped)
+                if found is None:
+                    build = compiler()
+                    try:
+                        found = build(self.region, config, self.directory, swapped=swapped)
+                    except OSError as error:  # the store: full, read-only, gone
+                        raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
+                self._compiled[key] = found
         return self._compiled[key]
 
 
@@ -146,10 +150,20 @@ def compiler() -> Any:
     """codegen.kernel.Compiled. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
     try:
         with uncollected():
-            return importlib.import_module("coda_inductor.codegen.kernel").Compiled
+            return elsewhere(lambda: importlib.import_module("coda_inductor.codegen.kernel").Compiled)
     except Exception as error:  # a driver too old for it, half an installation: each library has its own
         what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
         raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
+
+
+def elsewhere(make: Callable[[], Any]) -> Any:
+    """What `make` returns in a thread of its own, on this thread's GPU: importing quack 0.6.5 leaves a tensor there,
+    which must not lie in the memory of a CUDA graph that this thread prepares."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    with ThreadPoolExecutor(1) as thread:
+        if device is not None:
+            thread.submit(torch.cuda.set_device, device).result()
+        return thread.submit(make).result()
 
 
 @contextlib.contextmanager

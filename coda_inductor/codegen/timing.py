@@ -28,7 +28,7 @@ MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is
 RISING_MS, BURST_MS = 200, 700
 PAUSE_S, REST_S = 0.25, 0.5  # before a burst; before another try
 SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
-LEVEL, TRIES = 0.03, 3
+LEVEL, TRIES = 0.03, 3  # how far a call's two times may lie apart
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
@@ -49,7 +49,12 @@ class Times(NamedTuple):
 
 
 def compared(
-    calls: Sequence[Call], rounds: int, *, slack: float = math.inf, decided: Decided = lambda turns: False
+    calls: Sequence[Call],
+    rounds: int,
+    *,
+    slack: float = math.inf,
+    level: float = LEVEL,
+    decided: Decided = lambda turns: False,
 ) -> list[Times]:
     """The times of each call. A busy GPU runs other work beside it, as long again or, if the host would else fall
     behind, longer: products that draw all the power that it may have. Those that by turns take more than `slack` times
@@ -86,7 +91,7 @@ def compared(
 
     pairs = [*(beside(calls[i]) for i in close), beside(lambda: None)]
     about = [*(turns[i] + repeats * one_ms for i in close), repeats * one_ms]
-    *found, alone_ms = repeated(pairs, about)
+    *found, alone_ms = repeated(pairs, about, level)
     busy = [math.inf] * len(calls)
     for i, ms in zip(close, found, strict=True):
         busy[i] = ms - alone_ms
@@ -117,11 +122,11 @@ def company_on(device: int) -> Call:
     return lambda: torch.mm(a, b, out=out)
 
 
-def repeated(calls: Sequence[Call], about: Sequence[float]) -> list[float]:
+def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL) -> list[float]:
     """The ms of each call, in one burst of load: each is repeated alone, one call after the other, and all once more in
     reverse, so that clocks that sink evenly hit all alike. `about` says how long they take, roughly. If a call's two
-    times differ, the clocks did not hold, and the burst is tried again, unless calls are too long for one; the one that
-    held best counts. (A fall may hide in the last call, whose two times follow each other.)"""
+    times differ by more than `level`, the clocks did not hold, and the burst is tried again, unless calls are too long
+    for one; the one that held best counts. (A fall may hide in the last call, whose two times follow each other.)"""
     order = [*range(len(calls)), *reversed(range(len(calls)))]
     share_ms = (BURST_MS - RISING_MS) / len(order)
     tries = TRIES if max(about) <= share_ms else 1
@@ -137,7 +142,7 @@ def repeated(calls: Sequence[Call], about: Sequence[float]) -> list[float]:
         if off < drift:
             best, drift = [(one + other) / 2 for one, other in pairs], off
         log.debug("of %d calls one differs by %.1f %% from itself", len(calls), 100 * off)
-        if drift <= LEVEL:
+        if drift <= level:
             return best
     log.info("the clocks did not hold: a call's two times differ by %.1f %%, %d tried", 100 * drift, tries)
     return best

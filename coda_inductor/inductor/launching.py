@@ -6,7 +6,6 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -20,7 +19,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from coda_inductor.codegen.launch import compiler, fall_back, kernel
+from coda_inductor.codegen.launch import fall_back, kernel
 from coda_inductor.codegen.legality import ALIGNED
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
@@ -36,9 +35,6 @@ def launcher(text: str) -> Launch:
     of the compile that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
     settings = current()
     run: list[Launch] = []
-    with contextlib.suppress(Unsupported):  # said at the first call
-        compiler()  # now: importing quack 0.6.5 leaves a tensor on the GPU, which a CUDA graph's memory must not hold
-
     region = parse(text)
 
     def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:

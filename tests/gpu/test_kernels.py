@@ -26,7 +26,8 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality, record, target
+from coda_inductor.codegen import executable, launch, legality, record, target
+from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.codegen.tune import tune
 from coda_inductor.core.errors import Unsupported
@@ -89,6 +90,13 @@ def test_cases(make: Callable[[int, int], Region], n: int, m: int, cache_dir: st
         launch.kernel(region.text, cache_dir)(inputs, outs)
         assert verdict(region, inputs, outs) == {}
         assert launch.LAUNCHES[region.digest] == before + 1
+
+
+def test_as_many_clusters_are_resident_as_the_driver_says() -> None:
+    from quack.cute_dsl_utils import get_max_active_clusters
+
+    for m, n in {(c.cluster_m, c.cluster_n) for c in legality.LARGE}:
+        assert executable.resident(Config(128, 128, m, n, True)) == get_max_active_clusters(m * n)
 
 
 @pytest.mark.parametrize("make", EVERYWHERE, ids=lambda make: make.__name__)

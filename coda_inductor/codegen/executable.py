@@ -1,0 +1,131 @@
+"""A compiled kernel that can be launched, with what its launch must know. Needs no compiler.
+
+One compiled kernel serves every M: nothing is keyed on the token count, and a launch fills in pointers and calls the
+compiled host function (under 1 us plus the driver; quack's own entry point takes 9 to 14 us and rebuilds its plan for
+each new M, 28 us).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coda_inductor.codegen import source
+from coda_inductor.codegen.legality import Config
+from coda_inductor.core.region import DTYPES, Region
+
+FINISH: dict[str, Any] = {"sum": torch.sum, "logsumexp": torch.logsumexp}
+"""What makes one result of each tile's. (torch.logsumexp is several kernels over [M, tiles of N], which are 16 MB for
+8192 tokens, 128256 words and tiles of 256.)"""
+
+
+class Parts(NamedTuple):
+    """The host function (of A, B, D, C, the epilogue's and the scheduler's arguments, and three that are None), the
+    names of the epilogue's arguments, the scheduler's swizzle, and local memory in bytes per thread (None: unknown)."""
+
+    function: Any
+    fields: tuple[str, ...]
+    swizzle: int
+    stack: int | None
+
+
+class Executable:
+    """One kernel. `stack` is its local memory in bytes per thread (spilled registers), None if unknown."""
+
+    def __init__(self, region: Region, config: Config, parts: Parts, *, swapped: bool = False) -> None:
+        self.region, self.config, self.stack = region, config, parts.stack
+        self._run = parts.function
+        self._scheduler = (resident(config), None, parts.swizzle, None, None, None)
+        self._bind(region, parts.fields, swapped)
+
+    def _bind(self, region: Region, fields: tuple[str, ...], swapped: bool) -> None:
+        """Positions: which input or output goes to which field of the epilogue's arguments."""
+        names = source.slots(region)
+        place = {field: i for i, field in enumerate(fields)}
+        first = region.matrices
+        self._blank: list[Any] = [None] * len(fields)
+        self._inputs = [(place[s], first + i) for i, s in enumerate(names.operands) if s != "c"]
+        self._widened = [
+            (place[s], first + i)
+            for i, (s, o) in enumerate(zip(names.operands, region.operands, strict=True))
+            if len(region.products) == 2 and o.extent == "feature" and o.dtype != "f32"
+        ]
+        self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
+        totals = zip(names.sums, region.reductions, strict=True)
+        self._sums: dict[tuple[bool, str], list[tuple[int, int]]] = {}  # by whether they are over M, and their kind
+        for i, (s, r) in enumerate(totals, len(names.stores)):
+            self._sums.setdefault((r.over == "M", r.of), []).append((place[s], i))
+        self._c = first + names.operands.index("c") if "c" in names.operands else None
+        self._d = 0 if "D" in names.stores else None
+        products = region.products[::-1] if swapped else region.products
+        self._a, self._b, self._second = products[0].a, products[0].b, products[-1].b
+        self._offset = place["lane_offset"] if len(products) == 2 else None
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
+        contiguous. A None store is written to scratch, a None sum is left unfinished; sums that are rows of one tensor
+        are finished together. M is inputs[a].shape[0] >= 1."""
+        a, b = inputs[self._a], inputs[self._b]
+        fields = self._blank.copy()
+        for field, i in self._inputs:
+            fields[field] = inputs[i]
+        for field, i in self._widened:
+            fields[field] = inputs[i].float()
+        for field, i in self._stores:
+            fields[field] = self._store(i, outs[i], a)
+        finish = []
+        for (over_m, of), sums in self._sums.items():
+            shape = (len(sums), *self._partials(a.shape[0], over_m))
+            partials = torch.empty(shape, dtype=torch.float32, device=a.device)
+            for (field, _), partial in zip(sums, partials.unbind(), strict=True):
+                fields[field] = partial
+            finish.append((FINISH[of], partials, 1 if over_m else 2, [outs[i] for _, i in sums]))
+        if self._offset is not None:
+            # From the first weight to the second, in elements; both are 16-bit.
+            fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
+        d = None if self._d is None else self._store(self._d, outs[self._d], a)
+        c = None if self._c is None else inputs[self._c]
+        self._run(a, b, d, c, tuple(fields), self._scheduler, None, None, None)
+        for add_up, partials, dim, totals in finish:
+            if len(totals) > 1 and (rows := _one_tensor(totals)) is not None:
+                add_up(partials, dim, out=rows)
+                continue
+            for partial, out in zip(partials, totals, strict=True):
+                if out is not None:
+                    add_up(partial, dim - 1, out=out)
+
+    def _partials(self, m: int, over_m: bool) -> tuple[int, int]:
+        """A sum leaves the kernel as one partial result per tile: [tiles of M, N], or [M, tiles of N]."""
+        if over_m:
+            return -(-m // self.config.tile_m), self.region.n
+        return m, -(-self.region.n * len(self.region.products) // self.config.tile_n)
+
+    def _store(self, i: int, out: Tensor | None, like: Tensor) -> Tensor:
+        if out is not None:
+            return out
+        store_dtype = DTYPES[self.region.stores[i].dtype]
+        return torch.empty((like.shape[0], self.region.n), dtype=store_dtype, device=like.device)
+
+
+def _one_tensor(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensor whose rows these (two or more) are, None if they are not those of one."""
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows) or len({row.untyped_storage().data_ptr() for row in found}) > 1:
+        return None
+    pitch, *others = {b.storage_offset() - a.storage_offset() for a, b in pairwise(found)}
+    if others or pitch < len(found[0]):
+        return None
+    return found[0].as_strided((len(rows), len(found[0])), (pitch, 1))
+
+
+def resident(config: Config) -> int:
+    """How many clusters the current GPU holds at once, with a block on each multiprocessor: these come in pairs that
+    share a cluster. 1 without a GPU, where kernels are compiled only."""
+    if not torch.cuda.is_available():
+        return 1
+    multiprocessors: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return multiprocessors // (config.cluster_m * config.cluster_n)

@@ -1,0 +1,97 @@
+"""A compiled kernel as a shared library in the store, beside the object that the compiler left: loaded without the
+compiler, whose import takes 0.5 s of a warm start and 330 MB.
+
+https://docs.nvidia.com/cutlass/latest/media/docs/pythonDSL/cute_dsl_general/compile_with_tvm_ffi.html describes the
+link. Where there is no linker, or what is kept is not what it was, the compiler is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from coda_inductor.codegen import source, store, target
+from coda_inductor.codegen.executable import Executable, Parts
+from coda_inductor.codegen.legality import Config
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import Region
+
+log = logging.getLogger("coda_inductor.library")
+
+FUNCTION = "func"  # as quack exports it
+KEPT = "launch.json"
+LINKERS = ("cc", "gcc", "clang")
+LINK_S = 60
+
+
+def folder(directory: Path, name: str, config: Config) -> Path:
+    """Where the compiled forms of a generated module in a configuration lie."""
+    return directory / "objects" / f"{name}-{config}"
+
+
+def load(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Executable | None:
+    """The kernel as it was kept. None if it was not, or not by today's packages, or is not what it was."""
+    name = source.module_name(source.render(region, swapped=swapped))
+    place = folder(directory, name, config)
+    try:
+        kept = json.loads((place / KEPT).read_text())
+        if kept["made_by"] != made_by():
+            return None
+        path = place / kept["library"]
+        if hashlib.sha256(path.read_bytes()).hexdigest() != kept["sha256"]:
+            return None
+        import tvm_ffi
+
+        function = tvm_ffi.load_module(path)[FUNCTION]
+        parts = Parts(function, tuple(kept["fields"]), int(kept["swizzle"]), kept["stack"])
+        return Executable(region, config, parts, swapped=swapped)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a broken record, another loader: the compiler will find or make the kernel
+        log.info("%s-%s is not loaded as it was kept: %s: %s", name, config, type(error).__name__, error)
+        return None
+
+
+def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> None:
+    """Links the object `compiled` with the `runtime` libraries and writes down its parts, unless it was done."""
+    linker = next(filter(None, map(shutil.which, LINKERS)), None)
+    path = compiled.with_suffix(".so")
+    if linker is None or (path.exists() and (place / KEPT).exists()):
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    paths = [f"-Wl,-rpath,{Path(found).parent}" for found in runtime]
+    try:
+        command = [linker, "-shared", "-o", temporary, str(compiled), *runtime, *paths]
+        subprocess.run(command, check=True, capture_output=True, timeout=LINK_S, text=True)
+        digest = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
+        os.replace(temporary, path)
+        found = {"library": str(path.relative_to(place)), "sha256": digest, "made_by": made_by()}
+        kept = {**found, "fields": parts.fields, "swizzle": parts.swizzle, "stack": parts.stack}
+        store.write(place / KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    except (OSError, subprocess.SubprocessError, Unsupported) as error:  # the kernel runs; a warm start takes longer
+        log.info("%s is not linked: %s %s", compiled, error, getattr(error, "stderr", ""))
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@cache
+def made_by() -> str:
+    """The digest of what compiles and launches: the versions, and quack's sources, which a user may have changed."""
+    digest = hashlib.sha256(repr((platform.python_version(), sorted(target.versions().items()))).encode())
+    digest.update((target.installed("apache-tvm-ffi") or "").encode())
+    spec = importlib.util.find_spec("quack")
+    for root in spec.submodule_search_locations or () if spec else ():
+        for path in sorted(Path(root).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
