@@ -5,21 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from codegen_cases import norm_backward, swiglu, token_scale
+import torch
+from codegen_cases import CASES, norm_backward, swiglu, token_scale
 
-from coda_inductor.codegen import launch, library, target
+from coda_inductor.codegen import launch, legality, library, target
 from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen import store as stored
 from coda_inductor.codegen.executable import Parts
@@ -41,13 +45,13 @@ def watched(cls, *args, **kwargs):
     return chosen[-1]
 quack.gemm_sm90.GemmSm90._compute_stages = classmethod(watched)
 import codegen_cases as cases
-from coda_inductor.codegen import legality, library, source
+from coda_inductor.codegen import legality, library
 from coda_inductor.codegen.kernel import Compiled, without_gpu
 from coda_inductor.codegen.legality import Config
 without_gpu()
 def kept(region, config, swapped):
-    name = source.module_name(source.render(region, swapped=swapped))
-    return json.loads((library.folder(Path(sys.argv[1]), name, config) / library.KEPT).read_text())
+    place = library.folder(region, config, Path(sys.argv[1]), swapped=swapped)
+    return json.loads((place / library.KEPT).read_text())
 for i, make in enumerate(cases.CASES):
     region = make(4096, 4096)
     pair = len(region.products) == 2
@@ -113,10 +117,10 @@ def test_workers_fill_the_store(tmp_path: Path) -> None:
     too_big = Job(norm_backward(256, 64), Config(256, 192, 2, 1, False))
     failed = prebuild([*jobs, too_big, jobs[0]], store, workers=2)
     assert list(failed) == [too_big] and "stages" in failed[too_big]
-    objects = {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
+    objects = {path: path.stat().st_mtime_ns for path in Path(store).rglob("*.o")}
     assert len(objects) == 2
     assert prebuild(jobs, store, workers=2) == {}
-    assert objects == {path: path.stat().st_mtime_ns for path in Path(store).glob("objects/*/*/*.o")}
+    assert objects == {path: path.stat().st_mtime_ns for path in Path(store).rglob("*.o")}
 
 
 def test_kernels_are_known_as_they_are_made(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_kernels_are_known_as_they_are_made(tmp_path: Path) -> None:
     for job, future in made.items():
         future.add_done_callback(partial(heard, job))
     assert [bool(future.result().reason) for future in made.values()] == [False, False, True]
-    assert set(order) == {*jobs, too_big} and len(list(Path(store).glob("objects/*/*/*.o"))) == 2
+    assert set(order) == {*jobs, too_big} and len(list(Path(store).rglob("*.o"))) == 2
     order.clear()
     prebuild_module.outcomes([too_big, *jobs], store, workers=1, done=lambda job, outcome: order.append(job))
     assert order == [too_big, *jobs]
@@ -192,7 +196,7 @@ def test_a_worker_may_die(tmp_path: Path) -> None:
     """What it was at is compiled by another."""
     store, (heavy,) = str(tmp_path / "kernels"), kernels_of(norm_backward(256, 64))
     assert amid(heavy, store, lambda server, worker: os.kill(worker, signal.SIGKILL)) == {}
-    assert len(list(Path(store).glob("objects/*/*/*.o"))) == 1
+    assert len(list(Path(store).rglob("*.o"))) == 1
 
 
 def test_what_is_printed_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +227,7 @@ assert t.amid(heavy, store, fork) == {}
 """
     done = python(code, str(tmp_path / "kernels"))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(list(tmp_path.glob("kernels/objects/*/*/*.o"))) == 2
+    assert len(list(tmp_path.rglob("*.o"))) == 2
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -273,7 +277,7 @@ def test_what_is_not_as_it_was_kept_is_not_loaded(tmp_path: Path, monkeypatch: p
         linked.write_bytes(part)
         assert (library.load(region, config, store) is None) == (part != whole)
     facts = json.loads(kept.read_text())
-    for broken in ("", "[]", "{}", json.dumps(facts | {"made_by": "another"}), json.dumps(facts | {"library": "none"})):
+    for broken in ("", "[]", "{}", json.dumps(facts | {"library": "none"})):
         kept.write_text(broken)
         assert library.load(region, config, store) is None
     kept.write_text(json.dumps(facts))
@@ -281,6 +285,66 @@ def test_what_is_not_as_it_was_kept_is_not_loaded(tmp_path: Path, monkeypatch: p
     library.made_by.cache_clear()
     assert library.load(region, config, store) is None
     library.made_by.cache_clear()
+
+
+def variants(region: Region) -> Iterator[Region]:
+    """The Region with other dtypes, and its weights the other way round."""
+    for dtype in ("bf16", "f16"):
+        for layout in ("nk", "kn"):
+            yield replace(region, dtype=dtype, products=tuple(replace(p, b_layout=layout) for p in region.products))
+    for i, o in enumerate(region.operands):
+        other = "f32" if o.dtype != "f32" else region.dtype
+        yield replace(region, operands=(*region.operands[:i], replace(o, dtype=other), *region.operands[i + 1 :]))
+    for i, s in enumerate(region.stores):
+        other = "f32" if s.dtype != "f32" else region.dtype
+        yield replace(region, stores=(*region.stores[:i], replace(s, dtype=other), *region.stores[i + 1 :]))
+    yield replace(region, n=region.n * 2, products=tuple(replace(p, k=p.k * 2) for p in region.products))
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_what_quack_would_tell_apart_lies_apart(
+    make: Callable[[int, int], Region], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two Regions share a folder only if quack is asked for the same; then a library is not taken for another."""
+    kernel = pytest.importorskip("coda_inductor.codegen.kernel")
+    asked = list[str]()
+
+    def told(*given: Any, **named: Any) -> Any:
+        def said(x: Any) -> str:
+            return f"{x.dtype} {x.stride()}" if isinstance(x, torch.Tensor) else str(x)
+
+        named["epi_values"] = {name: said(value) for name, value in named["epi_values"].items()}
+        asked.append(repr([[said(x) for x in given[1:]], sorted((name, str(x)) for name, x in named.items())]))
+        raise Unsupported("enough")
+
+    monkeypatch.setattr(kernel.quack.gemm_runtime.host, "build_gemm_epi_plan", told)
+    found: dict[str, set[str]] = {}
+    for region in variants(make(256, 64)):
+        for config in (Config(128, 128, 2, 1, True), Config(128, 128, 2, 1, True, "n"), Config(128, 128, 1, 1, True)):
+            try:
+                legality.require(region, config)
+                kernel.Compiled(region, config, tmp_path)
+            except Unsupported:
+                pass
+            else:
+                raise AssertionError
+            if asked:
+                found.setdefault(str(library.folder(region, config, tmp_path)), set()).add(asked.pop())
+    assert len(found) > 3 and all(len(requests) == 1 for requests in found.values())
+
+
+def test_both_layouts_of_a_weight_are_kept(tmp_path: Path) -> None:
+    """nn.Linear's and Conv1D's beside each other, in one graph of GPT-2; the module is the same."""
+    region, config = token_scale(256, 64), Config(128, 128, 2, 1, True)
+    (product,) = region.products
+    turned = replace(region, products=(replace(product, b_layout="kn"),))
+    assert prebuild([Job(region, config), Job(turned, config)], str(tmp_path), workers=2) == {}
+    assert len(list(tmp_path.rglob("*.so"))) == 2 and len(list(tmp_path.rglob("*.py"))) == 1
+    for of, weight in ((region, "[n2, n1]"), (turned, "[n1, n2]")):
+        found = library.load(of, config, tmp_path)
+        assert found is not None
+        with pytest.raises(TypeError, match=re.escape(f"mB: Tensor({weight}, bfloat16)")):
+            found._run()
 
 
 def test_without_a_linker_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

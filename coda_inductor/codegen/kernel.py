@@ -40,17 +40,17 @@ class Compiled(Executable):
         legality.require(region, config)
         text = source.render(region, swapped=swapped)
         name = source.module_name(text)
-        objects = library.folder(directory, name, config)
+        objects = library.folder(region, config, directory, swapped=swapped)
         plan = _plan(region, config, _load(text, name, directory).epilogue, objects)
         fields, options = plan.gemm_cls.EpilogueArguments._fields, plan.scheduler_static
         swizzle = options.max_swizzle_size
         if options != type(options)(options.max_active_clusters, None, swizzle, None, None, None):
             raise Unsupported(f"no kernel for {config}: a scheduler with unknown options, {options}")
-        objects_found = sorted(objects.glob("*/*.o"), key=lambda p: p.stat().st_mtime)
-        stack = stack_bytes(objects_found[-1].read_bytes()) if objects_found else None
+        made = [*objects.glob("*/*.o")]
+        stack = stack_bytes(made[0].read_bytes()) if len(made) == 1 else None
         parts = Parts(plan.compiled_fn, fields, swizzle, stack)
-        if objects_found:
-            library.keep(objects, objects_found[-1], parts, find_runtime_libraries(enable_tvm_ffi=True))
+        if len(made) == 1:  # else it is not known which
+            library.keep(objects, made[0], parts, find_runtime_libraries(enable_tvm_ffi=True))
         super().__init__(region, config, parts, swapped=swapped)
 
 

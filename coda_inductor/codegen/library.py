@@ -34,19 +34,18 @@ LINKERS = ("cc", "gcc", "clang")
 LINK_S = 60
 
 
-def folder(directory: Path, name: str, config: Config) -> Path:
-    """Where the compiled forms of a generated module in a configuration lie."""
-    return directory / "objects" / f"{name}-{config}"
+def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Path:
+    """Where the one compiled form of a Region in a configuration lies, by today's packages."""
+    name = source.module_name(source.render(region, swapped=swapped))
+    form = hashlib.sha256(f"{source.form(region)} {made_by()}".encode()).hexdigest()[:24]
+    return directory / "objects" / f"{name}-{config}" / form
 
 
 def load(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Executable | None:
-    """The kernel as it was kept. None if it was not, or not by today's packages, or is not what it was."""
-    name = source.module_name(source.render(region, swapped=swapped))
-    place = folder(directory, name, config)
+    """The kernel as it was kept. None if it was not, or is not what it was."""
+    place = folder(region, config, directory, swapped=swapped)
     try:
         kept = json.loads((place / KEPT).read_text())
-        if kept["made_by"] != made_by():
-            return None
         path = place / kept["library"]
         if hashlib.sha256(path.read_bytes()).hexdigest() != kept["sha256"]:
             return None
@@ -58,7 +57,7 @@ def load(region: Region, config: Config, directory: Path, *, swapped: bool = Fal
     except FileNotFoundError:
         return None
     except Exception as error:  # a broken record, another loader: the compiler will find or make the kernel
-        log.info("%s-%s is not loaded as it was kept: %s: %s", name, config, type(error).__name__, error)
+        log.info("%s is not loaded as it was kept: %s: %s", place, type(error).__name__, error)
         return None
 
 
@@ -76,7 +75,7 @@ def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> N
         subprocess.run(command, check=True, capture_output=True, timeout=LINK_S, text=True)
         digest = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
         os.replace(temporary, path)
-        found = {"library": str(path.relative_to(place)), "sha256": digest, "made_by": made_by()}
+        found = {"library": str(path.relative_to(place)), "sha256": digest}
         kept = {**found, "fields": parts.fields, "swizzle": parts.swizzle, "stack": parts.stack}
         store.write(place / KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
     except (OSError, subprocess.SubprocessError, Unsupported) as error:  # the kernel runs; a warm start takes longer

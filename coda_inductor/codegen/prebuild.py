@@ -17,9 +17,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import NamedTuple
 
-from coda_inductor.codegen import legality, source
+from coda_inductor.codegen import legality, library
 from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.store import open_store
 from coda_inductor.core.errors import Unsupported
@@ -88,15 +89,15 @@ def outcomes(
             made[job] = outcome
             done(job, outcome)
 
-    same: dict[tuple[str, Config], list[Job]] = {}  # Regions that differ in extents only share a kernel
+    same: dict[Path, list[Job]] = {}  # Regions that differ in extents only share a kernel
     for job in dict.fromkeys(jobs):
         try:
             legality.require(job.region, job.config)
         except Unsupported as refusal:
             known([job], Outcome(str(refusal), 0.0))
         else:
-            text = source.render(job.region, swapped=job.swapped)
-            same.setdefault((source.module_name(text), job.config), []).append(job)
+            place = library.folder(job.region, job.config, directory, swapped=job.swapped)
+            same.setdefault(place, []).append(job)
     todo = [*same.values()]
     _ask([alike[0] for alike in todo], str(directory.absolute()), workers, lambda i, outcome: known(todo[i], outcome))
     return made

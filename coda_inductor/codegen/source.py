@@ -14,6 +14,7 @@ masked one.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,12 @@ def device_digest() -> str:
     """Names the content of the hand-written device code: part of every generated module's text, and so of its name,
     because quack's fingerprint of a function leaves out what is imported from site-packages."""
     return hashlib.sha256(Path(__file__).with_name("device.py").read_bytes()).hexdigest()[:16]
+
+
+def form(region: Region) -> str:
+    """What the compiler sees of a Region beside the module's text: no extent is in either."""
+    layouts = [p.b_layout for p in region.products]
+    return json.dumps([region.dtype, layouts, [o.dtype for o in region.operands], [s.dtype for s in region.stores]])
 
 
 def module_name(text: str) -> str:

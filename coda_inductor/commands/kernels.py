@@ -135,7 +135,7 @@ def _facts(name: str, site: Site, rows: int, settings: Settings, made: Mapping[J
 def compiled(store: Path | None, module: str, tile: str) -> Facts:
     """Registers and bytes of stack per thread of a kernel in the store, read from its machine code; None if it is not
     there. Stack is spilled registers: kernels of ours have no local arrays."""
-    objects = sorted((store / "objects" / f"{module}-{tile}").glob("*/*.o"), key=_made) if store else []
+    objects = sorted((store / "objects" / f"{module}-{tile}").rglob("*.o"), key=_made) if store else []
     code = objects[-1].read_bytes() if objects else b""
     return {"registers": cubin.registers(code), "stack": cubin.stack_bytes(code)}
 
