@@ -80,7 +80,7 @@ def ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
 def no_sample(run: bool) -> dict[str, Any]:
     """Stands for a compile that went well."""
     facts = {"target": "sm_90a", "tile": "128x128pp1x2", "seconds": 1.0, "why": "", "registers": 168, "stack": 0}
-    return {**facts, "ran": run, "error": 1e-3 if run else None, "allowed": 4e-3}
+    return {**facts, "linked": True, "ran": run, "error": 1e-3 if run else None, "allowed": 4e-3}
 
 
 @needs_compiler
@@ -88,7 +88,7 @@ def test_doctor_compiles_a_kernel_without_a_gpu(ask: Ask, folder: Path) -> None:
     status, facts, _ = ask("doctor", "--json")
     made = facts["sample"]
     assert status == 0 and made["why"] == "" and made["stack"] == 0 and 0 < made["registers"] <= 255
-    assert made["ran"] == (target.capability() == doctor.SM_90)
+    assert made["linked"] and made["ran"] == (target.capability() == doctor.SM_90)
     assert facts["versions"]["torch"] == torch.__version__ and not folder.exists()
 
 
@@ -112,6 +112,12 @@ def test_a_healthy_machine(healthy: None, ask: Ask) -> None:
     status, said, _ = ask("doctor")
     assert status == 0 and "can be generated and run" in said and "relative error 1.0e-03" in said
     assert said.endswith("no problems found\n")
+
+
+def test_a_kernel_that_is_not_linked_is_said(healthy: None, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "sample", lambda run: no_sample(run) | {"linked": False})
+    status, said, _ = ask("doctor")
+    assert status == 0 and "not linked (cc, gcc, clang?), so that every process imports the compiler; ran" in said
 
 
 @pytest.mark.parametrize(

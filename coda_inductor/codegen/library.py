@@ -62,10 +62,11 @@ def load(region: Region, config: Config, directory: Path, *, swapped: bool = Fal
 
 
 def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> None:
-    """Links the object `compiled` with the `runtime` libraries and writes down its parts, unless it was done."""
+    """Links the object `compiled` with the `runtime` libraries and writes down its parts. (Also where it was done: then
+    they lay elsewhere.)"""
     linker = next(filter(None, map(shutil.which, LINKERS)), None)
     path = compiled.with_suffix(".so")
-    if linker is None or (path.exists() and (place / KEPT).exists()):
+    if linker is None:
         return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)

@@ -18,7 +18,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from coda_inductor import __version__
-from coda_inductor.codegen import launch, legality, target, tune
+from coda_inductor.codegen import launch, legality, library, target, tune
 from coda_inductor.codegen.prebuild import Job, outcomes
 from coda_inductor.codegen.source import module_name
 from coda_inductor.codegen.source import render as source_of
@@ -171,6 +171,7 @@ def sample(run: bool) -> Facts:
         (made,) = outcomes([Job(SAMPLE, config)], store).values()
         facts: Facts = {"target": "sm_90a", "tile": str(config), "seconds": made.seconds, "why": made.reason}
         facts |= compiled(Path(store), module_name(source_of(SAMPLE)), str(config))
+        facts["linked"] = library.load(SAMPLE, config, Path(store)) is not None
         facts |= {"ran": False, "error": None, "allowed": tune.TOLERANCE}
         if run and not made.reason:
             try:
@@ -243,6 +244,8 @@ def _compiler(facts: Facts) -> str:
         return f"the sample kernel failed: {made['why']}"
     told = f"one kernel for {made['target']} ({made['tile']}) in {made['seconds']:.1f} s"
     told += f", {made['registers']} registers, {plural(made['stack'], 'byte')} of stack"
+    if not made["linked"]:
+        told += f"; not linked ({', '.join(library.LINKERS)}?), so that every process imports the compiler"
     if not made["ran"]:
         return f"{told}; not run, no sm_90 GPU"
     return f"{told}; ran, relative error {made['error']:.1e} of {made['allowed']} allowed"
