@@ -57,7 +57,7 @@ class CodaBackend:
         except Unsupported as error:
             ours.failed(error, gm.graph, "every graph")
             return inductor(gm, example_inputs)
-        expect(settings)
+        expect(settings, example_inputs)
         # Under a memory budget the partitioner would take a Region for an operation that costs nothing.
         counted = functorch_config.activation_memory_budget < 1 or functorch_config.is_non_builtin_to_include
         try:

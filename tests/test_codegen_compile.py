@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -133,20 +134,44 @@ def test_kernels_are_known_as_they_are_made(tmp_path: Path) -> None:
         order.append(job)
 
     made = prebuild_module.begin([*jobs, too_big], store)
-    assert list(made) == [*jobs, too_big]
+    assert made.keys() == {*jobs, too_big} and made[too_big].done()
     for job, future in made.items():
         future.add_done_callback(partial(heard, job))
-    assert [bool(future.result().reason) for future in made.values()] == [False, False, True]
+    assert [bool(made[job].result().reason) for job in (*jobs, too_big)] == [False, False, True]
     assert set(order) == {*jobs, too_big} and len(list(Path(store).rglob("*.o"))) == 2
-    order.clear()
-    prebuild_module.outcomes([too_big, *jobs], store, workers=1, done=lambda job, outcome: order.append(job))
-    assert order == [too_big, *jobs]
 
 
-def test_what_keeps_kernels_from_being_made_is_said_to_who_waits(tmp_path: Path) -> None:
+def test_what_keeps_kernels_from_being_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who begins, if there is no store; to who waits, if there is no process."""
     (tmp_path / "kernels").write_text("a file")
-    (future,) = prebuild_module.begin(kernels_of(token_scale(256, 64)), str(tmp_path / "kernels")).values()
-    assert isinstance(future.exception(), (OSError, Unsupported))
+    jobs = kernels_of(token_scale(256, 64))
+    with pytest.raises(Unsupported):
+        prebuild_module.begin(jobs, str(tmp_path / "kernels"))
+
+    def none() -> Any:
+        raise OSError("no process")
+
+    monkeypatch.setattr(prebuild_module, "_compiler", none)
+    (future,) = prebuild_module.begin(jobs, str(tmp_path / "other")).values()
+    assert isinstance(future.exception(), OSError)
+
+
+def test_an_interpreter_may_end_while_kernels_are_made(tmp_path: Path) -> None:
+    """At once, or after a moment: with its own exit code."""
+    code = """
+import os, sys, time
+import torch
+from codegen_cases import norm_backward, swiglu
+from coda_inductor.codegen import legality
+from coda_inductor.codegen.prebuild import Job, begin
+regions = [make(256, k) for make in (norm_backward, swiglu) for k in (64, 128)]
+begin([Job(r, c) for r in regions for c in legality.candidates(r, 8192)], sys.argv[1])
+time.sleep(float(sys.argv[2]))
+sys.exit(3)
+"""
+    for seconds in ("0", "0.001", "0.01", "0.5"):
+        done = python(code, str(tmp_path / "kernels"), seconds)
+        assert done.returncode == 3, done.stderr[-3000:]
 
 
 def amid(job: Job, store: str, act: Callable[[int, int], object]) -> dict[Job, str]:
@@ -280,11 +305,30 @@ def test_what_is_not_as_it_was_kept_is_not_loaded(tmp_path: Path, monkeypatch: p
     for broken in ("", "[]", "{}", json.dumps(facts | {"library": "none"})):
         kept.write_text(broken)
         assert library.load(region, config, store) is None
-    kept.write_text(json.dumps(facts))
-    monkeypatch.setattr(target, "versions", lambda: {"torch": "another"})
-    library.made_by.cache_clear()
-    assert library.load(region, config, store) is None
-    library.made_by.cache_clear()
+    assert prebuild([Job(region, config)], str(store), workers=1) == {}  # linked again
+    assert library.load(region, config, store) is not None and json.loads(kept.read_text()) == facts
+
+
+def test_what_compiles_and_launches_is_in_the_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "quack.py").write_text("1")
+    whole, found = importlib.util.find_spec, set[str]()
+
+    def quack(**where: Any) -> Callable[[str], Any]:
+        return lambda name: types.SimpleNamespace(**where) if name in where["only"] else whole(name)
+
+    changes: list[tuple[Any, str, Any]] = [
+        (target, "versions", lambda: {"torch": "another"}),
+        (target, "installed", lambda package: "another"),
+        (library, "driver", lambda: 1),
+        (library, "OURS", ("kernel.py",)),
+        (importlib.util, "find_spec", quack(only=["cutlass"], origin="elsewhere")),
+        (importlib.util, "find_spec", quack(only=["quack"], submodule_search_locations=[str(tmp_path)])),
+    ]
+    for where, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            found.add(library.made_by.__wrapped__())
+    assert len(found | {library.made_by()}) == len(changes) + 1
 
 
 def variants(region: Region) -> Iterator[Region]:
@@ -347,6 +391,23 @@ def test_both_layouts_of_a_weight_are_kept(tmp_path: Path) -> None:
             found._run()
 
 
+def test_each_library_calls_its_own(tmp_path: Path) -> None:
+    """All have the same exported names: also where one is open to all, as after LD_PRELOAD, none binds to another."""
+    jobs = kernels_of(token_scale(256, 64), norm_backward(256, 64))
+    assert prebuild(jobs, str(tmp_path), workers=2) == {}
+    one, other = map(str, tmp_path.rglob("*.so"))
+    code = """
+import ctypes, sys
+import torch, tvm_ffi
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+print(tvm_ffi.load_module(sys.argv[2])["func"])
+"""
+    command, shown = [sys.executable, "-c", code, one, other], {"LD_DEBUG": "bindings", "LD_BIND_NOW": "1"}
+    done = subprocess.run(command, env=os.environ | shown, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and f"binding file {other} [0] to " in done.stderr
+    assert f"binding file {other} [0] to {one} " not in done.stderr
+
+
 def test_without_a_linker_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is there all the same. A linker that fails leaves nothing behind."""
     compiled = tmp_path / "f" / "k.o"
@@ -359,11 +420,15 @@ def test_without_a_linker_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert [*tmp_path.rglob("*")] == [tmp_path / "f", compiled]
 
 
-def test_the_compiler_is_imported_in_a_thread_of_its_own() -> None:
+def test_the_compiler_is_imported_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What quack leaves on the GPU must not lie in the memory of a CUDA graph that this thread prepares."""
-    assert launch.elsewhere(threading.get_ident) != threading.get_ident()
-    with pytest.raises(ZeroDivisionError):
-        launch.elsewhere(lambda: 1 // 0)
+
+    def imported(name: str) -> Any:
+        return types.SimpleNamespace(Compiled=threading.get_ident())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "importlib", types.SimpleNamespace(import_module=imported))
+        assert launch.compiler() != threading.get_ident()
     code = """
 import sys
 from coda_inductor.inductor.launching import launcher

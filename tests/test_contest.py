@@ -157,13 +157,14 @@ def test_the_compiling_process_starts_early_on_a_first_use(monkeypatch: pytest.M
     started = list[int]()
     monkeypatch.setattr(prebuild, "warm_up", lambda: started.append(1))
     settings = Settings.read()[0]
-    expect(settings)
-    expect(dataclasses.replace(settings, tune="off"))
-    expect(dataclasses.replace(settings, target="reference"))
+    expect(settings, [X, 3])
+    expect(settings, [T, X.long(), 3])  # no weights
+    expect(dataclasses.replace(settings, tune="off"), [X])
+    expect(dataclasses.replace(settings, target="reference"), [X])
     assert started == [1]
     assert run(silu, X, T).regions == [1]
     started.clear()
-    expect(settings)
+    expect(settings, [X])
     assert started == []
 
 

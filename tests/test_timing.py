@@ -16,7 +16,7 @@ from codegen_cases import random_inputs, token_scale
 from compiling import Interpreted, pretend
 from torch import Tensor
 
-from coda_inductor.codegen import timing, tune
+from coda_inductor.codegen import launch, legality, timing, tune
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.contest import Outcome
@@ -214,6 +214,7 @@ def test_a_tile_without_a_rival_is_timed_no_further(
     for ratio, rivals in ((1.09, 1), (1.07, 2)):
 
         def rated(calls: Sequence[Callable[[], object]], rounds: int, ratio: float = ratio, **how: Any) -> list[Times]:
+            assert how["level"] == 0.06 and how["slack"] == 1.08
             turns = [1.0, ratio, *([2.0] * (len(calls) - 2))]
             busy = how["decided"](turns)
             return [Times(ms, math.inf if busy or ms > how["slack"] else ms) for ms in turns]
@@ -224,6 +225,23 @@ def test_a_tile_without_a_rival_is_timed_no_further(
         assert [("ms" in row, "busy_ms" in row) for row in rows[:3]] == [
             (True, rivals > 1), (rivals > 1, rivals > 1), (False, False)
         ]  # fmt: skip
+
+
+def test_what_runs_beside_tiles_is_timed_where_none_is_right(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, tmp_path, Wrong)
+    region, asked = token_scale(64, 64), list[bool]()
+
+    def compared(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[Times]:
+        asked.append(how["decided"]([1.0]))
+        return [Times(1.0, 1.0)] * len(calls)
+
+    monkeypatch.setattr(timing, "compared", compared)
+    kernel = launch.kernel(region.text, str(tmp_path / "kernels"))
+    config = legality.candidates(region, 8192)[0]
+    (row,) = tune.measure(kernel, random_inputs(region, 300, "cpu"), [config], beside=[lambda: None])
+    assert asked == [False] and "why" in row and row["beside"] == [1.0]
 
 
 def test_a_company_that_the_host_cannot_launch_is_none(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """A Region in a Config as a callable on CUDA tensors: module on disk -> epilogue -> compiled kernel -> library.
 
-The only module, beside device.py, that knows quack.
+The only module, beside device.py, that imports quack.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Compiled(Executable):
     """A kernel that the compiler makes, or finds as it left it."""
 
     def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
-        """Writes the module under `directory`, imports it and compiles it (1-4 s, or 2 ms when on disk)."""
+        """Writes the module under `directory`, imports it and compiles it (1-4 s; 20 ms if on disk)."""
         legality.require(region, config)
         text = source.render(region, swapped=swapped)
         name = source.module_name(text)

@@ -7,11 +7,12 @@ link. Where there is no linker, or what is kept is not what it was, the compiler
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import json
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ FUNCTION = "func"  # as quack exports it
 KEPT = "launch.json"
 LINKERS = ("cc", "gcc", "clang")
 LINK_S = 60
+OURS = ("kernel.py", "executable.py", "library.py")  # (a module's name holds what device.py is)
 
 
 def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Path:
@@ -62,36 +64,45 @@ def load(region: Region, config: Config, directory: Path, *, swapped: bool = Fal
 
 
 def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> None:
-    """Links the object `compiled` with the `runtime` libraries and writes down its parts. (Also where it was done: then
-    they lay elsewhere.)"""
+    """Links the object `compiled` with the `runtime` libraries and writes down its parts. (Also where it was done: what
+    lay there could not be loaded.) Without a linker, or if it fails, nothing is kept."""
     linker = next(filter(None, map(shutil.which, LINKERS)), None)
-    path = compiled.with_suffix(".so")
     if linker is None:
         return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    paths = [f"-Wl,-rpath,{Path(found).parent}" for found in runtime]
+    # Every kernel's library has the same exported names: each is to find its own.
+    command = [linker, "-shared", "-Wl,-Bsymbolic", str(compiled), *runtime]
+    for needed in runtime:
+        command += ["-Xlinker", "-rpath", "-Xlinker", str(Path(needed).parent)]
     try:
-        command = [linker, "-shared", "-o", temporary, str(compiled), *runtime, *paths]
-        subprocess.run(command, check=True, capture_output=True, timeout=LINK_S, text=True)
-        digest = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
-        os.replace(temporary, path)
+        with tempfile.TemporaryDirectory(dir=place) as scratch:
+            linked, path = Path(scratch, "linked.so"), compiled.with_suffix(".so")
+            subprocess.run([*command, "-o", str(linked)], check=True, capture_output=True, timeout=LINK_S)
+            digest = hashlib.sha256(linked.read_bytes()).hexdigest()
+            linked.replace(path)
         found = {"library": str(path.relative_to(place)), "sha256": digest}
         kept = {**found, "fields": parts.fields, "swizzle": parts.swizzle, "stack": parts.stack}
         store.write(place / KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
     except (OSError, subprocess.SubprocessError, Unsupported) as error:  # the kernel runs; a warm start takes longer
         log.info("%s is not linked: %s %s", compiled, error, getattr(error, "stderr", ""))
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 @cache
 def made_by() -> str:
-    """The digest of what compiles and launches: the versions, and quack's sources, which a user may have changed."""
-    digest = hashlib.sha256(repr((platform.python_version(), sorted(target.versions().items()))).encode())
-    digest.update((target.installed("apache-tvm-ffi") or "").encode())
-    spec = importlib.util.find_spec("quack")
-    for root in spec.submodule_search_locations or () if spec else ():
-        for path in sorted(Path(root).rglob("*.py")):
-            digest.update(path.read_bytes())
+    """The digest of what compiles and launches: packages, where their libraries lie, the driver (which decides for one
+    of cutlass's two), quack's sources, which a user may have changed, and our own that call it."""
+    packages = [*sorted(target.versions().items()), target.installed("apache-tvm-ffi"), platform.python_version()]
+    cutlass, quack = importlib.util.find_spec("cutlass"), importlib.util.find_spec("quack")
+    digest = hashlib.sha256(repr([packages, cutlass and cutlass.origin, driver()]).encode())
+    ours = [Path(__file__).with_name(name) for name in OURS]
+    theirs = [Path(root) for root in (quack and quack.submodule_search_locations) or ()]
+    for path in [*ours, *sorted(path for root in theirs for path in root.rglob("*.py"))]:
+        digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def driver() -> int:
+    """The version of CUDA up to which the driver goes, 12 or 13; 0 without a driver."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000

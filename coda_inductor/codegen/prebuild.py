@@ -49,9 +49,6 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-Done = Callable[[Job, Outcome], None]
-
-
 def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, str]:
     """Builds the kernels in `workers` processes (None: one per core) and returns the reasons of those that failed."""
     return {job: made.reason for job, made in outcomes(jobs, cache_dir, workers=workers).items() if made.reason}
@@ -59,11 +56,20 @@ def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int 
 
 def begin(jobs: Iterable[Job], cache_dir: str | None = None) -> dict[Job, Future[Outcome]]:
     """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited."""
-    made: dict[Job, Future[Outcome]] = {job: Future() for job in jobs}
+    directory, made = open_store(cache_dir), dict[Job, Future[Outcome]]()
+    refused, todo = sorted_out(jobs, directory)
+    for job, outcome in refused.items():
+        made[job] = Future()
+        made[job].set_result(outcome)
+    made |= {job: Future() for alike in todo for job in alike}
 
-    def work() -> None:
+    def known(i: int, outcome: Outcome) -> None:
+        for job in todo[i]:
+            made[job].set_result(outcome)
+
+    def work() -> None:  # nothing here makes tensors: it may be cut off when the interpreter ends
         try:
-            outcomes(made, cache_dir, done=lambda job, outcome: made[job].set_result(outcome))
+            _ask([alike[0] for alike in todo], directory, None, known)
         except BaseException as error:
             for future in made.values():
                 if not future.done():
@@ -73,34 +79,31 @@ def begin(jobs: Iterable[Job], cache_dir: str | None = None) -> dict[Job, Future
     return made
 
 
-def outcomes(
-    jobs: Iterable[Job],
-    cache_dir: str | None = None,
-    *,
-    workers: int | None = None,
-    done: Done = lambda job, outcome: None,
-) -> dict[Job, Outcome]:
-    """`prebuild`, with what became of every job; `done` hears of each as soon as it is known."""
+def outcomes(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, Outcome]:
+    """`prebuild`, with what became of every job."""
     directory = open_store(cache_dir)
-    made: dict[Job, Outcome] = {}
+    made, todo = sorted_out(jobs, directory)
+    _ask(
+        [alike[0] for alike in todo],
+        directory,
+        workers,
+        lambda i, outcome: made.update(dict.fromkeys(todo[i], outcome)),
+    )
+    return made
 
-    def known(alike: Iterable[Job], outcome: Outcome) -> None:
-        for job in alike:
-            made[job] = outcome
-            done(job, outcome)
 
-    same: dict[Path, list[Job]] = {}  # Regions that differ in extents only share a kernel
+def sorted_out(jobs: Iterable[Job], directory: Path) -> tuple[dict[Job, Outcome], list[list[Job]]]:
+    """The jobs that cannot be done, and the others, those together that are one kernel: Regions that differ in extents
+    only."""
+    refused, same = dict[Job, Outcome](), dict[Path, list[Job]]()
     for job in dict.fromkeys(jobs):
         try:
             legality.require(job.region, job.config)
         except Unsupported as refusal:
-            known([job], Outcome(str(refusal), 0.0))
+            refused[job] = Outcome(str(refusal), 0.0)
         else:
-            place = library.folder(job.region, job.config, directory, swapped=job.swapped)
-            same.setdefault(place, []).append(job)
-    todo = [*same.values()]
-    _ask([alike[0] for alike in todo], str(directory.absolute()), workers, lambda i, outcome: known(todo[i], outcome))
-    return made
+            same.setdefault(library.folder(job.region, job.config, directory, swapped=job.swapped), []).append(job)
+    return refused, [*same.values()]
 
 
 class Compiler:
@@ -191,12 +194,13 @@ def _compiler() -> Compiler:
     return _running[0]
 
 
-def _ask(jobs: list[Job], directory: str, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
+def _ask(jobs: list[Job], directory: Path, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
     """Says what became of each job, by index."""
     if not jobs:
         return
     count = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS, len(jobs))
-    request = json.dumps([count, directory, [[job.region.text, list(job.config), job.swapped] for job in jobs]])
+    texts = [[job.region.text, list(job.config), job.swapped] for job in jobs]
+    request = json.dumps([count, str(directory.absolute()), texts])
     with _lock:
         compiler = _compiler()
         found = compiler.ask(request, len(jobs), known)

@@ -78,7 +78,7 @@ def measure(
         return lambda: kernel.run_in(config, inputs, outs)
 
     slack = math.inf if beside else SLACK
-    alone = lambda turns: sum(ms <= slack * min(turns) for ms in turns) == 1  # noqa: E731
+    alone = lambda turns: not beside and sum(ms <= slack * min(turns) for ms in turns) == 1  # noqa: E731
     calls = [*(call(configs[i]) for i in good), *beside]
     times = timing.compared(calls, rounds, slack=slack, level=LEVEL, decided=alone)
     for i, time in zip(good, times, strict=False):

@@ -20,8 +20,6 @@ from torch._inductor import config as inductor_config
 from coda_inductor import __version__
 from coda_inductor.codegen import launch, legality, library, target, tune
 from coda_inductor.codegen.prebuild import Job, outcomes
-from coda_inductor.codegen.source import module_name
-from coda_inductor.codegen.source import render as source_of
 from coda_inductor.commands.cache import entries, existing
 from coda_inductor.commands.kernels import compiled
 from coda_inductor.commands.words import size, table
@@ -170,7 +168,7 @@ def sample(run: bool) -> Facts:
         store = str(Path(folder, "store"))
         (made,) = outcomes([Job(SAMPLE, config)], store).values()
         facts: Facts = {"target": "sm_90a", "tile": str(config), "seconds": made.seconds, "why": made.reason}
-        facts |= compiled(Path(store), module_name(source_of(SAMPLE)), str(config))
+        facts |= compiled(library.folder(SAMPLE, config, Path(store)))
         facts["linked"] = library.load(SAMPLE, config, Path(store)) is not None
         facts |= {"ran": False, "error": None, "allowed": tune.TOLERANCE}
         if run and not made.reason:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from coda_inductor.codegen import cubin, legality, record, source
+from coda_inductor.codegen import cubin, legality, library, record, source
 from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.prebuild import Job, Outcome, outcomes
 from coda_inductor.commands.cache import PREFIX, entries, existing
@@ -111,7 +111,7 @@ def _facts(name: str, site: Site, rows: int, settings: Settings, made: Mapping[J
     for config in dict.fromkeys([*legality.candidates(region, rows), *([chosen] if chosen else [])]):
         outcome = made.get(Job(region, config))
         row = {"tile": str(config), "stages": legality.stages(region, config).ab, "chosen": config == chosen}
-        row |= compiled(store, module, str(config))
+        row |= compiled(library.folder(region, config, store) if store else None)
         row |= {"seconds": outcome and outcome.seconds, "why": outcome.reason if outcome else ""}
         tiles.append(row)
     measured = [e.row() for e in (entries(store) if store else ()) if e.kind == "tuning"]
@@ -132,10 +132,10 @@ def _facts(name: str, site: Site, rows: int, settings: Settings, made: Mapping[J
     }
 
 
-def compiled(store: Path | None, module: str, tile: str) -> Facts:
-    """Registers and bytes of stack per thread of a kernel in the store, read from its machine code; None if it is not
-    there. Stack is spilled registers: kernels of ours have no local arrays."""
-    objects = sorted((store / "objects" / f"{module}-{tile}").rglob("*.o"), key=_made) if store else []
+def compiled(folder: Path | None) -> Facts:
+    """Registers and bytes of stack per thread of the last kernel in a folder of the store, read from its machine code;
+    None if there is none. Stack is spilled registers: kernels of ours have no local arrays."""
+    objects = sorted(folder.rglob("*.o"), key=_made) if folder else []
     code = objects[-1].read_bytes() if objects else b""
     return {"registers": cubin.registers(code), "stack": cubin.stack_bytes(code)}
 
@@ -153,7 +153,12 @@ def stored(settings: Settings) -> Facts:
             module = PREFIX + entry.names[0]
             path = next((str(p) for p in entry.paths if p.suffix == ".py"), None)
             text = Path(path).read_text() if path else ""
-            tiles = [{"tile": tile, **compiled(store, module, tile)} for tile in entry.facts["tiles"]]
+            tiles = [
+                {"tile": folder.name.removeprefix(f"{module}-"), **compiled(form)}
+                for folder in entry.paths
+                if folder.suffix != ".py"
+                for form in (sorted(folder.iterdir()) or [folder])
+            ]
             rows.append({"kernel": entry.names[0], "path": path, "text": text, "bytes": entry.bytes, "tiles": tiles})
     return {"schema": 1, "target": "sm_90a", "kernels": rows}
 

@@ -249,9 +249,11 @@ class Contest:
         return {"regions": [b.region.digest for b in group.builts], **times}
 
 
-def expect(settings: Settings) -> None:
-    """Where nothing was measured yet, what compiles kernels starts now, while the graph is still traced."""
-    if settings.tune == "off" or settings.target == "reference":
+def expect(settings: Settings, inputs: Sequence[Any]) -> None:
+    """Where nothing was measured yet, what compiles kernels starts now, while the graph is still traced; but not for a
+    graph that has no weights."""
+    weights = any(isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_floating_point() for x in inputs)
+    if settings.tune == "off" or settings.target == "reference" or not weights:
         return
     if not any((store.open_store(settings.cache_dir) / "tuning").glob("*.json")):
         prebuild.warm_up()
