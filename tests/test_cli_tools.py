@@ -204,6 +204,17 @@ def test_kernels_of_a_model(ask: Ask, folder: Path) -> None:
     assert said.startswith(f"r0  {region['digest']}  [512, 128] K=64  x 2") and "| def epilogue(acc" in said
 
 
+def test_each_form_of_a_kernel_is_listed(ask: Ask, folder: Path) -> None:
+    """Two layouts of a weight are two kernels of one tile. A link is not followed."""
+    folder.mkdir(mode=0o700)
+    tile = folder / "objects" / "coda_epilogue_aaaa1111-128x256co2x1"
+    for form in ("f", "g"):
+        store.write(tile / form / "packages" / "k.o", "code")
+    (folder / "objects" / "coda_epilogue_aaaa1111-link").symlink_to(tile, target_is_directory=True)
+    (kernel,) = ask("kernels", "--json")[1]["kernels"]
+    assert kernel["tiles"] == [{"tile": "128x256co2x1", "registers": None, "stack": None}] * 2
+
+
 @needs_compiler
 def test_compiled_kernels_go_to_the_store(ask: Ask, folder: Path) -> None:
     _, facts, _ = ask("kernels", "tool_model:build", "--compile", "--json")

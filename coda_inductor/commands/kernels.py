@@ -156,7 +156,7 @@ def stored(settings: Settings) -> Facts:
             tiles = [
                 {"tile": folder.name.removeprefix(f"{module}-"), **compiled(form)}
                 for folder in entry.paths
-                if folder.suffix != ".py"
+                if folder.is_dir() and not folder.is_symlink()
                 for form in (sorted(folder.iterdir()) or [folder])
             ]
             rows.append({"kernel": entry.names[0], "path": path, "text": text, "bytes": entry.bytes, "tiles": tiles})
