@@ -117,6 +117,7 @@ def test_a_group_that_loses_by_turns_is_timed_no_further(monkeypatch: pytest.Mon
     assert decided == [True, False]
 
 
+@pytest.mark.usefixtures("uncached")
 def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first is measured while those of the second are compiled."""
     pretend(monkeypatch, tmp_path)
@@ -151,6 +152,7 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
     assert measured == [each, each, 2 * each, 2 * each]
 
 
+@pytest.mark.usefixtures("uncached")
 def test_the_compiling_process_starts_early_on_a_first_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Once there is a record, a graph may come from a cache, and none is needed."""
     pretend(monkeypatch, tmp_path)
