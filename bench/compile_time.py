@@ -6,8 +6,7 @@ default, each in a fresh process.
 One JSON line for each backend and start, as bench/layers.py writes them. The model is Llama's, by default in the sizes
 of its 1B, with random weights. "compile_s" is the first call, its run included, "call_s" the median of later ones.
 "kernels" are the objects that the process added to our store, "measured" the records, "inductor_kernels" what Inductor
-added to its own: in a warm start all three are to be 0. (torch.compile's own adds
-three of 33, in every row.)
+added to its own: in a warm start all three are to be 0. (torch.compile's own adds three of 33, in every row.)
 """
 
 from __future__ import annotations

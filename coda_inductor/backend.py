@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, unknown
-from coda_inductor.inductor.contest import expect
+from coda_inductor.inductor.contest import warm_up_early
 from coda_inductor.inductor.joint import NAMES
 from coda_inductor.inductor.joint_pass import JointPass, machine
 
@@ -57,7 +57,7 @@ class CodaBackend:
         except Unsupported as error:
             ours.failed(error, gm.graph, "every graph")
             return inductor(gm, example_inputs)
-        expect(settings, example_inputs)
+        warm_up_early(settings, example_inputs)
         # Under a memory budget the partitioner would take a Region for an operation that costs nothing.
         counted = functorch_config.activation_memory_budget < 1 or functorch_config.is_non_builtin_to_include
         try:

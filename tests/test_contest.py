@@ -21,7 +21,7 @@ from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.contest import expect, timed
+from coda_inductor.inductor.contest import timed, warm_up_early
 from coda_inductor.inductor.group import hint
 from coda_inductor.inductor.rehearsal import Programs
 
@@ -159,14 +159,14 @@ def test_the_compiling_process_starts_early_on_a_first_use(monkeypatch: pytest.M
     started = list[int]()
     monkeypatch.setattr(prebuild, "warm_up", lambda: started.append(1))
     settings = Settings.read()[0]
-    expect(settings, [X, 3])
-    expect(settings, [T, X.long(), 3])  # no weights
-    expect(dataclasses.replace(settings, tune="off"), [X])
-    expect(dataclasses.replace(settings, target="reference"), [X])
+    warm_up_early(settings, [X, 3])
+    warm_up_early(settings, [T, X.long(), 3])  # no weights
+    warm_up_early(dataclasses.replace(settings, tune="off"), [X])
+    warm_up_early(dataclasses.replace(settings, target="reference"), [X])
     assert started == [1]
     assert run(silu, X, T).regions == [1]
     started.clear()
-    expect(settings, [X])
+    warm_up_early(settings, [X])
     assert started == []
 
 

@@ -150,13 +150,13 @@ def compiler() -> Any:
     """codegen.kernel.Compiled. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
     try:
         with uncollected():
-            return elsewhere(lambda: importlib.import_module("coda_inductor.codegen.kernel").Compiled)
+            return in_own_thread(lambda: importlib.import_module("coda_inductor.codegen.kernel").Compiled)
     except Exception as error:  # a driver too old for it, half an installation: each library has its own
         what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
         raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
 
 
-def elsewhere(make: Callable[[], Any]) -> Any:
+def in_own_thread(make: Callable[[], Any]) -> Any:
     """What `make` returns in a thread of its own, on this thread's GPU: importing quack 0.6.5 leaves a tensor there,
     which must not lie in the memory of a CUDA graph that this thread prepares."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

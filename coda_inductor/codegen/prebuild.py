@@ -57,7 +57,7 @@ def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int 
 def begin(jobs: Iterable[Job], cache_dir: str | None = None) -> dict[Job, Future[Outcome]]:
     """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited."""
     directory, made = open_store(cache_dir), dict[Job, Future[Outcome]]()
-    refused, todo = sorted_out(jobs, directory)
+    refused, todo = distinct(jobs, directory)
     for job, outcome in refused.items():
         made[job] = Future()
         made[job].set_result(outcome)
@@ -82,7 +82,7 @@ def begin(jobs: Iterable[Job], cache_dir: str | None = None) -> dict[Job, Future
 def outcomes(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, Outcome]:
     """`prebuild`, with what became of every job."""
     directory = open_store(cache_dir)
-    made, todo = sorted_out(jobs, directory)
+    made, todo = distinct(jobs, directory)
     _ask(
         [alike[0] for alike in todo],
         directory,
@@ -92,7 +92,7 @@ def outcomes(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int 
     return made
 
 
-def sorted_out(jobs: Iterable[Job], directory: Path) -> tuple[dict[Job, Outcome], list[list[Job]]]:
+def distinct(jobs: Iterable[Job], directory: Path) -> tuple[dict[Job, Outcome], list[list[Job]]]:
     """The jobs that cannot be done, and the others, those together that are one kernel: Regions that differ in extents
     only."""
     refused, same = dict[Job, Outcome](), dict[Path, list[Job]]()

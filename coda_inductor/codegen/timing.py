@@ -23,7 +23,7 @@ MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is
 # From rest an H200 needs 0.2 s of one load to hold its clocks, to 1 %, until 0.8 s; then it is up to 19 % slower for
 # some 0.2 s, and recovers (bench/clocks.py). So a burst is over before. Where much ran before it, it may not hold them,
 # and is repeated after a longer rest. Each call runs twice in it, in one order and in its reverse: two unlike calls
-# then compared as 1.14 to 1.19x, whichever came first, and six equal ones lay 0.2 to 2.8 % apart (in the same order
+# then compared as 1.13 to 1.19x, whichever came first, and six equal ones lay 0.2 to 2.8 % apart (in the same order
 # twice the last took 2.1 to 3.0 % more than the first; with 0.1 s to rise, up to 6.3 %).
 RISING_MS, BURST_MS = 200, 700
 PAUSE_S, REST_S = 0.25, 0.5  # before a burst; before another try

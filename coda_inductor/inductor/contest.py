@@ -249,7 +249,7 @@ class Contest:
         return {"regions": [b.region.digest for b in group.builts], **times}
 
 
-def expect(settings: Settings, inputs: Sequence[Any]) -> None:
+def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
     """Where nothing was measured yet, what compiles kernels starts now, while the graph is still traced; but not for a
     graph that has no weights."""
     weights = any(isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_floating_point() for x in inputs)
