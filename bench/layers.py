@@ -197,19 +197,21 @@ def rotation(calls: list[Callable[[int], object]]) -> list[float]:
 
 
 def alone(calls: list[Callable[[int], object]], times: list[float], floors: int = 1) -> list[float]:
-    """The ms of each call repeated alone, at the clocks that it can hold: the mean of bursts from rest, four of the two
-    programs of a row, either first as often, then two of each of the `floors`, the last calls. `times` says about how
-    long they take. (Until 3128d78 they were blocks of 60 ms without a rest, with errors of up to 10 %.)"""
+    """The ms of each call repeated alone, at the clocks that it can hold: the median of bursts from rest, four of the
+    two programs of a row, either first as often, then two of each of the `floors`, the last calls. `times` says about
+    how long they take. (Until 3128d78 they were blocks of 60 ms without a rest, with errors of up to 10 %; until
+    b095659 the mean of the bursts.)"""
     sets = itertools.cycle(range(SETS))
     ways = [lambda c=c: c(next(sets)) for c in calls]  # type: ignore[misc]
-    first, held = len(ways) - floors, [0.0] * len(ways)
+    first = len(ways) - floors
+    held: list[list[float]] = [[] for _ in ways]
     for members in [[i, i + 1] for i in range(0, first, 2)] + [[i] for i in range(first, len(ways))]:
         orders = [members, members[::-1]] * len(members)
         for order in orders:
             time.sleep(timing.REST_S)
             for i, ms in zip(order, timing.repeated([ways[i] for i in order], [times[i] for i in order]), strict=True):
-                held[i] += ms / len(orders)
-    return held
+                held[i].append(ms)
+    return [statistics.median(found) for found in held]
 
 
 def sustained(ms: float, baseline: float, bare: float) -> dict[str, float]:

@@ -28,7 +28,7 @@ MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is
 RISING_MS, BURST_MS = 200, 700
 PAUSE_S, REST_S = 0.25, 0.5  # before a burst; before another try
 SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
-LEVEL, TRIES = 0.03, 3  # how far a call's two times may lie apart
+LEVEL, TRIES = 0.03, 3  # how far a call's times may lie apart
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
@@ -126,34 +126,37 @@ def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL
     """The ms of each call, in one burst of load: each is repeated alone, one call after the other, and all once more in
     reverse, so that clocks that sink evenly hit all alike. `about` says how long they take, roughly. If a call's two
     times differ by more than `level`, the clocks did not hold, and the burst is tried again, unless calls are too long
-    for one; the one that held best counts. (A fall may hide in the last call, whose two times follow each other.)"""
+    for one; the one that held best counts. The last call's two follow each other, where one fall could hit both: the
+    end of the rise, which runs it too, must agree with them."""
     order = [*range(len(calls)), *reversed(range(len(calls)))]
     share_ms = (BURST_MS - RISING_MS) / len(order)
+    rest_ms = SETTLING * share_ms
     tries = TRIES if max(about) <= share_ms else 1
     best, drift = list[float](), math.inf
     for tried in range(tries):
         time.sleep(REST_S if tried else PAUSE_S)
-        run_for(calls[-1], RISING_MS, about[-1], least=1)
-        marks = [block(calls[i], share_ms, about[i]) for i in order]
+        risen = block(calls[-1], RISING_MS - share_ms + rest_ms, share_ms - rest_ms, about[-1])
+        marks = [block(calls[i], rest_ms, share_ms - rest_ms, about[i]) for i in order]
         torch.cuda.synchronize()
-        found = [start.elapsed_time(end) / count for start, end, count in marks]
-        pairs = list(zip(found[: len(calls)], reversed(found[len(calls) :]), strict=True))
-        off = max(abs(one - other) / min(one, other) for one, other in pairs)
+        before, *found = (start.elapsed_time(end) / count for start, end, count in (risen, *marks))
+        pairs = [*zip(found[: len(calls)], reversed(found[len(calls) :]), strict=True)]
+        off = max(max(times) / min(times) - 1 for times in (*pairs[:-1], (*pairs[-1], before)))
         if off < drift:
-            best, drift = [(one + other) / 2 for one, other in pairs], off
+            best, drift = [sum(pair) / 2 for pair in pairs], off
         log.debug("of %d calls one differs by %.1f %% from itself", len(calls), 100 * off)
         if drift <= level:
             return best
-    log.info("the clocks did not hold: a call's two times differ by %.1f %%, %d tried", 100 * drift, tries)
+    log.info("the clocks did not hold: a call's times differ by %.1f %%, %d tried", 100 * drift, tries)
     return best
 
 
-def block(call: Call, share_ms: float, ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
-    """Runs a call of about `ms` for its share. The events around what counts, and how many calls are between."""
+def block(call: Call, before_ms: float, share_ms: float, ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Runs a call of about `ms` for `before_ms`, then for its share. The events around that, and how many calls are
+    between."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    run_for(call, SETTLING * share_ms, ms)
+    run_for(call, before_ms, ms)
     start.record()
-    count = run_for(call, (1 - SETTLING) * share_ms, ms, least=1)
+    count = run_for(call, share_ms, ms, least=1)
     end.record()
     return start, end, count
 
