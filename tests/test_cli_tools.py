@@ -24,7 +24,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import contest
+from coda_inductor.inductor import outcome
 from coda_inductor.rewrite.laws import BILINEARITY, LAWS, Law
 
 MODEL = """
@@ -302,19 +302,21 @@ def full(folder: Path) -> Path:
         store.write(made / "objects" / f"coda_epilogue_{name}-128x256co2x1" / "f" / "k.o", "code")
     fields = {"config": LARGE[0]._asdict(), "ms": 0.25, "bucket": 8192, "device": "H", "versions": {"torch": "2"}}
     store.write_record(made, "cccc3333-8192-0123", fields)
-    times = dict(zip(contest.TIMED, (0.5, 0.625, 0.75, 0.6), strict=True))
-    store.write_record(made, "contest-dddd4444", {"regions": ["cccc3333"], **times}, contest.timed)
+    times = dict(zip(outcome.TIMED, (0.5, 0.625, 0.75, 0.6), strict=True))
+    store.write_record(made, "contest-dddd4444", {"regions": ["cccc3333"], **times}, outcome.timed)
     store.write(made / "tuning" / ".cccc.json.x1", "{")
     (made / "notes.txt").write_text("mine")
     return made
 
 
 def test_cache_ls_of_a_contest_that_the_turns_decided(ask: Ask, full: Path) -> None:
-    assert cache.BUSY == contest.BUSY
+    assert cache.BUSY == outcome.BUSY
     times = {"regions": ["cccc3333"], "ms": 0.5, "baseline_ms": 0.505}
-    store.write_record(full, "contest-dddd5555", times, contest.timed)
+    store.write_record(full, "contest-dddd5555", times, outcome.timed)
     (row,) = (line for line in ask("cache", "ls")[1].splitlines() if "0.505" in line)
     assert "cccc3333: fused 0.500 ms, Inductor 0.505 ms" in row and "busy" not in row
+    store.write_record(full, "contest-dddd6666", {**times, "busy_ms": 0.6, "against": ["ffff"]})
+    assert "cccc3333: fused 0.500 ms, without the law 0.505 ms; in a busy GPU 0.600 ms" in ask("cache", "ls")[1]
 
 
 def test_cache_ls(ask: Ask, full: Path) -> None:

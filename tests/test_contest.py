@@ -21,8 +21,9 @@ from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.contest import timed, warm_up_early
+from coda_inductor.inductor.contest import warm_up_early
 from coda_inductor.inductor.group import hint
+from coda_inductor.inductor.outcome import timed
 from coda_inductor.inductor.rehearsal import Programs
 
 WIDE = torch.randn(128, 64, dtype=torch.bfloat16)

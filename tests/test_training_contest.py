@@ -100,14 +100,6 @@ def test_without_the_exception_a_norm_stays_in_the_forward(monkeypatch: pytest.M
         test_a_norm_that_no_epilogue_makes_again_is_recomputed(monkeypatch, tmp_path)
 
 
-def test_a_law_that_gains_less_than_its_absence_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every group gains the same: two without the law more than one with it, which was measured first."""
-    seen = timed(monkeypatch, tmp_path, lambda group, plan: 1.1)
-    (report,) = trained("gpt").reports
-    gelu = next(s for s in report.sites if "tanh" in [let.op for let in s.region.lets])
-    assert "bilinearity" not in gelu.laws and any(spared for _, _, spared in seen)
-
-
 class Packed(nn.Module):
     """Gate and up of one product, as in Phi-3, behind a norm."""
 

@@ -54,12 +54,14 @@ def compared(
     *,
     slack: float = math.inf,
     level: float = LEVEL,
+    ratios: bool = True,
     decided: Decided = lambda turns: False,
 ) -> list[Times]:
     """The times of each call. A busy GPU runs other work beside it, as long again or, if the host would else fall
     behind, longer: products that draw all the power that it may have. Those that by turns take more than `slack` times
     as long as the fastest are not timed so (infinite), and none if the turns have `decided`. Where the host cannot keep
-    ahead of the GPU, turns count for both.
+    ahead of the GPU, turns count for both. Without `ratios` the order is all that is asked for: the other work's own
+    time, which is taken from all alike, may then be off.
 
     At its power limit a GPU lowers its clocks for all that it runs, within some 50 ms (bench/sustained.py): what draws
     more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
@@ -91,7 +93,7 @@ def compared(
 
     pairs = [*(beside(calls[i]) for i in close), beside(lambda: None)]
     about = [*(turns[i] + repeats * one_ms for i in close), repeats * one_ms]
-    *found, alone_ms = repeated(pairs, about, level)
+    *found, alone_ms = repeated(pairs, about, level, last=ratios)
     busy = [math.inf] * len(calls)
     for i, ms in zip(close, found, strict=True):
         busy[i] = ms - alone_ms
@@ -122,12 +124,12 @@ def company_on(device: int) -> Call:
     return lambda: torch.mm(a, b, out=out)
 
 
-def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL) -> list[float]:
+def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL, *, last: bool = True) -> list[float]:
     """The ms of each call, in one burst of load: each is repeated alone, one call after the other, and all once more in
     reverse, so that clocks that sink evenly hit all alike. `about` says how long they take, roughly. If a call's two
     times differ by more than `level`, the clocks did not hold, and the burst is tried again, unless calls are too long
     for one; the one that held best counts. The last call's two follow each other, where one fall could hit both: the
-    end of the rise, which runs it too, must agree with them."""
+    end of the rise, which runs it too, must agree with them, unless the `last` may be off."""
     order = [*range(len(calls)), *reversed(range(len(calls)))]
     share_ms = (BURST_MS - RISING_MS) / len(order)
     rest_ms = SETTLING * share_ms
@@ -140,7 +142,8 @@ def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL
         torch.cuda.synchronize()
         before, *found = (start.elapsed_time(end) / count for start, end, count in (risen, *marks))
         pairs = [*zip(found[: len(calls)], reversed(found[len(calls) :]), strict=True)]
-        off = max(max(times) / min(times) - 1 for times in (*pairs[:-1], (*pairs[-1], before)))
+        ends = (*pairs[-1], before) if last else pairs[-1]
+        off = max(max(times) / min(times) - 1 for times in (*pairs[:-1], ends))
         if off < drift:
             best, drift = [sum(pair) / 2 for pair in pairs], off
         log.debug("of %d calls one differs by %.1f %% from itself", len(calls), 100 * off)

@@ -90,7 +90,7 @@ def _record(path: Path) -> Entry:
     ours = {key: found.get(key) for key in ("device", "versions", "ms")}
     if path.name.startswith("contest-"):
         regions = [str(r) for r in found.get("regions") or ()]
-        facts = {**ours, "regions": regions, **{key: found.get(key) for key in ("baseline_ms", *BUSY)}}
+        facts = {**ours, "regions": regions, **{key: found.get(key) for key in ("baseline_ms", *BUSY, "against")}}
         return Entry("contest", (path.stem.removeprefix("contest-"), *regions), (path,), facts)
     facts = {**ours, "bucket": found.get("bucket"), "config": found.get("config")}
     return Entry("tuning", (path.stem.partition("-")[0],), (path,), facts)
@@ -165,7 +165,8 @@ def _what(row: Facts) -> str:
     if row["kind"] == "tuning":
         return f"up to {row['bucket']} rows: {_tile(row['config'])} {_ms(row['ms'])}"
     if row["kind"] == "contest":
-        times = f"fused {_ms(row['ms'])}, Inductor {_ms(row['baseline_ms'])}"
+        other = "without the law" if row["against"] else "Inductor"
+        times = f"fused {_ms(row['ms'])}, {other} {_ms(row['baseline_ms'])}"
         timed = [_ms(row[key]) for key in BUSY if row[key] is not None]
         busy = f"; in a busy GPU {', '.join(timed)}" if timed else ""
         return f"{'+'.join(r[:8] for r in row['regions'])}: {times}{busy}"

@@ -4,8 +4,8 @@ Regions that a law ties together (one reads another's sum, or a store that no no
 as a group. The group runs as generated kernels, and the same nodes of the user's graph as Inductor compiles them, on
 real tensors of the graph's sizes: by turns, and in a GPU that is busy with other work. What does not win by 2 %, or
 costs time in a busy GPU, is derived again without the law, and if that loses too it is left to Inductor; a law that
-wins narrowly must also gain more than its absence. Results are kept on disk by content and never change. The other side
-is always Inductor's default mode.
+wins narrowly must also beat the program that is derived without it. Results are kept on disk by content and never
+change. The other side is always Inductor's default mode.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +23,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import launch, legality, prebuild, record, store, timing
-from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.extract import put_off
-from coda_inductor.inductor.group import Group, groups, hint
+from coda_inductor.inductor.group import Group, groups, hint, mask
 from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.memory import Memory
+from coda_inductor.inductor.outcome import TIMED, Outcome, fully_timed, outcome_of, recorded, timed, wins
 from coda_inductor.inductor.rehearsal import Programs, rehearse
+from coda_inductor.inductor.without import Without
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.rewrite import search
@@ -41,43 +40,8 @@ from coda_inductor.rewrite.plan import Plan
 
 log = logging.getLogger("coda_inductor.contest")
 
-WIN = 1.02  # Inductor's time over ours by turns, at least
-CLOSE = 1.15  # below, a law that wins is compared with what the group gains without it
+CLOSE = 1.15  # below, a law that wins is compared with the program without it
 ROUNDS = 25
-TURNS, BUSY = ("ms", "baseline_ms"), ("busy_ms", "busy_baseline_ms")  # of a record: ours and Inductor's
-TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # our Times and Inductor's
-FREE, SLOW = Times(0.0, 0.0), Times(math.inf, math.inf)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A group's products, as a bit set, and the times of both sides: none if it was not measured, in a busy GPU
-    infinite if the turns had decided."""
-
-    mask: int
-    fused: Times = FREE
-    baseline: Times = SLOW
-
-    @property
-    def loses(self) -> str:
-        """Why the group is not kept; empty if it wins: by turns, and in a busy GPU it must cost nothing."""
-        fused, baseline, where = self.fused.turns, self.baseline.turns, ""
-        if wins((fused, baseline)):
-            fused, baseline, where = self.fused.busy, self.baseline.busy, " in a busy GPU"
-            if baseline >= fused:
-                return ""
-        return f"measured slower{where}: {fused * 1e3:.0f} us fused, {baseline * 1e3:.0f} us by Inductor"
-
-    @property
-    def ratio(self) -> float:
-        """Inductor's time over ours, the lesser of both."""
-        pairs = zip(self.baseline, self.fused, strict=True)
-        return min(baseline / fused if fused > 0 else math.inf for baseline, fused in pairs)
-
-    @property
-    def gain_ms(self) -> float:
-        """What the group spares."""
-        return self.baseline.mean - self.fused.mean
 
 
 class Contest:
@@ -98,7 +62,7 @@ class Contest:
 
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
         """The verdict on all Regions of a plan."""
-        banned, undeferred, close = dict[int, str](), 0, dict[int, Outcome]()
+        banned, undeferred, close = dict[int, str](), 0, dict[int, list[Built]]()
         candidates = groups(plan, builts)
         self.prepare(plan, candidates)
         for members in candidates:
@@ -118,35 +82,50 @@ class Contest:
             elif outcome.loses:
                 banned |= dict.fromkeys(bits, outcome.loses)
             elif deferred & ~self._compared and outcome.ratio < CLOSE:
-                close[deferred] = outcome
+                close[deferred] = members
         if close and not banned and not undeferred:
             undeferred = self.better_undeferred(plan, close)
         return Verdict(banned, undeferred)
 
-    def better_undeferred(self, plan: Plan, close: dict[int, Outcome]) -> int:
-        """The deferred products (a bit set) of narrow winners that gain more as the user wrote their operands: a norm
+    def better_undeferred(self, plan: Plan, close: dict[int, list[Built]]) -> int:
+        """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands: a norm
         in the L2 cache costs less than the sums and the longer epilogue that would replace it."""
         program, laws, bits = plan.program, laws_of(self.settings), functools.reduce(int.__or__, close)
         self._compared |= bits
         before = sum(1 << bit for bit in program.undeferred)
         other = search.plan(program.lifted, laws, dict(program.banned), before | bits)
         builts = [build(other, draft) for draft in other.unique()]
-        covered = functools.reduce(int.__or__, (o.mask for o in close.values()))
-        alike = [m for m in groups(other, builts) if any(b.draft.space.mask & covered for b in m)]
+        covered = functools.reduce(int.__or__, (mask(members) for members in close.values()))
+        alike = [m for m in groups(other, builts) if mask(m) & covered]
         self.prepare(other, alike)
-        gains = list[Outcome]()
+        kept, found = list[list[Built]](), 0
         for members in alike:
-            try:
-                gains.append(self.outcome(other, members))
-            except Exception as error:  # without this group, then
-                if not foreseen(error):
-                    raise
-        found = 0
-        for deferred, outcome in close.items():
-            mine = (o.gain_ms for o in gains if o.mask & outcome.mask == o.mask and not o.loses)
-            if sum(mine) > outcome.gain_ms:
-                found |= deferred
+            with passing_over():  # without this group, then
+                kept += [] if self.outcome(other, members).loses else [members]
+        for deferred, members in close.items():
+            parts = [b for m in kept if mask(m) & ~mask(members) == 0 for b in m]
+            with passing_over():
+                if parts and self.against(plan, members, other, parts).gain_ms < 0:
+                    found |= deferred
         return found
+
+    def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
+        """How a group fares against the program that is derived without its law, in the same burst: the Regions of that
+        which win alone, and what Inductor makes of the rest."""
+        group, rival = self.group(plan, members), self.group(other, parts)
+        without = Without(group, plan, rival, other)
+        key = without.key()
+        found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
+        if found is None:
+            here = torch.cuda.device(-1 if self.device.index is None else self.device.index)
+            with torch.no_grad(), unset_fake_temporarily(), here:
+                fused = self.fused(group, plan)
+                steps = without.steps(self._programs, self.settings.cache_dir)
+                times = timing.compared([fused, in_order(steps)], ROUNDS)
+            found = {"against": rival.digests, **recorded(group.digests, times)}
+            found = store.write_record(store.open_store(self.settings.cache_dir), key, found, fully_timed)
+        self.say(key, found)
+        return outcome_of(group.mask, found)
 
     def prepare(self, plan: Plan, candidates: list[list[Built]]) -> None:
         """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace."""
@@ -169,11 +148,8 @@ class Contest:
         made = prebuild.begin([job for of in jobs.values() for job in of], self.settings.cache_dir)
         self._underway = {key: [made[job] for job in of] for key, of in jobs.items()}
         for members in unknown.values():
-            try:
+            with passing_over():  # said where the group is measured
                 self.compile(plan, self.group(plan, members))
-            except Exception as error:  # said where the group is measured
-                if not foreseen(error):
-                    raise
         seconds = time.perf_counter() - start_s
         said = "%d groups to measure, %d kernels to compile; meanwhile programs for the other side, %.1f s"
         log.info(said, len(unknown), len(made), seconds)
@@ -218,35 +194,44 @@ class Contest:
             measured = self.measure(group, plan)
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
             found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, timed)
+        self.say(key, found)
+        return outcome_of(group.mask, found)
+
+    def say(self, key: str, found: dict[str, Any]) -> None:
+        """Reports a record, and logs it once."""
         self.rows.append(found)
         if key not in self._said:
             self._said.add(key)
             said = ", ".join(f"{name} {found[name]:.4f}" for name in TIMED if name in found)
-            log.info("%s: %s", "+".join(found["regions"]), said)
-        ms, busy_ms, baseline_ms, busy_baseline_ms = (found.get(name, math.inf) for name in TIMED)
-        return Outcome(group.mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms))
+            log.info("%s: %s", " against ".join("+".join(found[w]) for w in ("regions", "against") if w in found), said)
 
     def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
         """Tunes the group's kernels, then times both ways."""
         here = torch.cuda.device(-1 if self.device.index is None else self.device.index)
         with torch.no_grad(), unset_fake_temporarily(), here:
-            steps = list[Callable[[], object]]()
-            for built in group.builts:
-                steps += [
-                    *self._programs.computations(plan, group, built),
-                    rehearse(group, built, self.settings.cache_dir),
-                ]
-            # What the forward is spared is written by a pass of the backward that reads the same anyway.
-            steps += [group.like(node).zero_ for node in put_off(group, plan)]
-            before = self._programs.baseline(group, plan)
+            fused, before = self.fused(group, plan), self._programs.baseline(group, plan)
+            return recorded(
+                group.digests, timing.compared([fused, before], ROUNDS, decided=lambda turns: not wins(turns))
+            )
 
-            def fused() -> None:
-                for step in steps:
-                    step()
+    def fused(self, group: Group, plan: Plan) -> Callable[[], None]:
+        """The group's side: its kernels, which are tuned before, and what they need beside them."""
+        steps = list[Callable[[], object]]()
+        for built in group.builts:
+            steps += self._programs.computations(plan, group, built)
+            steps.append(rehearse(group, built, self.settings.cache_dir))
+        # What the forward is spared is written by a pass of the backward that reads the same anyway.
+        return in_order([*steps, *(group.like(node).zero_ for node in put_off(group, plan))])
 
-            ours, theirs = timing.compared([fused, before], ROUNDS, decided=lambda turns: not wins(turns))
-        times = {name: ms for name, ms in zip(TIMED, (*ours, *theirs), strict=True) if math.isfinite(ms)}
-        return {"regions": [b.region.digest for b in group.builts], **times}
+
+def in_order(steps: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """The steps as one call."""
+
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run
 
 
 def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
@@ -259,20 +244,6 @@ def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
         prebuild.warm_up()
 
 
-def wins(turns: Sequence[float]) -> bool:
-    """Is our time by turns, the first of the two, enough less than Inductor's?"""
-    fused, baseline = turns
-    return baseline >= WIN * fused
-
-
-def timed(found: dict[str, Any]) -> bool:
-    """Is this the record of a contest? Only one that was lost by turns has no times in a busy GPU."""
-    if "regions" not in found or not all(isinstance(found.get(name), float) for name in TURNS):
-        return False
-    decided = not found.keys() & set(BUSY) and not wins([found[name] for name in TURNS])
-    return decided or all(isinstance(found.get(name), float) for name in BUSY)
-
-
 def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     """Why a group could not be measured, at which line of the user's, and what to do."""
     if isinstance(error, Unsupported):
@@ -281,6 +252,16 @@ def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     return Unsupported(
         what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off"
     )
+
+
+@contextlib.contextmanager
+def passing_over() -> Iterator[None]:
+    """Goes on where one group fails in a way that is foreseen."""
+    try:
+        yield
+    except Exception as error:
+        if not foreseen(error):
+            raise
 
 
 def foreseen(error: Exception) -> bool:

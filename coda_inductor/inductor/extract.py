@@ -4,6 +4,7 @@ the small computations beside the Regions."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,20 @@ from torch.utils._pytree import tree_leaves
 
 from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.vectors import Vectors
+from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
-from coda_inductor.rewrite.draft import Computed, Draft
+from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.softmax import written_out
 
 if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group
-    from coda_inductor.inductor.memory import Memory
+
+
+Program = tuple[fx.Graph, list[fx.Node]]
+"""Some nodes of the user's graph as a graph, and the nodes whose tensors it reads."""
 
 
 def described(*nodes: fx.Node) -> str:
@@ -86,20 +91,70 @@ def computed(built: Built) -> list[Computed]:
     return [s for s in dict.fromkeys(built.inputs) if isinstance(s, Computed)]
 
 
-def subgraph(group: Group, plan: Plan) -> tuple[fx.Graph, list[fx.Node]]:
-    """What the group stands for in the user's graph, and the nodes whose tensors it reads."""
-    new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
-    mask, deps, memory = group.mask, plan.program.lifted.deps, group.memory
+def subgraph(group: Group, plan: Plan) -> Program:
+    """What the group stands for in the user's graph."""
+    return _program(plan, *_stood_for(group, plan))
+
+
+def goes_on_with(group: Group, plan: Plan) -> list[fx.Node]:
+    """The nodes that the user's graph has of what the group stands for when that has run."""
+    return _stood_for(group, plan)[2]
+
+
+def piece(group: Group, plan: Plan, wanted: Sequence[fx.Node], done: AbstractSet[fx.Node]) -> Program | None:
+    """The part of what the group stands for that makes the `wanted` nodes where those `done` are there; None if they
+    are only views of these."""
+    needed, given = _wanted(group, plan, wanted, done)
+    if all(g.is_view(n) for n in needed - given):
+        return None  # also if nothing is wanted
+    return _program(plan, needed, given, list(wanted))
+
+
+def on_the_way(group: Group, plan: Plan, wanted: Sequence[fx.Node], done: AbstractSet[fx.Node]) -> AbstractSet[fx.Node]:
+    """All that such a piece makes."""
+    needed, given = _wanted(group, plan, wanted, done)
+    return needed - given
+
+
+def _wanted(
+    group: Group, plan: Plan, wanted: Sequence[fx.Node], done: AbstractSet[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """(what must run to make the wanted nodes, what of that is given)."""
+    again = {node for b in group.builts for node, s in b.draft.supplies.items() if s.again}
+    return _needed(plan, group, [(n, n in again) for n in wanted], done)
+
+
+def read(built: Built, plan: Plan, group: Group, mask: int) -> list[fx.Node]:
+    """The nodes that a Region of the group and its small computations read and that wait for products of the mask."""
+    keys = [*built.inputs, *small(plan, group, built, computed(built))[1]]
+    nodes = dict.fromkeys(key for key in keys if isinstance(key, fx.Node))
+    return [n for n in nodes if waits(plan, mask, n)]
+
+
+def waits(plan: Plan, mask: int, node: fx.Node) -> bool:
+    """Is the node made of products of the mask?"""
+    return node.op != "placeholder" and plan.program.lifted.deps[node] & mask != 0
+
+
+def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], list[fx.Node]]:
+    """(what runs in the user's graph, what of that is given, what is left when it has run)."""
     drafts = [b.draft for b in group.builts]
     again = [node for d in drafts for node, s in d.supplies.items() if s.again]
     made = [node for d in drafts for node in (*d.supplies, *d.totals) if node not in again]
-    needed, given = _needed(deps, mask, made, again, _bases(plan, drafts), memory)
+    asked = [(n, False) for n in made] + [(n, True) for n in again]
+    needed, given = _needed(plan, group, asked)
     # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
     nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
-    waits = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
-    left = {held for n in waits if n.users.keys() - needed for held in memory.of(n)}
-    wanted = [*again, *(n for n in waits if n in left)]
-    for node in nodes:
+    deps, mask = plan.program.lifted.deps, group.mask
+    late = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
+    left = {held for n in late if n.users.keys() - needed for held in group.memory.of(n)}
+    return needed, given, [*again, *(n for n in late if n in left)]
+
+
+def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list[fx.Node]) -> Program:
+    """The needed nodes, of which some are given."""
+    new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
+    for node in (n for n in plan.program.lifted.graph.nodes if n in needed):
         if isinstance(node.meta.get("val"), torch.SymInt):
             copies[node] = hint(node.meta["val"])
         elif node in given and isinstance(node.meta.get("val"), Tensor):
@@ -119,10 +174,10 @@ def put_off(group: Group, plan: Plan) -> list[fx.Node]:
     return [n for n in dict.fromkeys(n for bit in sorted(bits) for n in plan.operands(bit)) if n in remade]
 
 
-def _bases(plan: Plan, drafts: Sequence[Draft]) -> set[fx.Node]:
+def _bases(plan: Plan, group: Group) -> set[fx.Node]:
     """The nodes that hold what is made again from."""
     program, found = plan.program, set[fx.Node]()
-    for d in drafts:
+    for d in (b.draft for b in group.builts):
         for stored in d.stores:
             for base in program.bases(stored.term, d.space) if stored.again else ():
                 found.update(program.nodes.get(base, ()))
@@ -130,24 +185,18 @@ def _bases(plan: Plan, drafts: Sequence[Draft]) -> set[fx.Node]:
 
 
 def _needed(
-    deps: dict[fx.Node, int],
-    mask: int,
-    made: Sequence[fx.Node],
-    again: Sequence[fx.Node],
-    bases: set[fx.Node],
-    memory: Memory,
+    plan: Plan, group: Group, asked: Sequence[tuple[fx.Node, bool]], done: AbstractSet[fx.Node] = frozenset()
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """(what must run to make these nodes, what of that is given): given is what waits for no product of the mask and
-    lies in memory. What is made `again` is made of its bases and of sums and products."""
-    needed, given, todo = set[fx.Node](), set[fx.Node](), [(n, False) for n in made] + [(n, True) for n in again]
+    """(what must run to make the nodes asked for, what of that is given): given is what is `done`, or waits for no
+    product of the group and lies in memory. What is made again (True) is made of its bases and of sums and products."""
+    needed, given, todo, bases = set[fx.Node](), set[fx.Node](), list(asked), _bases(plan, group)
     while todo:
         node, anew = todo.pop()
         if node in needed:
             continue
         needed.add(node)
-        late = deps[node] & mask and node.op != "placeholder"
         anew = anew and node.target in POINTWISE and node not in bases
-        if late or anew or not memory.holds(node):
+        if node not in done and (waits(plan, group.mask, node) or anew or not group.memory.holds(node)):
             todo += [(a, anew) for a in node.all_input_nodes]
         else:
             given.add(node)

@@ -39,10 +39,12 @@ class Group:
     @property
     def mask(self) -> int:
         """The products of the group, as a bit set."""
-        mask = 0
-        for b in self.builts:
-            mask |= b.draft.space.mask
-        return mask
+        return mask(self.builts)
+
+    @property
+    def digests(self) -> list[str]:
+        """Of its Regions."""
+        return [b.region.digest for b in self.builts]
 
     def key(self, plan: Plan) -> str:
         """What the outcome depends on: both programs, what they run on, and the versions that compile them."""
@@ -131,6 +133,11 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
                 first, second = sorted((leader[i], leader[maker]))
                 leader = [first if x == second else x for x in leader]
     return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
+
+
+def mask(builts: list[Built]) -> int:
+    """Their products, as a bit set."""
+    return functools.reduce(int.__or__, (b.draft.space.mask for b in builts), 0)
 
 
 def outputs(built: Built) -> list[object]:

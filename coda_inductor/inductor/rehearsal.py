@@ -3,7 +3,7 @@ same nodes of the user's graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -66,8 +66,9 @@ def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any
         return cast(Callable[..., Any], made)
 
 
-def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], None]:
-    """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch."""
+def rehearse(group: Group, built: Built, cache_dir: str | None, anew: Sequence[fx.Node] = ()) -> Callable[[], None]:
+    """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch. The nodes
+    `anew` have another value each time."""
     inputs = [group.input(built, i, s) for i, s in enumerate(built.inputs)]
     kernel = launch.kernel(built.region.text, cache_dir)
     size = legality.bucket(inputs[built.region.products[0].a].shape[0])
@@ -76,4 +77,11 @@ def rehearse(group: Group, built: Built, cache_dir: str | None) -> Callable[[], 
     outs = tune.outputs(built.region, inputs)
     kernel(inputs, outs)
     group.values |= dict(zip(outputs(built), outs, strict=True))
-    return lambda: kernel(inputs, outs)
+    changing = [(i, s) for i, s in enumerate(built.inputs) if s in anew]
+
+    def run() -> None:
+        for i, source in changing:
+            inputs[i] = group.input(built, i, source)
+        kernel(inputs, outs)
+
+    return run

@@ -1,0 +1,80 @@
+"""What a contest measured, and what wins it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coda_inductor.codegen.timing import Times
+
+WIN = 1.02  # Inductor's time over ours by turns, at least
+EQUAL = 1.01  # ours over Inductor's in a busy GPU, at most: equal calls compared as 1.002 to 1.013 (bench/clocks.py)
+TURNS, BUSY = ("ms", "baseline_ms"), ("busy_ms", "busy_baseline_ms")  # of a record: ours and Inductor's
+TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # our Times and Inductor's
+FREE, SLOW = Times(0.0, 0.0), Times(math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A group's products, as a bit set, and the times of both sides: none if it was not measured, in a busy GPU
+    infinite if the turns had decided."""
+
+    mask: int
+    fused: Times = FREE
+    baseline: Times = SLOW
+
+    @property
+    def loses(self) -> str:
+        """Why the group is not kept; empty if it wins: by turns, and in a busy GPU it must cost nothing that can
+        be measured."""
+        fused, baseline, where = self.fused.turns, self.baseline.turns, ""
+        if wins((fused, baseline)):
+            fused, baseline, where = self.fused.busy, self.baseline.busy, " in a busy GPU"
+            if fused <= EQUAL * baseline:
+                return ""
+        return f"measured slower{where}: {fused * 1e3:.0f} us fused, {baseline * 1e3:.0f} us by Inductor"
+
+    @property
+    def ratio(self) -> float:
+        """Inductor's time over ours, the lesser of both."""
+        pairs = zip(self.baseline, self.fused, strict=True)
+        return min(baseline / fused if fused > 0 else math.inf for baseline, fused in pairs)
+
+    @property
+    def gain_ms(self) -> float:
+        """What the group spares of the other side's time."""
+        return self.baseline.mean - self.fused.mean
+
+
+def wins(turns: Sequence[float]) -> bool:
+    """Is our time by turns, the first of the two, enough less than Inductor's?"""
+    fused, baseline = turns
+    return baseline >= WIN * fused
+
+
+def timed(found: dict[str, Any]) -> bool:
+    """Is this the record of a contest? Only one that was lost by turns has no times in a busy GPU."""
+    if "regions" not in found or not all(isinstance(found.get(name), float) for name in TURNS):
+        return False
+    decided = not found.keys() & set(BUSY) and not wins([found[name] for name in TURNS])
+    return decided or fully_timed(found)
+
+
+def fully_timed(found: dict[str, Any]) -> bool:
+    """Has the record all times of both sides?"""
+    return all(isinstance(found.get(name), float) for name in TIMED)
+
+
+def recorded(regions: Sequence[str], times: Sequence[Times]) -> dict[str, Any]:
+    """The record of a contest: the digests of our Regions, and both sides' times as far as they were taken."""
+    ours, theirs = times
+    found = {name: ms for name, ms in zip(TIMED, (*ours, *theirs), strict=True) if math.isfinite(ms)}
+    return {"regions": list(regions), **found}
+
+
+def outcome_of(mask: int, found: dict[str, Any]) -> Outcome:
+    """What a record says of the products of a mask."""
+    ms, busy_ms, baseline_ms, busy_baseline_ms = (found.get(name, math.inf) for name in TIMED)
+    return Outcome(mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms))

@@ -1,0 +1,161 @@
+"""A law that wins narrowly is compared with the whole program that is derived without it, on a machine that is
+pretended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import Ran, half, pretend, run, streams
+from test_training_device import trained
+from torch import fx
+
+from coda_inductor.codegen import timing
+from coda_inductor.codegen.timing import Times
+from coda_inductor.inductor.contest import Contest
+from coda_inductor.inductor.extract import goes_on_with, subgraph
+from coda_inductor.inductor.outcome import Outcome
+from coda_inductor.inductor.rehearsal import Programs
+from coda_inductor.inductor.without import Without
+from coda_inductor.patterns.graph import aten
+
+pytestmark = pytest.mark.usefixtures("uncached")
+STATISTICS = (aten.var_mean.correction, aten.mean.dim)
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_ms: float) -> list[tuple[str, ...]]:
+    """Pretends a machine on which every group takes 1 ms, Inductor 1.1, and the program without a law so long. The list
+    collects what is timed: the contest, the program without a law."""
+    pretend(monkeypatch, tmp_path)
+    seen = list[tuple[str, ...]]()
+
+    def compared(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[Times]:
+        for call in calls:
+            call()
+        if "level" in how:  # its tiles
+            return [Times(1.0, 1.0)] * len(calls)
+        theirs = 1.1 if "decided" in how else without_ms
+        seen.append(("contest",) if "decided" in how else ("without",))
+        return [Times(1.0, 1.0), Times(theirs, theirs)]
+
+    monkeypatch.setattr(timing, "compared", compared)
+    return seen
+
+
+def inferred() -> Ran:
+    return run(half(torch.bfloat16), *streams(torch.bfloat16))
+
+
+def deferred(ran: Ran) -> int:
+    """How many Regions read an operand that was put off."""
+    return sum("bilinearity" in site.laws for report in ran.reports for site in report.sites)
+
+
+STEPS: dict[str, Callable[[], Ran]] = {
+    "half": inferred,
+    "llama": lambda: trained("llama"),
+    "gpt": lambda: trained("gpt"),
+    "bert": lambda: trained("bert"),
+}
+
+
+def count(graph: fx.Graph, *targets: object) -> int:
+    return sum(node.target in targets for node in graph.nodes)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_faster_program_is_kept(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = []
+    for without_ms in (1.01, 0.99):
+        with monkeypatch.context() as patch:
+            seen = narrow(patch, tmp_path / str(without_ms), without_ms)
+            ran = STEPS[name]()
+            assert ("without",) in seen
+            rows = [row for report in ran.reports for row in report.timings if "against" in row]
+            assert rows and all(row["baseline_ms"] == without_ms and row["regions"] != row["against"] for row in rows)
+            found.append(deferred(ran))
+    assert found[0] > found[1]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_it_makes_what_the_group_stands_for(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Equal tensors from equal ones, every product and every statistic once. (BERT's Regions make a normalised stream
+    again from sums that are random here, where the user's graph reads another random stream.)"""
+    narrow(monkeypatch, tmp_path, 1.0)
+    seen, whole = list[int](), Without.steps
+
+    def steps(self: Without, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
+        made = whole(self, programs, cache_dir)
+        for made_step in made:
+            made_step()
+        graph, given = subgraph(self.group, self.plan)
+        tensors = [self.rival.value(node) for node in given]
+        wanted = programs.compiled(graph, tensors)(*tensors)
+        summed = {node for b in self.rival.builts for node in b.draft.totals}
+        for node, value in zip(goes_on_with(self.group, self.plan), wanted, strict=True):
+            if node not in summed:
+                found = self.rival.value(node)
+                assert found.shape == value.shape and found.dtype == value.dtype
+                off = float((found.double() - value.double()).norm() / value.double().norm())
+                assert off < 1e-2 or name == "bert", node
+        rest = [piece[0] for piece in self.pieces if piece]
+        assert sum(count(piece, *MATMULS) for piece in rest) + self.rival.mask.bit_count() == count(graph, *MATMULS)
+        assert sum(count(piece, *STATISTICS) for piece in rest) <= count(graph, *STATISTICS)
+        seen.append(len([piece for piece in self.pieces if piece]))
+        return made
+
+    monkeypatch.setattr(Without, "steps", steps)
+    STEPS[name]()
+    assert seen and min(seen) > 0  # the norm itself, at least
+
+
+def test_its_record_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = narrow(monkeypatch, tmp_path, 0.99)
+    first = inferred()
+    assert seen.count(("without",)) == 1
+    del seen[:]
+    again = inferred()
+    assert seen == [] and again.reports[0].timings == first.reports[0].timings
+    half_model = half(torch.bfloat16)
+    half_model.norm.register_forward_hook(lambda module, given, out: out * 2)  # what Inductor makes between them
+    run(half_model, *streams(torch.bfloat16))
+    assert ("without",) in seen
+
+
+def test_without_it_the_law_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No memory for the comparison, or no Region that wins alone."""
+    narrow(monkeypatch, tmp_path, 0.5)
+    wanted = deferred(inferred())
+    assert wanted == 0
+
+    def full(self: Without, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        seen = narrow(patch, tmp_path / "full", 0.5)
+        patch.setattr(Without, "steps", full)
+        assert deferred(inferred()) > 0 and ("without",) not in seen
+    with monkeypatch.context() as patch:
+        seen = narrow(patch, tmp_path / "alone", 0.5)
+        whole = Contest.outcome
+
+        def outcome(self: Contest, plan: Any, members: Any) -> Outcome:
+            found = whole(self, plan, members)
+            lost = not plan.firings
+            return Outcome(found.mask, Times(2.0, 2.0), Times(1.0, 1.0)) if lost else found
+
+        patch.setattr(Contest, "outcome", outcome)
+        assert deferred(inferred()) > 0 and ("without",) not in seen
+
+
+def test_what_the_busy_gpu_may_cost() -> None:
+    """What equal calls differ by: 1 %."""
+    for busy, kept in ((1.2, True), (1.009, True), (0.9902, True), (0.9899, False), (0.9, False)):
+        assert (Outcome(1, Times(1.0, 1.0), Times(1.05, busy)).loses == "") is kept
+    assert Outcome(1, Times(1.0, 1.0), Times(1.019, 2.0)).loses  # the turns must be won
+    assert Outcome(1, Times(1.0, math.inf), Times(1.019, math.inf)).loses
