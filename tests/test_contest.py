@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import half, pretend, run, streams
+from test_training_device import Layer
 from torch import Tensor, fx
 
 from coda_inductor.codegen import prebuild, store, target, timing
@@ -88,6 +89,23 @@ def test_a_group_that_the_change_does_not_reach_keeps_its_key(keys: list[str]) -
             assert run(model, *streams(torch.bfloat16)).regions == [3]
         found.append(set(keys))
     assert found[0] != found[1] and len(found[0] & found[1]) == 1
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_deeper_model_has_no_more_contests(keys: list[str], grad: bool) -> None:
+    """The mean of a residual stream has an addend for each layer before it: what a layer reads is the sum of all but
+    its own."""
+    found = []
+    for depth in (4, 5):
+        keys.clear()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Layer("LayerNorm", "plain", "gelu, tanh", False, True) for _ in range(depth)))
+        x = torch.randn(4, 80, 64, dtype=torch.bfloat16, requires_grad=grad)
+        (regions,) = run(model.bfloat16(), x, grad=grad).regions
+        assert regions > 3 * depth
+        found.append(len(set(keys)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("package", ["nvidia-cutlass-dsl", "quack-kernels", "torch"])

@@ -68,7 +68,7 @@ def count(graph: fx.Graph, *targets: object) -> int:
     return sum(node.target in targets for node in graph.nodes)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["half", "gpt"])
 def test_the_faster_program_is_kept(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = []
     for without_ms in (1.01, 0.99):

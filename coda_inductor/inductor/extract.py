@@ -74,14 +74,15 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
         return node
 
     def sum_of(s: Term) -> fx.Node | None:
-        return given(s) if plan.summed(s) else None
+        return given(s) if plan.summed(s) or s in plan.combined else None
 
     def statistic(s: Term) -> tuple[fx.Node, Fraction]:
         held = plan.statistic(s)
         assert held is not None
         return held
 
-    vectors = Vectors(plan.program.lifted, call, sum_of, statistic, plan.pair, built.region.compute)
+    compute, others = built.region.compute, plan.combined - {c.term for c in wanted}
+    vectors = Vectors(plan.program.lifted, call, sum_of, statistic, plan.pair, compute, others)
     new.output(tuple(vectors.write(c) for c in wanted))
     return new, list(copies)
 
@@ -152,17 +153,20 @@ def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], li
 
 
 def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list[fx.Node]) -> Program:
-    """The needed nodes, of which some are given."""
-    new, copies, tensors = fx.Graph(), dict[fx.Node, Any](), list[fx.Node]()
-    for node in (n for n in plan.program.lifted.graph.nodes if n in needed):
-        if isinstance(node.meta.get("val"), torch.SymInt):
-            copies[node] = hint(node.meta["val"])
-        elif node in given and isinstance(node.meta.get("val"), Tensor):
-            copies[node] = new.placeholder(node.name)
-            copies[node].meta["val"] = node.meta["val"]
-            tensors.append(node)
-        else:
-            copies[node] = new.node_copy(node, lambda n: copies[n])
+    """The needed nodes, of which some are given: these in the order in which they are read, so that equal layers are
+    one program, wherever in the graph their inputs stand."""
+    new, copies = fx.Graph(), dict[fx.Node, Any]()
+    nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
+    copies |= {n: hint(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), torch.SymInt)}
+    given = {n for n in given if isinstance(n.meta.get("val"), Tensor)}
+    made = [n for n in nodes if n not in given and n not in copies]
+    tensors = list(dict.fromkeys(a for n in made for a in n.all_input_nodes if a in given))
+    tensors += [n for n in wanted if n in given]
+    for node in tensors:
+        copies[node] = new.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
+    for node in made:
+        copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output(tuple(copies[n] for n in wanted))
     return written_out(new), tensors
 

@@ -47,7 +47,8 @@ class Programs:
         new, keys = small(plan, group, built, wanted)
         tensors = [group.value(key) if isinstance(key, fx.Node) else group.made(key) for key in keys]
         run = self.compiled(new, tensors)
-        group.values |= dict(zip(wanted, run(*tensors), strict=True))
+        made = dict(zip(wanted, run(*tensors), strict=True))
+        group.values |= made | {c.term: value for c, value in made.items() if c.term in plan.combined}
         return [lambda: run(*tensors)]
 
     def baseline(self, group: Group, plan: Plan) -> Callable[[], object]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -47,6 +48,8 @@ class Vectors:
     statistic: Callable[[Term], tuple[fx.Node, Fraction]]
     pair: Callable[[Term], Pair | None]
     compute: torch.dtype
+    combined: AbstractSet[Term] = frozenset()
+    """Sums of per-token vectors that `sum_of` gives."""
     done: dict[tuple[Term, bool], tuple[fx.Node, Order]] = field(default_factory=dict)
 
     def write(self, c: Computed) -> fx.Node:
@@ -107,11 +110,32 @@ class Vectors:
             args, order = self._aligned(t.args, token)
             args = [self._power(a, p) for a, p in zip(args, t.powers, strict=True)]
             return self._folded(aten.mul.Tensor, args, t.coefficient, 1), order
-        together, rest = self._alike(t) if token else ([], list(zip(t.args, t.powers, strict=True)))
+        addends, number, known = list(zip(t.args, t.powers, strict=True)), t.coefficient, list[fx.Node]()
+        if token and (part := self._part(t)) is not None:
+            addends = [(a, w) for a, w in addends if a not in part.args]
+            number, known = number - part.coefficient, [self._vector(part)]
+        together, rest = self._alike(addends) if token else ([], addends)
         args, order = self._aligned(tuple(a for a, _ in rest), token) if rest else ([], ())
-        order = order or ((TOKENS,) if together else ())  # beside scalars only, say
+        order = order or ((TOKENS,) if known or together else ())  # beside scalars only, say
         args = [self._times(a, w) for a, (_, w) in zip(args, rest, strict=True)]
-        return self._folded(aten.add.Tensor, args + together, t.coefficient, 0), order
+        return self._folded(aten.add.Tensor, known + args + together, number, 0), order
+
+    def _part(self, t: Term) -> Term | None:
+        """The largest part of a sum whose vector there is. (The mean of a residual stream has an addend for every layer
+        before it, and the last layer's mean has all but one or two.)"""
+        mine = dict(zip(t.args, t.powers, strict=True))
+        there = {x for x, token in self.done if token and x.kind == "add"} | self.combined
+        parts = (x for x in there if len(x.args) < len(mine))
+        found = [x for x in parts if all(mine.get(a) == w for a, w in zip(x.args, x.powers, strict=True))]
+        return max(found, key=lambda x: len(x.args), default=None)
+
+    def _vector(self, t: Term) -> fx.Node:
+        """The vector of a sum that there is."""
+        if (t, True) in self.done:
+            return self.done[t, True][0]
+        made = self.sum_of(t)
+        assert made is not None
+        return made
 
     def _folded(self, op: object, args: list[fx.Node], coefficient: Fraction, neutral: int) -> fx.Node:
         """The product or the sum of `args` and a number."""
@@ -123,11 +147,11 @@ class Vectors:
     def _times(self, a: fx.Node, w: Fraction) -> fx.Node:
         return a if w == 1 else self.call(a, aten.mul.Tensor, a, float(w))
 
-    def _alike(self, t: Term) -> tuple[list[fx.Node], list[tuple[Term, Fraction]]]:
+    def _alike(self, addends: list[tuple[Term, Fraction]]) -> tuple[list[fx.Node], list[tuple[Term, Fraction]]]:
         """Of an addition's sums over tensors that are not ours to make, those over one shape as one sum: one pass reads
         them all, as dq * q + dk * k + dv * v. And the other addends."""
         groups, rest = defaultdict[Any, list[tuple[Term, Fraction, Pair]]](list), list[tuple[Term, Fraction]]()
-        for arg, w in zip(t.args, t.powers, strict=True):
+        for arg, w in addends:
             beside = arg.kind == "red" and self.sum_of(arg) is None and (arg, True) not in self.done
             if beside and (pair := self.pair(arg)) is not None:
                 shape = g.tensor(pair.tensors[0]).shape  # type: ignore[union-attr]

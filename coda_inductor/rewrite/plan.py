@@ -36,6 +36,8 @@ class Plan:
     refused: list[Refusal] = field(default_factory=list)
     sums: set[Term] = field(default_factory=set)
     again: Again = field(default_factory=Again)
+    combined: set[Term] = field(default_factory=set)
+    """Sums of several per-token vectors that are computed outside epilogues."""
     crowded: int = 0
     """Products, as a bit set, whose epilogues would read too many vectors if they combined them themselves."""
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
@@ -326,6 +328,8 @@ class Plan:
                 raise Conflict(banned={a.bit: f"no node holds {s}" for a in space.accs})
             for node in read:
                 self.need(node)
+        if extent == "token" and x.kind == "add":
+            self.combined.add(x)
         return Computed(x, extent, self._axes(x, space))
 
     def summed(self, red: Term) -> bool:
