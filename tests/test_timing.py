@@ -189,6 +189,31 @@ def test_a_last_call_that_may_be_off(stream: Stream) -> None:
         assert stream.host_s == pytest.approx(timing.PAUSE_S + (tries - 1) * timing.REST_S, abs=1e-3)
 
 
+@pytest.mark.parametrize("ratios", [False, True])
+def test_what_is_taken_from_all_may_be_off_where_the_order_is_asked_for(stream: Stream, ratios: bool) -> None:
+    """The company is slower in the burst than in its rise: the burst is tried again only for the sake of ratios."""
+    calls, company = [stream.call("a", 0.5), stream.call("b", 0.7)], stream.call("company", 0.02)
+
+    def slower() -> None:
+        company()
+        stream.now_ms += 0.002 if stream.launched.count("a") > 12 else 0.0  # from the burst's first share on
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "company_on", lambda device: slower)
+        timing.compared(calls, 5, ratios=ratios)
+    assert (stream.host_s > timing.PAUSE_S + timing.REST_S) is ratios
+
+
+def test_a_rise_may_take_most_of_its_time(stream: Stream) -> None:
+    """Only its end is compared: clocks that hold after 0.1 s are no reason to try again."""
+
+    def rising() -> None:
+        stream.now_ms += 8.0 if stream.now_ms < 100 else 10.0
+
+    timing.repeated([stream.call("a", 10.0), rising], [10.0] * 2)
+    assert stream.host_s == pytest.approx(timing.PAUSE_S, abs=1e-3)
+
+
 def test_clocks_that_sink_evenly_hit_all_alike(stream: Stream) -> None:
     def call() -> None:
         stream.now_ms += 1.0 + 2e-5 * stream.now_ms

@@ -160,8 +160,8 @@ def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list
     copies |= {n: hint(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), torch.SymInt)}
     given = {n for n in given if isinstance(n.meta.get("val"), Tensor)}
     made = [n for n in nodes if n not in given and n not in copies]
-    tensors = list(dict.fromkeys(a for n in made for a in n.all_input_nodes if a in given))
-    tensors += [n for n in wanted if n in given]
+    read = [a for n in made for a in n.all_input_nodes]
+    tensors = list(dict.fromkeys(n for n in (*read, *wanted) if n in given))
     for node in tensors:
         copies[node] = new.placeholder(node.name)
         copies[node].meta["val"] = node.meta["val"]

@@ -10,9 +10,9 @@ from typing import Any
 from coda_inductor.codegen.timing import Times
 
 WIN = 1.02  # Inductor's time over ours by turns, at least
-EQUAL = 1.01  # ours over Inductor's in a busy GPU, at most: equal calls compared as 1.002 to 1.013 (bench/clocks.py)
-TURNS, BUSY = ("ms", "baseline_ms"), ("busy_ms", "busy_baseline_ms")  # of a record: ours and Inductor's
-TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # our Times and Inductor's
+COSTS = 0.01  # of Inductor's time in a busy GPU, at most: six equal calls lay 0.2 to 1.3 % apart (bench/clocks.py)
+TURNS, BUSY = ("ms", "baseline_ms"), ("busy_ms", "busy_baseline_ms")  # of a record: ours and the other side's
+TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # our Times and the other side's
 FREE, SLOW = Times(0.0, 0.0), Times(math.inf, math.inf)
 
 
@@ -27,12 +27,11 @@ class Outcome:
 
     @property
     def loses(self) -> str:
-        """Why the group is not kept; empty if it wins: by turns, and in a busy GPU it must cost nothing that can
-        be measured."""
+        """Why the group is not kept; empty if it wins: by turns, and in a busy GPU it may cost hardly more."""
         fused, baseline, where = self.fused.turns, self.baseline.turns, ""
         if wins((fused, baseline)):
             fused, baseline, where = self.fused.busy, self.baseline.busy, " in a busy GPU"
-            if fused <= EQUAL * baseline:
+            if fused - baseline <= COSTS * abs(baseline):
                 return ""
         return f"measured slower{where}: {fused * 1e3:.0f} us fused, {baseline * 1e3:.0f} us by Inductor"
 

@@ -3,7 +3,8 @@ same nodes of the user's graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -48,7 +49,9 @@ class Programs:
         tensors = [group.value(key) if isinstance(key, fx.Node) else group.made(key) for key in keys]
         run = self.compiled(new, tensors)
         made = dict(zip(wanted, run(*tensors), strict=True))
-        group.values |= made | {c.term: value for c, value in made.items() if c.term in plan.combined}
+        group.values |= made | {
+            c.term: value for c, value in made.items() if c.extent == "token" and c.term in plan.combined
+        }
         return [lambda: run(*tensors)]
 
     def baseline(self, group: Group, plan: Plan) -> Callable[[], object]:
@@ -67,7 +70,9 @@ def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any
         return cast(Callable[..., Any], made)
 
 
-def rehearse(group: Group, built: Built, cache_dir: str | None, anew: Sequence[fx.Node] = ()) -> Callable[[], None]:
+def rehearse(
+    group: Group, built: Built, cache_dir: str | None, anew: AbstractSet[fx.Node] = frozenset()
+) -> Callable[[], None]:
     """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch. The nodes
     `anew` have another value each time."""
     inputs = [group.input(built, i, s) for i, s in enumerate(built.inputs)]

@@ -49,7 +49,7 @@ class Vectors:
     pair: Callable[[Term], Pair | None]
     compute: torch.dtype
     combined: AbstractSet[Term] = frozenset()
-    """Sums of per-token vectors that `sum_of` gives."""
+    """Sums of per-token vectors that `sum_of` gives, too."""
     done: dict[tuple[Term, bool], tuple[fx.Node, Order]] = field(default_factory=dict)
 
     def write(self, c: Computed) -> fx.Node:
@@ -110,13 +110,19 @@ class Vectors:
             args, order = self._aligned(t.args, token)
             args = [self._power(a, p) for a, p in zip(args, t.powers, strict=True)]
             return self._folded(aten.mul.Tensor, args, t.coefficient, 1), order
-        addends, number, known = list(zip(t.args, t.powers, strict=True)), t.coefficient, list[fx.Node]()
+        addends, number = list(zip(t.args, t.powers, strict=True)), t.coefficient
+        known, order = list[fx.Node](), Order()
         if token and (part := self._part(t)) is not None:
             addends = [(a, w) for a, w in addends if a not in part.args]
-            number, known = number - part.coefficient, [self._vector(part)]
+            if (part, True) not in self.done:
+                made = self.sum_of(part)
+                assert made is not None
+                self.done[part, True] = made, (TOKENS,)
+            known, order = [self.done[part, True][0]], self.done[part, True][1]
+            number -= part.coefficient
         together, rest = self._alike(addends) if token else ([], addends)
-        args, order = self._aligned(tuple(a for a, _ in rest), token) if rest else ([], ())
-        order = order or ((TOKENS,) if known or together else ())  # beside scalars only, say
+        args, own = self._aligned(tuple(a for a, _ in rest), token) if rest else ([], ())
+        order = own or order or ((TOKENS,) if together else ())  # beside scalars only, say
         args = [self._times(a, w) for a, (_, w) in zip(args, rest, strict=True)]
         return self._folded(aten.add.Tensor, known + args + together, number, 0), order
 
@@ -125,17 +131,8 @@ class Vectors:
         before it, and the last layer's mean has all but one or two.)"""
         mine = dict(zip(t.args, t.powers, strict=True))
         there = {x for x, token in self.done if token and x.kind == "add"} | self.combined
-        parts = (x for x in there if len(x.args) < len(mine))
-        found = [x for x in parts if all(mine.get(a) == w for a, w in zip(x.args, x.powers, strict=True))]
-        return max(found, key=lambda x: len(x.args), default=None)
-
-    def _vector(self, t: Term) -> fx.Node:
-        """The vector of a sum that there is."""
-        if (t, True) in self.done:
-            return self.done[t, True][0]
-        made = self.sum_of(t)
-        assert made is not None
-        return made
+        found = [x for x in there if all(mine.get(a) == w for a, w in zip(x.args, x.powers, strict=True))]
+        return max(found, key=lambda x: (len(x.args), -x.id), default=None)
 
     def _folded(self, op: object, args: list[fx.Node], coefficient: Fraction, neutral: int) -> fx.Node:
         """The product or the sum of `args` and a number."""

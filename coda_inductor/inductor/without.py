@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from coda_inductor.inductor.extract import Program, described, goes_on_with, on_the_way, piece, read, waits
 from coda_inductor.inductor.group import Group, hint
 from coda_inductor.inductor.rehearsal import Programs, rehearse
+from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.plan import Plan
 
 Wanted = tuple[list[fx.Node], frozenset[fx.Node]]
@@ -32,16 +34,27 @@ class Without:
     @functools.cached_property
     def wanted(self) -> list[Wanted]:
         """What Inductor makes before each Region, as that reads it, and at the end. What the user's graph goes on with
-        is made in passing, as a norm writes its statistics for the backward."""
-        found, done = list[Wanted](), frozenset[fx.Node]()
-        left = goes_on_with(self.group, self.plan)
-        for built in self.rival.builts:
-            nodes = [n for n in read(built, self.other, self.rival, self.group.mask) if n not in done]
-            passed = on_the_way(self.group, self.plan, nodes, done)
-            nodes += [n for n in left if n in passed and n not in nodes]
-            found.append((nodes, done))
-            done |= {*nodes, *built.draft.supplies, *built.draft.totals}
-        return [*found, ([n for n in left if n not in done], done)]
+        is made in passing, as a norm writes its statistics for the backward, and so is what lies in memory and a later
+        program reads."""
+        found, done, nodes = list[Wanted](), frozenset[fx.Node](), self.plan.program.lifted.graph.nodes
+        way = functools.partial(on_the_way, self.group, self.plan)
+        supplied = [{*b.draft.supplies, *b.draft.totals} for b in self.rival.builts]
+        asked = [read(b, self.other, self.rival, self.group.mask) for b in self.rival.builts]
+        asked.append(goes_on_with(self.group, self.plan))
+        for i, names in enumerate(asked):
+            wanted = [n for n in names if n not in done]
+            there = done.union(wanted, *supplied)
+            later = way([n for more in asked[i + 1 :] for n in more if n not in there], there)
+            passed = way(wanted, done) - {*wanted}
+            wanted += [n for n in nodes if n in passed and (n in asked[-1] or (n in later and self._lies(n)))]
+            found.append((wanted, done))
+            done = done.union(wanted, *supplied[i : i + 1])
+        return found
+
+    def _lies(self, node: fx.Node) -> bool:
+        """Is the node a tensor in memory, of itself or as one of several?"""
+        lies = self.group.memory.holds(node) or node.target is operator.getitem
+        return lies and isinstance(node.meta["val"], Tensor)
 
     @functools.cached_property
     def pieces(self) -> list[Program | None]:
@@ -55,30 +68,38 @@ class Without:
         return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
 
     def steps(self, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
-        """All in running order, on the tensors that the group has, and each on what those before it make."""
+        """All in running order, on the tensors that the group has. Each reads the tiles that those before it made (and
+        of small computations what they made first, a vector)."""
         values, late = self.rival.values, functools.partial(waits, self.plan, self.group.mask)
         values |= {k: v for k, v in self.group.values.items() if isinstance(k, fx.Node) and not late(k)}
-        steps = list[Callable[[], object]]()
+        steps, made, views = list[Callable[[], object]](), set[fx.Node](), set[fx.Node]()
         for i, (nodes, _) in enumerate(self.wanted):
-            if (made := self.pieces[i]) is not None:
-                steps.append(self._run(programs, made, nodes))
+            if (program := self.pieces[i]) is not None:
+                steps.append(self._run(programs, program, nodes, views))
+                made.update(nodes)
             if i == len(self.rival.builts):
                 break
             built = self.rival.builts[i]
             steps += programs.computations(self.other, self.rival, built)
-            steps.append(rehearse(self.rival, built, cache_dir, anew=nodes))
+            read = {n for n in built.inputs if isinstance(n, fx.Node) and (n in made or g.root(n, g.is_view) in made)}
+            views |= read - made
+            steps.append(rehearse(self.rival, built, cache_dir, anew=read))
             for node, stored in built.draft.supplies.items():
                 values[node] = values[stored].reshape([hint(s) for s in node.meta["val"].shape])
         return steps
 
-    def _run(self, programs: Programs, made: Program, nodes: list[fx.Node]) -> Callable[[], object]:
-        """Runs one of Inductor's programs once, and returns it: what it makes become values of the rival."""
-        graph, given = made
-        tensors = [self.rival.value(node) for node in given]
-        run = programs.compiled(graph, tensors)
+    def _run(
+        self, programs: Programs, program: Program, nodes: list[fx.Node], views: set[fx.Node]
+    ) -> Callable[[], object]:
+        """Runs one of Inductor's programs once, and returns it: what it makes become values of the rival, in whose
+        place no `views` of earlier ones are left."""
+        (graph, given), rival = program, self.rival
+        run = programs.compiled(graph, [rival.value(node) for node in given])
 
         def step() -> None:
-            self.rival.values.update(zip(nodes, run(*tensors), strict=True))
+            rival.values.update(zip(nodes, run(*(rival.value(node) for node in given)), strict=True))
+            for view in views:
+                rival.values.pop(view, None)
 
         step()
         return step

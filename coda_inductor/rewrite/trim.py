@@ -44,6 +44,7 @@ def trim(plan: Plan) -> Plan:
         d.supplies = {node: s for node, s in d.supplies.items() if s in d.stores}
         d.totals = {node: total for node, total in d.totals.items() if total[0] in d.sums}
     plan.sums = {t for d in drafts for t in d.sums}
+    plan.combined = set()  # building asks for them again
     return plan
 
 
