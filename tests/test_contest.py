@@ -74,6 +74,22 @@ def test_names_play_no_part(keys: list[str]) -> None:
     assert first(keys, silu, X, T) == first(keys, silu_again, X.clone(), T.clone())
 
 
+def test_where_its_inputs_stand_plays_no_part(keys: list[str]) -> None:
+    """The stream is an input of the graph, after the weight or before it, or is made in it."""
+
+    def added(y: Tensor, stream: Tensor) -> Tensor:
+        return F.silu(F.linear(y, W)) + stream
+
+    def turned(y: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        return stream.sort(0).values, added(y, stream)
+
+    def made(y: Tensor, stream: Tensor) -> Tensor:
+        return added(y, stream.sort(0).values)
+
+    found = {first(keys, f, X, X.clone()) for f in (added, turned, made)}
+    assert len(found) == 1
+
+
 def test_what_it_stands_for_is_in_the_key(keys: list[str]) -> None:
     assert first(keys, silu, X, T) != first(keys, silu_spelled, X, T)
 
