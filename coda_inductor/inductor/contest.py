@@ -118,8 +118,7 @@ class Contest:
         key = without.key()
         found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
         if found is None:
-            here = torch.cuda.device(-1 if self.device.index is None else self.device.index)
-            with torch.no_grad(), unset_fake_temporarily(), here:
+            with self.real_tensors():
                 fused = self.fused(group, plan)
                 steps = without.steps(self._programs, self.settings.cache_dir)
                 times = timing.compared([fused, in_order(steps)], ROUNDS)
@@ -208,12 +207,17 @@ class Contest:
 
     def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
         """Tunes the group's kernels, then times both ways."""
+        with self.real_tensors():
+            fused, before = self.fused(group, plan), self._programs.baseline(group, plan)
+            times = timing.compared([fused, before], ROUNDS, decided=lambda turns: not wins(turns))
+        return recorded(group.digests, times)
+
+    @contextlib.contextmanager
+    def real_tensors(self) -> Iterator[None]:
+        """Within, tensors are real, on the graph's device."""
         here = torch.cuda.device(-1 if self.device.index is None else self.device.index)
         with torch.no_grad(), unset_fake_temporarily(), here:
-            fused, before = self.fused(group, plan), self._programs.baseline(group, plan)
-            return recorded(
-                group.digests, timing.compared([fused, before], ROUNDS, decided=lambda turns: not wins(turns))
-            )
+            yield
 
     def fused(self, group: Group, plan: Plan) -> Callable[[], None]:
         """The group's side: its kernels, which are tuned before, and what they need beside them."""

@@ -76,9 +76,9 @@ class Vectors:
     def _new(self, t: Term, token: bool) -> tuple[fx.Node, Order]:
         if t.kind == "leaf":
             return self._leaf(t, token)
+        if (t.kind == "red" or t in self.combined) and (made := self.sum_of(t)) is not None:
+            return made, (TOKENS,)
         if t.kind == "red":
-            if (made := self.sum_of(t)) is not None:
-                return made, (TOKENS,)
             if token and (pair := self.pair(t)) is not None:
                 return self._summed(pair, self._product(pair)), (TOKENS,)
             if token:
@@ -114,12 +114,8 @@ class Vectors:
         known, order = list[fx.Node](), Order()
         if token and (part := self._part(t)) is not None:
             addends = [(a, w) for a, w in addends if a not in part.args]
-            if (part, True) not in self.done:
-                made = self.sum_of(part)
-                assert made is not None
-                self.done[part, True] = made, (TOKENS,)
-            known, order = [self.done[part, True][0]], self.done[part, True][1]
-            number -= part.coefficient
+            vector, order = self._value(part, token)
+            known, number = [vector], number - part.coefficient
         together, rest = self._alike(addends) if token else ([], addends)
         args, own = self._aligned(tuple(a for a, _ in rest), token) if rest else ([], ())
         order = own or order or ((TOKENS,) if together else ())  # beside scalars only, say

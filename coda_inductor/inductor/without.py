@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from coda_inductor.inductor.extract import Program, described, goes_on_with, on_the_way, piece, read, waits
 from coda_inductor.inductor.group import Group, hint
 from coda_inductor.inductor.rehearsal import Programs, rehearse
-from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.plan import Plan
 
 Wanted = tuple[list[fx.Node], frozenset[fx.Node]]
@@ -68,38 +67,31 @@ class Without:
         return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
 
     def steps(self, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
-        """All in running order, on the tensors that the group has. Each reads the tiles that those before it made (and
-        of small computations what they made first, a vector)."""
+        """All in running order, on the tensors that the group has. Each reads the tiles that those before it made (of
+        small computations, which are vectors, and of views what was made first)."""
         values, late = self.rival.values, functools.partial(waits, self.plan, self.group.mask)
         values |= {k: v for k, v in self.group.values.items() if isinstance(k, fx.Node) and not late(k)}
-        steps, made, views = list[Callable[[], object]](), set[fx.Node](), set[fx.Node]()
+        steps, made = list[Callable[[], object]](), set[fx.Node]()
         for i, (nodes, _) in enumerate(self.wanted):
             if (program := self.pieces[i]) is not None:
-                steps.append(self._run(programs, program, nodes, views))
+                steps.append(self._run(programs, program, nodes))
                 made.update(nodes)
             if i == len(self.rival.builts):
                 break
             built = self.rival.builts[i]
             steps += programs.computations(self.other, self.rival, built)
-            read = {n for n in built.inputs if isinstance(n, fx.Node) and (n in made or g.root(n, g.is_view) in made)}
-            views |= read - made
-            steps.append(rehearse(self.rival, built, cache_dir, anew=read))
+            steps.append(rehearse(self.rival, built, cache_dir, anew=made))
             for node, stored in built.draft.supplies.items():
                 values[node] = values[stored].reshape([hint(s) for s in node.meta["val"].shape])
         return steps
 
-    def _run(
-        self, programs: Programs, program: Program, nodes: list[fx.Node], views: set[fx.Node]
-    ) -> Callable[[], object]:
-        """Runs one of Inductor's programs once, and returns it: what it makes become values of the rival, in whose
-        place no `views` of earlier ones are left."""
+    def _run(self, programs: Programs, program: Program, nodes: list[fx.Node]) -> Callable[[], object]:
+        """Runs one of Inductor's programs once, and returns it: what it makes become values of the rival."""
         (graph, given), rival = program, self.rival
         run = programs.compiled(graph, [rival.value(node) for node in given])
 
         def step() -> None:
             rival.values.update(zip(nodes, run(*(rival.value(node) for node in given)), strict=True))
-            for view in views:
-                rival.values.pop(view, None)
 
         step()
         return step
