@@ -227,6 +227,22 @@ def test_candidates_are_legal_at_every_size() -> None:
                 assert legality.stages(region, config).ab >= legality.MIN_STAGES
 
 
+def test_tiles_for_widths_and_depths() -> None:
+    """208 columns for 160 where they cover no more; larger tiles for deep sums; neither where they spill."""
+
+    def tiles(region: Region) -> set[str]:
+        return {str(c) for c in legality.candidates(region, 8192)}
+
+    wide, narrow, large = str(legality.WIDE), "128x160pp2x1", {"256x192co2x1n", "256x192co1x2"}
+    for n, covers in ((2048, True), (4096, True), (1024, True), (1600, False), (4800, False)):
+        assert (wide in tiles(norm_producer(n, 2048)), narrow in tiles(norm_producer(n, 2048))) == (covers, not covers)
+    assert wide not in tiles(swiglu(5504, 2048)) and narrow in tiles(swiglu(5504, 2048))
+    assert wide not in tiles(norm_backward(2048, 5504))
+    assert large <= tiles(swiglu(22016, 8192)) and large <= tiles(token_scale(8192, 8192))
+    assert not large & (tiles(token_scale(8192, 8184)) | tiles(norm_backward(8192, 22016)))
+    assert wide in tiles(norm_producer(8192, 22016)) and not large & tiles(norm_producer(8192, 22016))  # no stages left
+
+
 def test_buckets() -> None:
     assert [legality.bucket(m) for m in (1, 64, 65, 1000, 8192, 8193, 10**9)] == [64, 64, 128, 1024, 8192, 16384, 32768]
 

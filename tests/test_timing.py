@@ -107,7 +107,7 @@ def test_what_the_turns_decide_is_not_timed_on(stream: Stream) -> None:
         return len(asked) == 1
 
     assert timing.compared(calls, 5, decided=decided) == [pytest.approx((ms, math.inf)) for ms in (0.50, 0.505)]
-    assert stream.launched.count("a") == 1 + 3 + 5 and "company" not in stream.launched
+    assert stream.launched.count("a") == 1 + 3 + 1 + 5 and "company" not in stream.launched
     assert timing.compared(calls, 5, decided=decided) == [pytest.approx((ms, ms)) for ms in (0.50, 0.505)]
     assert asked == [pytest.approx([0.50, 0.505])] * 2
 
@@ -121,7 +121,38 @@ def test_a_host_that_falls_behind_has_more_company_or_is_not_timed(stream: Strea
     del stream.launched[:]
     calls = [stream.call("a", 0.5, launch_s=2e-3), stream.call("b", 0.7)]  # 107: more than three times its work
     assert timing.compared(calls, 5) == [pytest.approx((0.5, 0.5)), pytest.approx((0.7, 0.7))]
-    assert stream.launched.count("a") == 1 + 3 + 5  # and no burst
+    assert stream.launched.count("a") == 1 + 3 + 1 + 5  # and no burst
+
+
+def test_long_calls_are_their_own_company(stream: Stream) -> None:
+    """Each under its own load, there and back, only once where the order is all that is asked for; no turns decide."""
+    stream.call("heats", 20.0, power=2.0)()
+    for ratios, there_and_back in ((True, "abba" * timing.PASSES), (False, "abba")):
+        del stream.launched[:]
+        calls = [stream.call("a", 8.0, power=1.25), stream.call("b", 10.0)]
+        a, b = timing.compared(calls, 5, ratios=ratios, slack=1.1, decided=lambda turns: True)
+        assert a == pytest.approx((10.0, 10.0), rel=1e-3) and b == pytest.approx((10.0, 10.0))
+        before = 4 + 1  # launches that are timed on the host, and by turns
+        risen = timing.STEADY_MS // 10
+        assert "".join(stream.launched[2 * before : 2 * before + risen]) == "b" * risen
+        shares = "".join(stream.launched[2 * before + risen :])
+        assert re.sub(r"(.)\1+", r"\1", shares) == re.sub(r"(.)\1+", r"\1", there_and_back)
+        passes = len(there_and_back) // 4
+        assert (shares.count("a"), shares.count("b")) == (2 * passes * (12 + 8), 2 * passes * (12 + 8))
+        assert stream.host_s < timing.PAUSE_S  # nothing rests
+
+
+def test_calls_just_short_of_long_have_company(stream: Stream) -> None:
+    timing.compared([stream.call("a", 7.9), stream.call("b", 30.0)], 5)
+    assert "company" in stream.launched
+
+
+def test_loads_that_sink_evenly_hit_all_alike(stream: Stream) -> None:
+    def call() -> None:
+        stream.now_ms += 10.0 + 1e-4 * stream.now_ms
+
+    first, second = timing.steady([call] * 2, [10.0] * 2, 2)
+    assert second == pytest.approx(first, rel=1e-3)
 
 
 def test_how_much_company() -> None:

@@ -30,6 +30,11 @@ PAUSE_S, REST_S = 0.25, 0.5  # before a burst; before another try
 SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
 LEVEL, TRIES = 0.03, 3  # how far a call's times may lie apart
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
+# Of longer calls too few fit into a burst, and by turns they have their neighbours' clocks: in a layer of width 8192
+# (calls of 8 to 20 ms, H200) a call's two times in a burst lay up to 14 % apart. Under a load that lasts longer than
+# the fall above, a pair measured twice (in one pass) compared 0.3 to 3.4 % apart, 2.1 at the median.
+LONG_MS = 8
+STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 200, 3  # until then; a call's share from there; for ratios
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
 # then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
@@ -65,10 +70,14 @@ def compared(
 
     At its power limit a GPU lowers its clocks for all that it runs, within some 50 ms (bench/sustained.py): what draws
     more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
-    shows."""
+    shows. A call that takes LONG_MS is its own company: its time in a GPU that ran nothing else until its clocks held
+    counts for both."""
     if not calls:
         return []
     launching_s = launching(calls)
+    turns = by_turns(calls, 1, launching_s)
+    if min(turns) >= LONG_MS:
+        return [Times(ms, ms) for ms in steady(calls, turns, passes=PASSES if ratios else 1)]
     turns = by_turns(calls, rounds, launching_s)
     if decided(turns):
         return [Times(ms, math.inf) for ms in turns]
@@ -151,6 +160,22 @@ def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL
             return best
     log.info("the clocks did not hold: a call's times differ by %.1f %%, %d tried", 100 * drift, tries)
     return best
+
+
+def steady(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[float]:
+    """The ms of each call under a load that lasts: each is repeated alone, one call after the other and back again, in
+    this many passes, whose mean counts. `about` says how long they take, roughly."""
+    order = [*range(len(calls)), *reversed(range(len(calls)))] * passes
+    rest_ms = SETTLING * LONG_SHARE_MS
+    run_for(calls[-1], STEADY_MS, about[-1])
+    marks = [block(calls[i], rest_ms, LONG_SHARE_MS - rest_ms, about[i]) for i in order]
+    torch.cuda.synchronize()
+    times: list[list[float]] = [[] for _ in calls]
+    for i, (start, end, count) in zip(order, marks, strict=True):
+        times[i].append(start.elapsed_time(end) / count)
+    off = max(max(t) / min(t) - 1 for t in times)
+    log.debug("of %d long calls one differs by %.1f %% from itself", len(calls), 100 * off)
+    return [statistics.fmean(t) for t in times]
 
 
 def block(call: Call, before_ms: float, share_ms: float, ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:

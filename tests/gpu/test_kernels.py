@@ -53,6 +53,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, swiglu_backward, bias_sums,
 )  # fmt: skip
+TILES = tuple(dict.fromkeys((*legality.LARGE, legality.WIDE, *legality.DEEP)))
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = str(tmp_path_factory.mktemp("store") / "kernels")
     regions = [make(1000, 520) for make in CASES]
     jobs = [Job(r, legality.candidates(r, m)[0], swap) for r in regions for m in (64, 8192) for swap in lane_orders(r)]
-    jobs += [
-        Job(r, c) for make in EVERYWHERE if (r := make(1000, 520)) for c in legality.LARGE if legality.is_legal(r, c)
-    ]
+    jobs += [Job(r, c) for make in EVERYWHERE if (r := make(1000, 520)) for c in TILES if legality.is_legal(r, c)]
     prebuild(jobs + [Job(r, legality.candidates(r, 200)[0]) for r in RANDOM], directory)
     return directory
 
@@ -95,7 +94,7 @@ def test_cases(make: Callable[[int, int], Region], n: int, m: int, cache_dir: st
 def test_as_many_clusters_are_resident_as_the_driver_says() -> None:
     from quack.cute_dsl_utils import get_max_active_clusters
 
-    for m, n in {(c.cluster_m, c.cluster_n) for c in legality.LARGE}:
+    for m, n in {(c.cluster_m, c.cluster_n) for c in TILES}:
         assert executable.resident(Config(128, 128, m, n, True)) == get_max_active_clusters(m * n)
 
 
@@ -104,7 +103,7 @@ def test_every_configuration(make: Callable[[int, int], Region], cache_dir: str)
     region = make(1000, 520)
     inputs = random_inputs(region, 777, "cuda")
     wrong: dict[str, dict[int, float]] = {}
-    for config in legality.LARGE:
+    for config in TILES:
         if legality.is_legal(region, config):
             outs = blank_outputs(region, 777, "cuda")
             launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)
