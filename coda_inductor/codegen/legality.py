@@ -116,7 +116,10 @@ def _large(region: Region) -> tuple[Config, ...]:
     table = DEEP if max(p.k for p in region.products) >= DEEP_K else LARGE
     if not is_legal(region, WIDE):
         return table
-    covered = lambda c: -(-region.n // c.tile_n) * c.tile_n  # noqa: E731
+
+    def covered(config: Config) -> int:
+        return -(-region.n // config.tile_n) * config.tile_n
+
     return tuple(WIDE if c.tile_n == 160 and covered(WIDE) <= covered(c) else c for c in table)
 
 
