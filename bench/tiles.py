@@ -1,14 +1,15 @@
 """Which tiles belong into legality.LARGE: those that it has and others, in a busy GPU and by turns.
 
-    python bench/tiles.py [FILE]      (default: bench/results/tiles.jsonl)
+    python bench/tiles.py [CASE ...] [--out FILE]      (default: all of WORK, bench/results/tiles.jsonl)
 
 One JSON line per Region and tile: "busy_ms" is what it adds to a busy GPU, "turns_ms" the median of a rotation of all
-(timing.compared; tiles are chosen by the mean of both). The tile "mm" is torch.mm(out=). Tiles that spill much are left
-out.
+(timing.compared; tiles are chosen by the mean of both); of calls of timing.LONG_MS both are the time under a load that
+lasts. The tile "mm" is torch.mm(out=). Tiles that spill much are left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -27,14 +28,13 @@ from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 
 TILES = (
-    *legality.LARGE,
+    *dict.fromkeys((*legality.LARGE, legality.WIDE, *legality.DEEP)),
     Config(128, 256, 1, 2, False),
     Config(128, 256, 1, 1, False),
     Config(256, 128, 2, 1, False),
     Config(256, 128, 1, 2, False),
     Config(256, 160, 2, 1, False),
     Config(256, 192, 2, 1, False),
-    Config(128, 208, 2, 1, True),
     Config(128, 192, 1, 2, True),
     Config(192, 128, 2, 1, True),
 )
@@ -52,6 +52,9 @@ WORK = {  # tokens, Region
     "gate|up, 4096": (16384, swiglu(11008, 4096, train=False)),
     "down, 4096": (16384, norm_producer(4096, 11008)),
     "SwiGLU's backward, 4096": (16384, swiglu_backward(11008, 4096)),
+    "q after a norm, 8192": (16384, token_scale(8192, 8192)),
+    "gate|up, 8192": (16384, swiglu(22016, 8192, train=False)),
+    "gate|up in training, 8192": (16384, swiglu(22016, 8192)),
 }
 
 
@@ -71,11 +74,16 @@ def rows(name: str, m: int, region: Region) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """All Regions."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results" / "tiles.jsonl"
-    prebuild([Job(region, c) for _, region in WORK.values() for c in TILES if legality.is_legal(region, c)])
-    said = {"machine": torch.cuda.get_device_name(), "versions": target.versions(), "command": "python bench/tiles.py"}
-    with path.open("a") as file:
-        for name, (m, region) in WORK.items():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=[*WORK])
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "tiles.jsonl"))
+    args = parser.parse_args()
+    work = {name: WORK[name] for name in args.cases}
+    prebuild([Job(region, c) for _, region in work.values() for c in TILES if legality.is_legal(region, c)])
+    command = " ".join(["python", *sys.argv])
+    said = {"machine": torch.cuda.get_device_name(), "versions": target.versions(), "command": command}
+    with Path(args.out).open("a") as file:
+        for name, (m, region) in work.items():
             for row in rows(name, m, region):
                 print(row, flush=True)
                 print(json.dumps(row | said), file=file, flush=True)
