@@ -2,8 +2,9 @@
 
     python bench/kernels.py [FILE]      (default: bench/results/kernels.jsonl)
 
-"ms" is the mean of the times by turns and in a busy GPU (timing.compared), "floor_ms" that of torch.mm(out=) for the
-Region's products, "ratio" what the fused kernel takes of that. About two minutes.
+"ms" is the mean of the times by turns and in a busy GPU, of long calls the time under a load that lasts
+(timing.compared), "floor_ms" that of torch.mm(out=) for the Region's products, "ratio" what the fused kernel takes of
+that. About two minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tiles belong into legality.LARGE: those that it has and others, in a busy GPU and by turns.
+"""Which tiles belong into tiles.LARGE: those that it has and others, in a busy GPU and by turns.
 
     python bench/tiles.py [CASE ...] [--out FILE]      (default: all of WORK, bench/results/tiles.jsonl)
 
@@ -22,13 +22,13 @@ from kernels import bare_products
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, timing, tune  # noqa: E402
-from coda_inductor.codegen.legality import Config  # noqa: E402
+from coda_inductor.codegen import launch, legality, target, tiles, timing, tune  # noqa: E402
 from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.codegen.tiles import Config  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 
 TILES = (
-    *dict.fromkeys((*legality.LARGE, legality.WIDE, *legality.DEEP)),
+    *dict.fromkeys((*tiles.LARGE, tiles.WIDE, *tiles.DEEP)),
     Config(128, 256, 1, 2, False),
     Config(128, 256, 1, 1, False),
     Config(256, 128, 2, 1, False),

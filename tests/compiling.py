@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from coda_inductor.codegen import launch, prebuild, target, timing
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret

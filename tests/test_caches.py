@@ -17,8 +17,8 @@ from codegen_cases import token_scale
 from compiling import REFERENCE, half, pretend, run, streams
 
 from coda_inductor.codegen import target
-from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import joint, joint_pass
 from coda_inductor.inductor.joint_pass import JointPass

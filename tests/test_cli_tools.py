@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 
 from coda_inductor import cli
 from coda_inductor.codegen import record, store, target
-from coda_inductor.codegen.legality import LARGE
+from coda_inductor.codegen.tiles import LARGE
 from coda_inductor.commands import cache, doctor, rules
 from coda_inductor.commands import kernels as kernels_of
 from coda_inductor.core.errors import Unsupported

@@ -32,8 +32,8 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality, record, source, store, target, tune
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen import launch, legality, record, source, store, target, tiles, tune
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, Region, Store
@@ -228,19 +228,24 @@ def test_candidates_are_legal_at_every_size() -> None:
 
 
 def test_tiles_for_widths_and_depths() -> None:
-    """208 columns for 160 where they cover no more; larger tiles for deep sums; neither where they spill."""
+    """208 columns for 160 where they cover no more; larger tiles for wide and deep products; neither where they cannot
+    run or spill. What runs untuned is the first."""
 
-    def tiles(region: Region) -> set[str]:
-        return {str(c) for c in legality.candidates(region, 8192)}
+    def names(region: Region) -> list[str]:
+        return [str(c) for c in legality.candidates(region, 8192)]
 
-    wide, narrow, large = str(legality.WIDE), "128x160pp2x1", {"256x192co2x1n", "256x192co1x2"}
+    wide, narrow, large = str(tiles.WIDE), "128x160pp2x1", {"256x192co2x1n", "256x192co1x2"}
     for n, covers in ((2048, True), (4096, True), (1024, True), (1600, False), (4800, False)):
-        assert (wide in tiles(norm_producer(n, 2048)), narrow in tiles(norm_producer(n, 2048))) == (covers, not covers)
-    assert wide not in tiles(swiglu(5504, 2048)) and narrow in tiles(swiglu(5504, 2048))
-    assert wide not in tiles(norm_backward(2048, 5504))
-    assert large <= tiles(swiglu(22016, 8192)) and large <= tiles(token_scale(8192, 8192))
-    assert not large & (tiles(token_scale(8192, 8184)) | tiles(norm_backward(8192, 22016)))
-    assert wide in tiles(norm_producer(8192, 22016)) and not large & tiles(norm_producer(8192, 22016))  # no stages left
+        found = names(norm_producer(n, 2048))
+        assert (wide in found, narrow in found) == (covers, not covers) and found[0] == "128x256co2x1"
+    pair = swiglu(4096, 2048)
+    assert -(-pair.n // 208) * 208 <= -(-pair.n // 160) * 160 and narrow in names(pair)
+    for region in (swiglu(22016, 8192), token_scale(8192, 8192)):
+        assert large <= set(names(region)) and names(region)[0] == "128x256co2x1"
+    for n, k in ((8192, 8184), (8184, 8192)):
+        assert not large & set(names(token_scale(n, k)))
+    assert names(norm_producer(8192, 22016)) == names(norm_producer(8192, 2048))  # no stages left for larger ones
+    assert names(norm_backward(8192, 22016)) == [str(c) for c in tiles.HEAVY if c.tile_n != 256]
 
 
 def test_buckets() -> None:
@@ -374,7 +379,7 @@ def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: 
         k(inputs, [out])
     assert torch.equal(out, interpret(region, inputs)[0])
     assert k._ready[512, False].config == legality.candidates(region, 500)[2]
-    refused |= set(legality.ALL)
+    refused |= set(tiles.ALL)
     few, few_out = random_inputs(region, 3, "cpu"), torch.empty(3, 64, dtype=torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="separate operations"):
         k(few, [few_out])

@@ -28,8 +28,8 @@ from coda_inductor.codegen import launch, legality, library, target
 from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen import store as stored
 from coda_inductor.codegen.executable import Parts
-from coda_inductor.codegen.legality import HEAVY, Config
 from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.codegen.tiles import HEAVY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 
@@ -48,7 +48,7 @@ quack.gemm_sm90.GemmSm90._compute_stages = classmethod(watched)
 import codegen_cases as cases
 from coda_inductor.codegen import legality, library
 from coda_inductor.codegen.kernel import Compiled, without_gpu
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 without_gpu()
 def kept(region, config, swapped):
     place = library.folder(region, config, Path(sys.argv[1]), swapped=swapped)
@@ -272,7 +272,7 @@ import sys
 from pathlib import Path
 from codegen_cases import norm_backward
 from coda_inductor.codegen import library
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 found = library.load(norm_backward(256, 64), Config(128, 128, 2, 1, True), Path(sys.argv[1]))
 assert not sys.modules.keys() & {"quack", "cutlass", "coda_inductor.codegen.kernel"}
 print(found.stack, found.config)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import launch, store, target, timing
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core import errors
 from coda_inductor.core.errors import BrokenInvariant, CodaWarning, Unsupported, warn
 from coda_inductor.core.region import Region, parse

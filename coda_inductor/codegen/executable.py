@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.codegen import source
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.region import DTYPES, Region
 
 FINISH: dict[str, Any] = {"sum": torch.sum, "logsumexp": torch.logsumexp}

@@ -25,7 +25,7 @@ from coda_inductor.codegen import legality, library, source, store
 from coda_inductor.codegen.cubin import stack_bytes
 from coda_inductor.codegen.device import along_n
 from coda_inductor.codegen.executable import Executable, Parts
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region
 

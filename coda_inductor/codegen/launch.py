@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from coda_inductor.codegen import legality, library, record
-from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.store import HINT, open_store
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region, parse

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
+from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEAVY, LARGE, MIDDLE, SMALL, TINY, WIDE, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 
@@ -21,80 +21,6 @@ ALIGNED = 4  # elements of float32 in 16 bytes, at whose multiples the inputs of
 TILE_K = 64  # four wgmma instructions of 16-bit operands
 MIN_STAGES = 3  # below three the mainloop starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
 MAX_OPERANDS = 12  # vectors and tiles together; eight row vectors already spill 700 registers in 128x192
-
-
-class Config(NamedTuple):
-    """A tile of `tile_m` x `tile_n` accumulators per block, `cluster_m` x `cluster_n` blocks sharing loads.
-
-    `pingpong`: two warp groups take turns on tiles (epilogue of one under the mainloop of the other) instead of halving
-    one tile. `order` "n" walks the epilogue's subtiles along N first whatever the operands prefer: it frees registers
-    in epilogues with feature vectors and costs them in others (most in sums over M, of which it keeps every column at
-    hand until the last rows), so both are timed.
-    """
-
-    tile_m: int
-    tile_n: int
-    cluster_m: int
-    cluster_n: int
-    pingpong: bool
-    order: Literal["auto", "n"] = "auto"
-
-    def __str__(self) -> str:
-        kind = "pp" if self.pingpong else "co"
-        order = "" if self.order == "auto" else "n"
-        return f"{self.tile_m}x{self.tile_n}{kind}{self.cluster_m}x{self.cluster_n}{order}"
-
-
-# For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200, bench/tiles.py).
-# 160 columns are for widths that neither 128 nor 192 divides. What runs untuned is the first: it has registers left.
-LARGE = (
-    Config(128, 256, 2, 1, False),
-    Config(128, 192, 2, 1, True, "n"),
-    Config(128, 128, 1, 2, True),
-    Config(128, 160, 2, 1, True),
-    Config(128, 192, 2, 1, True),
-    Config(128, 128, 2, 1, True),
-)
-# In the place of 160 columns where it covers no more of them (one product; 1 to 10 % faster with a residual or a norm's
-# scale, widths 2048 and 4096, H200, bench/tiles.py; beside two tile operands it spills).
-WIDE = Config(128, 208, 2, 1, True)
-DEEP = (  # sums of DEEP_K and more: a larger tile reads less (1 to 2 % at width 8192, under a load that lasts)
-    Config(128, 256, 2, 1, False),
-    Config(256, 192, 2, 1, False, "n"),
-    Config(256, 192, 1, 2, False),
-    Config(128, 192, 2, 1, True, "n"),
-    Config(128, 160, 2, 1, True),
-    Config(128, 192, 2, 1, True),
-)
-DEEP_K = 8192
-HEAVY = (  # two tile operands and more: the tiles that spill least come first
-    Config(128, 128, 1, 2, True),
-    Config(128, 128, 2, 1, True),
-    Config(128, 160, 2, 1, True),
-    *(c for c in LARGE if (c.tile_m, c.tile_n) not in ((128, 128), (128, 160))),
-)
-MIDDLE = (  # up to 1024 rows: few tiles, so smaller ones fill the machine
-    Config(128, 128, 1, 2, True),
-    Config(128, 128, 2, 1, True),
-    Config(128, 256, 1, 2, False),
-    Config(128, 192, 2, 1, True),
-    Config(128, 64, 1, 2, True),
-    Config(128, 64, 1, 1, False),
-)
-SMALL = (  # up to 256 rows: the weight is read once, at the memory's speed
-    Config(128, 64, 1, 1, False),
-    Config(128, 128, 1, 1, False),
-    Config(64, 64, 1, 1, False),
-    Config(64, 128, 1, 1, False),
-    Config(128, 256, 1, 2, False),
-)
-TINY = (  # up to 64 rows
-    Config(64, 64, 1, 1, False),
-    Config(64, 128, 1, 1, False),
-    Config(64, 32, 1, 1, False),
-    Config(64, 256, 1, 1, False),
-)
-ALL = tuple(dict.fromkeys((*LARGE, WIDE, *DEEP, *MIDDLE, *SMALL, *TINY)))
 
 
 def bucket(m: int) -> int:
@@ -113,7 +39,8 @@ def _large(region: Region) -> tuple[Config, ...]:
     """The table for many rows."""
     if sum(o.extent == "tile" for o in region.operands) > 1:
         return HEAVY
-    table = DEEP if max(p.k for p in region.products) >= DEEP_K else LARGE
+    deep = min(region.n, region.products[0].k) >= DEEP_LEAST and is_legal(region, DEEP[1])
+    table = DEEP if deep else LARGE
     if not is_legal(region, WIDE):
         return table
 

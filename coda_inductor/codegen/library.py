@@ -23,7 +23,7 @@ from pathlib import Path
 
 from coda_inductor.codegen import source, store, target
 from coda_inductor.codegen.executable import Executable, Parts
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coda_inductor.codegen import legality, library
-from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.store import open_store
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 

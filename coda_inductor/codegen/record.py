@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from coda_inductor.codegen import store, target
-from coda_inductor.codegen.legality import Config, is_legal
+from coda_inductor.codegen.legality import is_legal
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.region import Region
 
 

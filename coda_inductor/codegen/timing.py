@@ -1,5 +1,5 @@
 """How long calls take on the current stream, compared fairly: by turns, and beside other work in a GPU that is as busy
-as a step of training keeps it."""
+as a step of training keeps it; long calls under a load of their own that lasts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it,
 # Of longer calls too few fit into a burst, and by turns they have their neighbours' clocks: in a layer of width 8192
 # (calls of 8 to 20 ms, H200) a call's two times in a burst lay up to 14 % apart. Under a load that lasts longer than
 # the fall above, a pair measured twice (in one pass) compared 0.3 to 3.4 % apart, 2.1 at the median.
-LONG_MS = 8
-STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 200, 3  # until then; a call's share from there; for ratios
+LONG_MS, LONG_SLACK = 8, 1.25
+STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 200, 3  # until then; a call's share from there; there and back, for ratios
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
 # then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
@@ -42,7 +42,8 @@ PRODUCT = (3072, 4096, 2816)
 
 
 class Times(NamedTuple):
-    """Of one call, in ms: the median of its turns, and what it adds to a busy GPU."""
+    """Of one call, in ms: the median of its turns, and what it adds to a busy GPU. Of a long call both are its time
+    under a load that lasts."""
 
     turns: float
     busy: float
@@ -70,14 +71,13 @@ def compared(
 
     At its power limit a GPU lowers its clocks for all that it runs, within some 50 ms (bench/sustained.py): what draws
     more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone
-    shows. A call that takes LONG_MS is its own company: its time in a GPU that ran nothing else until its clocks held
-    counts for both."""
+    shows. Where every call takes LONG_MS, each is its own company (`lasting`)."""
     if not calls:
         return []
     launching_s = launching(calls)
-    turns = by_turns(calls, 1, launching_s)
-    if min(turns) >= LONG_MS:
-        return [Times(ms, ms) for ms in steady(calls, turns, passes=PASSES if ratios else 1)]
+    turns = by_turns(calls, 3, launching_s)
+    if all(max(LONG_MS, 1e3 * host_s / KEEPS_AHEAD) <= ms for ms, host_s in zip(turns, launching_s, strict=True)):
+        return lasting(calls, turns, slack, ratios, decided)
     turns = by_turns(calls, rounds, launching_s)
     if decided(turns):
         return [Times(ms, math.inf) for ms in turns]
@@ -107,6 +107,20 @@ def compared(
     for i, ms in zip(close, found, strict=True):
         busy[i] = ms - alone_ms
     return list(map(Times, turns, busy))
+
+
+def lasting(calls: Sequence[Call], turns: Sequence[float], slack: float, ratios: bool, decided: Decided) -> list[Times]:
+    """`compared` for long calls: under a load that lasts. Their turns, which are rough, decide only between calls that
+    are LONG_SLACK apart, and so does `slack`."""
+    near = [ms <= LONG_SLACK * min(turns) for ms in turns]
+    if sum(near) == 1 and decided(turns):
+        return [Times(ms, math.inf) for ms in turns]
+    timed = [i for i, close in enumerate(near) if close or math.isinf(slack)]
+    times = [Times(ms, math.inf) for ms in turns]
+    found = steady([calls[i] for i in timed], [turns[i] for i in timed], PASSES if ratios else 1)
+    for i, ms in zip(timed, found, strict=True):
+        times[i] = Times(ms, ms)
+    return times
 
 
 def company_for(calls: Sequence[tuple[float, float]], launching_ms: float, one_ms: float) -> int | None:
@@ -163,26 +177,30 @@ def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL
 
 
 def steady(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[float]:
-    """The ms of each call under a load that lasts: each is repeated alone, one call after the other and back again, in
-    this many passes, whose mean counts. `about` says how long they take, roughly."""
+    """The ms of each call under a load that lasts: each is repeated alone, one call after the other and back again. Of
+    several passes the median counts. `about` says how long they take, roughly."""
     order = [*range(len(calls)), *reversed(range(len(calls)))] * passes
     rest_ms = SETTLING * LONG_SHARE_MS
-    run_for(calls[-1], STEADY_MS, about[-1])
-    marks = [block(calls[i], rest_ms, LONG_SHARE_MS - rest_ms, about[i]) for i in order]
+    run_for(calls[-1], STEADY_MS, about[-1], least=math.ceil(STEADY_MS / about[-1]))
+    marks = [block(calls[i], rest_ms, LONG_SHARE_MS - rest_ms, about[i], least=1) for i in order]
     torch.cuda.synchronize()
     times: list[list[float]] = [[] for _ in calls]
     for i, (start, end, count) in zip(order, marks, strict=True):
         times[i].append(start.elapsed_time(end) / count)
-    off = max(max(t) / min(t) - 1 for t in times)
-    log.debug("of %d long calls one differs by %.1f %% from itself", len(calls), 100 * off)
-    return [statistics.fmean(t) for t in times]
+    both = [[sum(pair) / 2 for pair in zip(t[::2], t[1::2], strict=True)] for t in times]  # there and back
+    off = max(max(t) / min(t) - 1 for t in both)
+    if off > LEVEL:
+        log.info("the load did not hold: in %d passes a call's times differ by %.1f %%", passes, 100 * off)
+    return [statistics.median(t) for t in both]
 
 
-def block(call: Call, before_ms: float, share_ms: float, ms: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
-    """Runs a call of about `ms` for `before_ms`, then for its share. The events around that, and how many calls are
-    between."""
+def block(
+    call: Call, before_ms: float, share_ms: float, ms: float, least: int = 0
+) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Runs a call of about `ms` for `before_ms`, at `least` so often, then for its share. The events around that, and
+    how many calls are between."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    run_for(call, before_ms, ms)
+    run_for(call, before_ms, ms, least)
     start.record()
     count = run_for(call, share_ms, ms, least=1)
     end.record()

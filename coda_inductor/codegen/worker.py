@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_inductor.codegen import kernel
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
 

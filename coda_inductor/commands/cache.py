@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.store import open_store
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, default_cache
@@ -25,7 +25,7 @@ Facts = dict[str, Any]
 
 PREFIX = "coda_epilogue_"
 SHORTEST = 4  # digits that name an entry
-BUSY = ("busy_ms", "busy_baseline_ms")  # of a contest's record, if its group won by turns
+BUSY = ("busy_ms", "busy_baseline_ms")  # of a contest's record, unless its group lost by turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,14 @@ def _what(row: Facts) -> str:
         other = "without the law" if row["against"] else "Inductor"
         times = f"fused {_ms(row['ms'])}, {other} {_ms(row['baseline_ms'])}"
         timed = [_ms(row[key]) for key in BUSY if row[key] is not None]
-        busy = f"; in a busy GPU {', '.join(timed)}" if timed else ""
+        lasting = [row[key] for key in BUSY] == [row["ms"], row["baseline_ms"]]  # long calls have no other company
+        busy = " (a load that lasts)" if lasting else f"; in a busy GPU {', '.join(timed)}" if timed else ""
         return f"{'+'.join(r[:8] for r in row['regions'])}: {times}{busy}"
     return "of an interrupted write, or unreadable"
 
 
 def _tile(config: Any) -> str:
-    """A record's configuration, as legality.Config says itself."""
+    """A record's configuration, as Config says itself."""
     try:
         return str(Config(**config))
     except TypeError:  # not a record of these sources

@@ -20,6 +20,7 @@ from torch._inductor import config as inductor_config
 from coda_inductor import __version__
 from coda_inductor.codegen import launch, legality, library, target, tune
 from coda_inductor.codegen.prebuild import Job, outcomes
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import entries, existing
 from coda_inductor.commands.kernels import compiled
 from coda_inductor.commands.words import size, table
@@ -179,7 +180,7 @@ def sample(run: bool) -> Facts:
     return facts
 
 
-def error_of(config: legality.Config, store: str) -> float:
+def error_of(config: Config, store: str) -> float:
     """SAMPLE's largest relative error on the current GPU."""
     p = SAMPLE.products[0]
     shapes = ((ROWS, p.k), (SAMPLE.n, p.k), (ROWS, SAMPLE.n))

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from torch import fx
 
 from coda_inductor.codegen import cubin, legality, library, record, source
-from coda_inductor.codegen.legality import Config
 from coda_inductor.codegen.prebuild import Job, Outcome, outcomes
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import PREFIX, entries, existing
 from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported

@@ -68,8 +68,9 @@ class Report:
     seconds: float = 0.0
     timings: tuple[dict[str, Any], ...] = ()
     """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
-    and, if it won so far, the same two with "busy_" before them: what they add to a busy GPU. Where it says "against",
-    the other side is not Inductor but the program without a law, with these Regions."""
+    and, unless these decided, the same two with "busy_" before them: what they add to a busy GPU, or, of long calls,
+    the same again (timing.Times). Where it says "against", the other side is not Inductor but the program without a
+    law, with these Regions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def wins(turns: Sequence[float]) -> bool:
 
 
 def timed(found: dict[str, Any]) -> bool:
-    """Is this the record of a contest? Only one that was lost by turns has no times in a busy GPU."""
+    """Is this the record of a contest? Only one that was lost by turns may have no times in a busy GPU."""
     if "regions" not in found or not all(isinstance(found.get(name), float) for name in TURNS):
         return False
     decided = not found.keys() & set(BUSY) and not wins([found[name] for name in TURNS])

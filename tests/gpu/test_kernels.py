@@ -26,9 +26,9 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import executable, launch, legality, record, target
-from coda_inductor.codegen.legality import Config
+from coda_inductor.codegen import executable, launch, legality, record, target, tiles
 from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.codegen.tune import tune
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, swiglu_backward, bias_sums,
 )  # fmt: skip
-TILES = tuple(dict.fromkeys((*legality.LARGE, legality.WIDE, *legality.DEEP)))
+TILES = tuple(dict.fromkeys((*tiles.LARGE, tiles.WIDE, *tiles.DEEP)))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_one_kernel_serves_many_sizes_and_skips_what_nobody_reads(cache_dir: str
 def test_sums_over_tokens_at_every_edge(cache_dir: str) -> None:
     """One row before, at and after the end of a tile, one tile and two of a cluster; whether or not all are read."""
     region = bias_sums(1000, 520)
-    for config in legality.candidates(region, 64)[:1] + legality.LARGE[:3]:
+    for config in legality.candidates(region, 64)[:1] + tiles.LARGE[:3]:
         for m in (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385):
             inputs, outs = random_inputs(region, m, "cuda", seed=m), blank_outputs(region, m, "cuda")
             launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)
