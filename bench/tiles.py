@@ -28,13 +28,14 @@ from coda_inductor.codegen.tiles import Config  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 
 TILES = (
-    *dict.fromkeys((*tiles.LARGE, tiles.WIDE, *tiles.DEEP)),
+    *dict.fromkeys(tiles.LARGE + tiles.DEEP),
     Config(128, 256, 1, 2, False),
     Config(128, 256, 1, 1, False),
     Config(256, 128, 2, 1, False),
     Config(256, 128, 1, 2, False),
     Config(256, 160, 2, 1, False),
     Config(256, 192, 2, 1, False),
+    Config(128, 208, 2, 1, True),
     Config(128, 192, 1, 2, True),
     Config(192, 128, 2, 1, True),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEAVY, LARGE, MIDDLE, SMALL, TINY, WIDE, Config
+from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEAVY, LARGE, MIDDLE, SMALL, TINY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 
@@ -40,14 +40,7 @@ def _large(region: Region) -> tuple[Config, ...]:
     if sum(o.extent == "tile" for o in region.operands) > 1:
         return HEAVY
     deep = min(region.n, region.products[0].k) >= DEEP_LEAST and is_legal(region, DEEP[1])
-    table = DEEP if deep else LARGE
-    if not is_legal(region, WIDE):
-        return table
-
-    def covered(config: Config) -> int:
-        return -(-region.n // config.tile_n) * config.tile_n
-
-    return tuple(WIDE if c.tile_n == 160 and covered(WIDE) <= covered(c) else c for c in table)
+    return DEEP if deep else LARGE
 
 
 def check(region: Region) -> None:

@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, swiglu_backward, bias_sums,
 )  # fmt: skip
-TILES = tuple(dict.fromkeys((*tiles.LARGE, tiles.WIDE, *tiles.DEEP)))
+TILES = tuple(dict.fromkeys(tiles.LARGE + tiles.DEEP))
 
 
 @pytest.fixture(scope="module")
