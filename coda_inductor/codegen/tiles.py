@@ -31,9 +31,9 @@ class Config(NamedTuple):
 
 
 # For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200, bench/tiles.py).
-# 160 columns are for widths that neither 128 nor 192 divides (208 in their place, though 1 to 11 % faster than those with
-# a residual or a norm's scale, were the fastest of no kernel that was kept in seven models). What runs untuned is the
-# first: it has registers left.
+# 160 columns are for widths that neither 128 nor 192 divides; 208 in their place are 1 to 11 % faster with a residual
+# or a norm's scale, but were the fastest of no kernel that was kept in seven models. What runs untuned is the first: it
+# has registers left.
 LARGE = (
     Config(128, 256, 2, 1, False),
     Config(128, 192, 2, 1, True, "n"),
