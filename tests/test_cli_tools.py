@@ -319,6 +319,14 @@ def test_cache_ls_of_a_contest_that_the_turns_decided(ask: Ask, full: Path) -> N
     assert "cccc3333: fused 0.500 ms, without the law 0.505 ms; in a busy GPU 0.600 ms" in ask("cache", "ls")[1]
 
 
+def test_cache_ls_of_a_contest_that_was_timed_in_one_way(ask: Ask, full: Path) -> None:
+    """Long calls are, and what a slow host launches."""
+    times = dict(zip(outcome.TIMED, (8.5, 8.5, 9.5, 9.5), strict=True))
+    store.write_record(full, "contest-dddd7777", {"regions": ["cccc3333"], **times}, outcome.timed)
+    (row,) = (line for line in ask("cache", "ls")[1].splitlines() if "8.500" in line)
+    assert "cccc3333: fused 8.500 ms, Inductor 9.500 ms  " in row and "busy" not in row
+
+
 def test_cache_ls(ask: Ask, full: Path) -> None:
     status, facts, _ = ask("cache", "ls", "--json")
     kinds = [(e["kind"], e["digest"]) for e in facts["entries"]]

@@ -168,8 +168,8 @@ def _what(row: Facts) -> str:
         other = "without the law" if row["against"] else "Inductor"
         times = f"fused {_ms(row['ms'])}, {other} {_ms(row['baseline_ms'])}"
         timed = [_ms(row[key]) for key in BUSY if row[key] is not None]
-        lasting = [row[key] for key in BUSY] == [row["ms"], row["baseline_ms"]]  # long calls have no other company
-        busy = " (a load that lasts)" if lasting else f"; in a busy GPU {', '.join(timed)}" if timed else ""
+        once = [row[key] for key in BUSY] == [row["ms"], row["baseline_ms"]]  # long calls, or a slow host
+        busy = f"; in a busy GPU {', '.join(timed)}" if timed and not once else ""
         return f"{'+'.join(r[:8] for r in row['regions'])}: {times}{busy}"
     return "of an interrupted write, or unreadable"
 
