@@ -157,6 +157,17 @@ def test_a_store_that_others_may_write_is_a_problem(healthy: None, ask: Ask, fol
     assert status == 1 and f"PROBLEM: others may write to the kernel cache {folder} (mode 0777)" in said
 
 
+def test_a_store_that_cannot_be_made_is_a_problem(
+    healthy: None, ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(tmp_path / "file" / "deep" / "store"))
+    status, said, _ = ask("doctor")
+    assert status == 1 and f"PROBLEM: the kernel cache {tmp_path}/file/deep/store cannot be made: Not a dir" in said
+    monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(tmp_path / "none" / "yet"))
+    assert ask("doctor")[0] == 0 and not (tmp_path / "none").exists()  # and none is made
+
+
 def test_what_else_changes_graphs(healthy: None, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setenv("CODA_INDUCTOR_NUMERICS", "strict")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.codegen.store import open_store
+from coda_inductor.codegen.store import HINT, open_store
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
@@ -50,6 +51,18 @@ class Entry:
 def existing(cache_dir: str | None) -> Path | None:
     """The store, None if there is none yet. Raises Unsupported if it is not private."""
     return open_store(cache_dir) if Path(cache_dir or default_cache()).exists() else None
+
+
+def possible(cache_dir: str | None) -> Path | None:
+    """The store, None if there is none yet. Raises Unsupported if it is not private, or cannot be made."""
+    if store := existing(cache_dir):
+        return store
+    path = Path(cache_dir or default_cache()).absolute()
+    try:
+        Path(tempfile.mkdtemp(dir=next(p for p in path.parents if p.exists()))).rmdir()
+    except OSError as error:
+        raise Unsupported(f"the kernel cache {path} cannot be made: {error.strerror}", hint=HINT) from error
+    return None
 
 
 def entries(store: Path) -> list[Entry]:
