@@ -31,8 +31,9 @@ SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the
 LEVEL, TRIES = 0.03, 3  # how far a call's times may lie apart
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
 # Of longer calls too few fit into a burst, and by turns they have their neighbours' clocks: in a layer of width 8192
-# (calls of 8 to 20 ms, H200) a call's two times in a burst lay up to 14 % apart. Under a load that lasts longer than
-# the fall above, a pair measured twice (in one pass) compared 0.3 to 3.4 % apart, 2.1 at the median.
+# (calls of 3 to 20 ms, H200) a call's two times in a burst lay up to 14 % apart. Under a load that lasts longer than
+# the fall above, a pair measured twice (each the best of up to three passes) compared 0.3 to 3.4 % apart, 2.1 at the
+# median.
 LONG_MS, LONG_SLACK = 8, 1.25
 STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 200, 3  # until then; a call's share from there; there and back, for ratios
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls

@@ -21,7 +21,7 @@ from coda_inductor import __version__
 from coda_inductor.codegen import launch, legality, library, target, tune
 from coda_inductor.codegen.prebuild import Job, outcomes
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.commands.cache import entries, possible
+from coda_inductor.commands.cache import entries, existing, possible
 from coda_inductor.commands.kernels import compiled
 from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported
@@ -122,7 +122,7 @@ def cache(settings: Settings) -> Facts:
     """The store: can it be made, is it private and writable, what does it hold? It is not made."""
     path = settings.cache_dir or default_cache()
     found = why(lambda: possible(settings.cache_dir))
-    store = possible(settings.cache_dir) if found["works"] else None
+    store = existing(settings.cache_dir) if found["works"] else None
     kept = entries(store) if store else []
     kernels = sum(e.kind == "kernel" for e in kept)
     counts = {"kernels": kernels, "records": sum(e.kind in ("tuning", "contest") for e in kept)}
