@@ -1,4 +1,4 @@
-"""What quack 0.6.5 lacks: masked sums, a feature vector for two lanes, two products in one tile.
+"""What quack 0.6.5 lacks: masked sums, a feature vector for two lanes, two products in one tile, halves of heads.
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """
@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import ColVecReduce, RowVecLoad, RowVecReduce, Scalar
+from quack.epilogue.ops import ColVecReduce, RowVecLoad, RowVecReduce, Scalar, TileStore
 
 
 class _Masked:
@@ -46,6 +46,23 @@ class LaneVector(RowVecLoad):  # type: ignore[misc]
         return {self.name: cute.make_tensor(vector.iterator, lanes)}
 
 
+class HalfVector(RowVecLoad):  # type: ignore[misc]
+    """A feature vector [2n] f32 beside the halves of heads: it is read in their order."""
+
+    def __init__(self, name: str, half: int) -> None:
+        super().__init__(name)
+        self.half = half
+
+    def config_key(self) -> Any:
+        return (self.half,)
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        vector = getattr(args, self.name)
+        heads = cute.size(vector) // (2 * self.half)
+        halves = cute.make_layout(((2, self.half, heads),), stride=((self.half, 1, 2 * self.half),))
+        return {self.name: cute.make_tensor(vector.iterator, halves)}
+
+
 class _TwoProducts:
     """Mixed into a GEMM class: B, given as one weight [n, K], is read as [(2, n), K], the second lane `lane_offset`
     elements away. One TMA descriptor spans both allocations, so adjacent accumulators 2n and 2n + 1 are column n of the
@@ -61,22 +78,70 @@ class _TwoProducts:
         return mA, cute.make_tensor(mB.iterator, lanes), mD, mC, epilogue_args
 
 
+class _Halves:
+    """Mixed into a GEMM class: B, a weight [2n, K] whose rows are heads of 2 * `half`, is read as [(2, half, heads), K],
+    so that the two halves of a head lie side by side in the tile."""
+
+    half: int
+
+    def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):  # type: ignore[no-untyped-def]
+        mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
+            mA, mB, mD, mC, epilogue_args, append_batch_if_2d
+        )
+        (n, k, l), (stride_n, stride_k, stride_l) = mB.shape, mB.stride  # noqa: E741
+        across, pitch = (cute.assume(size * stride_n, divby=8) for size in (self.half, 2 * self.half))
+        nested = ((2, self.half, n // (2 * self.half)), k, l)
+        heads = cute.make_layout(nested, stride=((across, stride_n, pitch), stride_k, stride_l))
+        return mA, cute.make_tensor(mB.iterator, heads), mD, mC, epilogue_args
+
+
+class HalfStore(TileStore):  # type: ignore[misc]
+    """The first or second halves (`lane`) of the heads of an output [M, 2n], one value for each pair of accumulators."""
+
+    def __init__(self, name: str, lane: int, half: int) -> None:
+        super().__init__(name, gated=True)
+        self.lane, self.half = lane, half
+
+    def config_key(self) -> Any:
+        return (*super().config_key(), self.lane, self.half)
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        whole = getattr(args, self.name)
+        (m, width, l), (pitch, one, apart) = whole.shape, whole.stride  # noqa: E741
+        heads = (self.half, width // (2 * self.half))
+        nested = cute.make_layout((m, heads, l), stride=(pitch, (one, 2 * self.half), apart))
+        halves = cute.make_tensor(whole.iterator + self.lane * self.half, nested)
+        return super().to_params(gemm, _One(self.name, halves))  # type: ignore[no-any-return]
+
+
+class _One:
+    """Epilogue arguments of which one is looked at."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        setattr(self, name, value)
+
+
 class TwoProductsMod(EpiMod):  # type: ignore[misc]
-    """An epilogue over pairs (first product, second product); every class it mints reads B in two lanes."""
+    """An epilogue over pairs (first product, second product); every class it mints reads B in two lanes: of two weights
+    or, with `half`, of one."""
+
+    def __init__(self, fn: Any, *, half: int = 0, **options: Any) -> None:
+        super().__init__(fn, mode="acc_pair", extra_ops=() if half else (Scalar("lane_offset", Int64),), **options)
+        self.half = half
 
     def _mint(self, *mint_key: Any) -> type:
         minted = super()._mint(*mint_key)
         lanes: dict[type, type] = self.__dict__.setdefault("_lanes", {})
         if minted not in lanes:
-            lanes[minted] = type(f"{minted.__name__}_lanes", (_TwoProducts, minted), {"__module__": __name__})
+            reading: type = _Halves if self.half else _TwoProducts
+            fields = {"__module__": __name__, "half": self.half}
+            lanes[minted] = type(f"{minted.__name__}_lanes{self.half or ''}", (reading, minted), fields)
         return lanes[minted]
 
 
-def two_products(outputs: tuple[str, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
+def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int = 0) -> Any:
     """Decorator for the epilogue of two products, as quack's `gemm_epilogue` is for one."""
-    return lambda fn: TwoProductsMod(
-        fn, outputs=outputs, ops=ops, reduces=reduces, mode="acc_pair", extra_ops=(Scalar("lane_offset", Int64),)
-    )
+    return lambda fn: TwoProductsMod(fn, half=half, outputs=outputs, ops=ops, reduces=reduces)
 
 
 def along_n(epilogue_args: Any) -> bool:

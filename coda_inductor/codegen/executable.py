@@ -55,6 +55,7 @@ class Executable:
             if len(region.products) == 2 and o.extent == "feature" and o.dtype != "f32"
         ]
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
+        self._seconds = [(place[s], place[source.second(s)]) for s in names.stores] if region.half else []
         totals = zip(names.sums, region.reductions, strict=True)
         self._sums: dict[tuple[bool, str], list[tuple[int, int]]] = {}  # by whether they are over M, and their kind
         for i, (s, r) in enumerate(totals, len(names.stores)):
@@ -63,7 +64,7 @@ class Executable:
         self._d = 0 if "D" in names.stores else None
         products = region.products[::-1] if swapped else region.products
         self._a, self._b, self._second = products[0].a, products[0].b, products[-1].b
-        self._offset = place["lane_offset"] if len(products) == 2 else None
+        self._offset = place.get("lane_offset")
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
@@ -77,6 +78,8 @@ class Executable:
             fields[field] = inputs[i].float()
         for field, i in self._stores:
             fields[field] = self._store(i, outs[i], a)
+        for field, other in self._seconds:
+            fields[other] = fields[field]  # one tensor, of whose heads each store takes its halves
         finish = []
         for (over_m, of), sums in self._sums.items():
             shape = (len(sums), *self._partials(a.shape[0], over_m))
@@ -108,7 +111,7 @@ class Executable:
         if out is not None:
             return out
         store_dtype = DTYPES[self.region.stores[i].dtype]
-        return torch.empty((like.shape[0], self.region.n), dtype=store_dtype, device=like.device)
+        return torch.empty((like.shape[0], self.region.width), dtype=store_dtype, device=like.device)
 
 
 def _one_tensor(rows: Sequence[Tensor | None]) -> Tensor | None:

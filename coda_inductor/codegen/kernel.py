@@ -88,10 +88,12 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
     values: dict[str, Any] = {}
     for slot, o in zip(names.operands, region.operands, strict=True):
         wide = "f32" if len(region.products) == 2 and o.extent == "feature" else o.dtype
-        values[slot] = _blank(wide, *((8, 8) if o.extent == "tile" else (8,)))
-    values |= {slot: _blank(s.dtype, 8, 8) for slot, s in zip(names.stores, region.stores, strict=True)}
+        shape = {"tile": (8, 8), "table": (8, 2 * region.half)}.get(o.extent, (8,))
+        values[slot] = _blank(wide, *shape)
+    stores = {slot: _blank(s.dtype, 8, 8) for slot, s in zip(names.stores, region.stores, strict=True)}
+    values |= stores | ({source.second(slot): blank for slot, blank in stores.items()} if region.half else {})
     values |= {slot: _blank("f32", 8, 8) for slot in names.sums}
-    if len(region.products) == 2:
+    if len(region.products) == 2 and not region.half:
         values["lane_offset"] = 0
     matrix = _blank(region.dtype, 8, 8)
     with _objects_in(objects):

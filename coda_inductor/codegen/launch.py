@@ -44,7 +44,8 @@ class Kernel:
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
         self._compiled: dict[tuple[Config, bool], Any] = {}
-        self._pair = tuple(p.b for p in region.products) if len(region.products) == 2 else None
+        two = len(region.products) == 2 and not region.half
+        self._pair = tuple(p.b for p in region.products) if two else None
         self._a = region.products[0].a
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:

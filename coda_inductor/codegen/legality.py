@@ -15,10 +15,12 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+LOADED = ("tile", "table")  # operands that pass through shared memory, a subtile at a time
 PLANES = {"sum": 1, "logsumexp": 2}  # numbers for each row that warps pass on: of a logsumexp the maximum and the sum
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
 ALIGNED = 4  # elements of float32 in 16 bytes, at whose multiples the inputs of a kernel must start
 TILE_K = 64  # four wgmma instructions of 16-bit operands
+HALVES = (32, 64, 128)  # of heads: what was tried on hardware, in every tile
 MIN_STAGES = 3  # below three the mainloop starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
 MAX_OPERANDS = 12  # vectors and tiles together; eight row vectors already spill 700 registers in 128x192
 
@@ -64,8 +66,12 @@ def require(region: Region, config: Config) -> None:
     """Raises Unsupported naming the first condition that keeps `region` from running in `config`."""
     require_shape(region)
     _need(_tile_exists(config), f"no mainloop for tiles of {config}")
-    lanes = len(region.products)
+    lanes, head = len(region.products), 2 * region.half
     _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
+    for width in (config.tile_n, config.tile_n // config.cluster_m) if head else ():
+        # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not,
+        # and the kernel waits for ever (H200, 128x192 in two).
+        _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
     found = stages(region, config).ab
     _need(found >= MIN_STAGES, f"{config} leaves {found} stages in shared memory, {MIN_STAGES} are needed",
           "fewer tile operands or stores in one region")  # fmt: skip
@@ -91,7 +97,10 @@ def _require_lanes(region: Region) -> None:
     """Two products become adjacent columns of one: same A, same K, both weights [N, K]."""
     p, q = region.products
     _need(p.a == q.a, "two products of different left operands in one tile")
-    _need(p.b != q.b, "two products of the same weight")
+    if region.half:
+        _need(region.half in HALVES, f"heads of {2 * region.half}, not of 64, 128 or 256")
+    else:
+        _need(p.b != q.b, "two products of the same weight")
     _need(p.k == q.k, f"two products with k = {p.k} and {q.k}")
     _need(p.b_layout == q.b_layout == "nk", "two products of [K, N] weights", "lanes need a weight stored [N, K]")
     _need(all(s.dtype != "f32" for s in region.stores), "an f32 store beside two products", "store 16 bits")
@@ -130,12 +139,13 @@ def stages(region: Region, config: Config) -> Stages:
     epi_m, epi_n = _subtile(config)
     subtiles = config.tile_m * config.tile_n // (epi_m * epi_n)
     lanes = len(region.products)
-    store_bytes = sum(epi_m * epi_n // lanes * BYTES[s.dtype] for s in region.stores)
-    load_bytes = sum(epi_m * epi_n * BYTES[o.dtype] for o in region.operands if o.extent == "tile")
+    halved, twice = (1, 2) if region.half else (lanes, 1)  # two halves leave as two stores of half a tile each
+    store_bytes = sum(epi_m * epi_n // halved * BYTES[s.dtype] for s in region.stores)
+    load_bytes = sum(epi_m * epi_n * BYTES[o.dtype] for o in region.operands if o.extent in LOADED)
     store = min(subtiles, 4 if epi_n <= 16 else 2)
     load = min(subtiles, 4) if load_bytes else 0
     fixed = _vector_bytes(region, config)
-    slots = len(region.stores) + sum(o.extent == "tile" for o in region.operands)
+    slots = twice * len(region.stores) + sum(o.extent in LOADED for o in region.operands)
     # One store and one tile load live outside the block of epilogue operands, whose end is padded to 1 KiB.
     inside = fixed or (slots - (lanes == 1 and bool(region.stores)) - bool(load_bytes)) > 0
     left = SHARED_MEMORY - 1024 - (1024 if inside else 0) - fixed - store_bytes * store - load_bytes * load
@@ -151,7 +161,7 @@ def stages(region: Region, config: Config) -> Stages:
 def _vector_bytes(region: Region, config: Config) -> int:
     """Shared memory of token and feature vectors, and of sums that warps pass on: every warp but the first of those
     that share a row or column of the tile."""
-    length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0}
+    length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0, "table": 0}
     groups_m, groups_n = _warp_groups(config)
     passed_on = {"N": config.tile_m * (groups_n - 1), "M": config.tile_n * (4 * groups_m - 1)}
     sums = 4 * sum(passed_on[r.over] * PLANES[r.of] for r in region.reductions)

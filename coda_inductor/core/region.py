@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import torch
 
-Extent = Literal["token", "feature", "tile"]
-"""What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]."""
+Extent = Literal["token", "feature", "tile", "table"]
+"""What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]. Where two products are halves of
+heads, what varies over columns are pairs: a "feature" is [2 * N], as the heads lie, and a "table" [M, 2 * half], in
+which column n of both halves reads the pair at 2 * (n % half). Operations `first` and `second` take them apart."""
 
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
@@ -61,10 +63,12 @@ class Let:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The value `value` leaves as a contiguous [M, N] tensor of `dtype`."""
+    """The value `value` leaves as a contiguous [M, N] tensor of `dtype`; in a Region of halves, `value` and `second`
+    leave as one [M, 2 * N], as the halves of its heads lie."""
 
     value: str
     dtype: str
+    second: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,9 @@ class Reduction:
 class Region:
     """products -> lets -> stores and reductions, all over one [M, N].
 
+    With `half`, the two products are the halves of heads: of one weight [2 * N, K], whose rows are blocks of `half`,
+    the first takes the even blocks and the second the odd ones (as rotary embeddings pair features).
+
     The operation's inputs are the matrices (as many as the products index), then the operands, in this order; its
     outputs are the stores, then the reductions. `dtype` is that of all matrices.
     """
@@ -97,11 +104,17 @@ class Region:
     lets: tuple[Let, ...]
     stores: tuple[Store, ...]
     reductions: tuple[Reduction, ...]
+    half: int = 0
 
     @property
     def matrices(self) -> int:
         """How many of the inputs are matrices."""
         return 1 + max(max(p.a, p.b) for p in self.products)
+
+    @property
+    def width(self) -> int:
+        """The columns of what is stored."""
+        return 2 * self.n if self.half else self.n
 
     @property
     def compute(self) -> torch.dtype:
@@ -130,4 +143,5 @@ def parse(text: str) -> Region:
         lets=tuple(Let(x["name"], x["op"], tuple(x["args"])) for x in d["lets"]),
         stores=tuple(Store(**s) for s in d["stores"]),
         reductions=tuple(Reduction(**r) for r in d["reductions"]),
+        half=d["half"],
     )

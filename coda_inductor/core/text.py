@@ -10,16 +10,21 @@ INFIX = {"add": "+", "sub": "-", "mul": "*"}
 def show(region: Region, m: str = "M") -> str:
     """One line per product, operand, statement, store and reduction."""
     lines = []
-    for p in region.products:
+    for lane, p in enumerate(region.products):
         b = f"in{p.b}.T" if p.b_layout == "nk" else f"in{p.b}"
+        if region.half:
+            b += f"[:, {'second' if lane else 'first'} {region.half} of {2 * region.half}]"
         lines.append(f"{p.name}[{m}, {region.n}] = in{p.a} @ {b}  (K={p.k}, {region.dtype})")
     for i, o in enumerate(region.operands, region.matrices):
-        shape = {"token": f"[{m}]", "feature": f"[{region.n}]", "tile": f"[{m}, {region.n}]"}[o.extent]
+        shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}
+        shape = shapes.get(o.extent, f"[{m}, {region.n}]")
         lines.append(f"load {o.name}{shape} = in{i}  ({o.dtype}, per {o.extent})")
     for let in region.lets:
         args = [a if isinstance(a, str) else f"{a:.6g}" for a in let.args]
         call = f" {INFIX[let.op]} ".join(args) if let.op in INFIX else f"{let.op}({', '.join(args)})"
         lines.append(f"{let.name} = {call}")
-    lines += [f"store {s.value}[{m}, {region.n}]  ({s.dtype})" for s in region.stores]
+    for s in region.stores:
+        value = f"({s.value}, {s.second})" if s.second else s.value
+        lines.append(f"store {value}[{m}, {region.width}]  ({s.dtype})")
     lines += [f"{r.of} over {r.over} of {r.value} -> [{m if r.over == 'N' else region.n}]" for r in region.reductions]
     return "\n".join(lines)

@@ -22,18 +22,26 @@ def verify(region: Region) -> Region:
     used = {i for p in region.products for i in (p.a, p.b)}
     check(used == set(range(region.matrices)), f"matrices {sorted(used)} are not 0..{region.matrices - 1}")
     check(all(p.a != p.b for p in region.products), "a matrix multiplied by itself")
+    if region.half:
+        weights = [(p.a, p.b, p.b_layout) for p in region.products]
+        check(len(weights) == 2 and len(set(weights)) == 1, f"halves of heads of {weights}, not of one weight")
+        check(weights[0][2] == "nk", "halves of heads of a [K, N] weight")
+        check(region.half > 0 and region.n % region.half == 0, f"n = {region.n} is no multiple of {region.half}")
+        check(not region.reductions, "a reduction beside halves of heads")
     for p in region.products:
         check(p.b_layout in ("nk", "kn"), f"layout {p.b_layout!r} of {p.name}'s weight is neither nk nor kn")
         ks = {q.k for q in region.products if q.a == p.a or q.b == p.b}
         check(len(ks) == 1, f"products that share a matrix contract {sorted(ks)}")
     for dtype in (region.dtype, *(o.dtype for o in region.operands), *(s.dtype for s in region.stores)):
         check(dtype in DTYPES, f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    tiles, defined = set(), set()
+    tiles, defined, pairs = set(), set(), set()
     for name, extent in [(p.name, "tile") for p in region.products] + [(o.name, o.extent) for o in region.operands]:
         check(_is_name(name) and name not in defined, f"name {name!r} is taken or no identifier")
-        check(extent in ("token", "feature", "tile"), f"extent {extent!r} of {name}")
+        check(extent in ("token", "feature", "tile", "table"), f"extent {extent!r} of {name}")
+        check(extent != "table" or bool(region.half), f"a table {name} without halves of heads")
         defined.add(name)
-        tiles |= {name} if extent == "tile" else set()
+        pairs |= {name} if region.half and extent in ("feature", "table") else set()
+        tiles |= {name} if extent in ("tile", "table") else set()
     for let in region.lets:
         check(_is_name(let.name) and let.name not in defined, f"name {let.name!r} is taken or no identifier")
         check(let.op in OPS, f"unknown operation {let.op!r}")
@@ -45,6 +53,8 @@ def verify(region: Region) -> Region:
         odd = [a for a in let.args if not isinstance(a, str) and (type(a) is not float or a != a)]
         check(not odd, f"{let.name} = {let.op}{let.args}: literals are Python floats, not {odd}")
         check(all(a in defined for a in names), f"{let.name} = {let.op}{let.args} uses what is not defined before it")
+        picks = let.op in ("first", "second")
+        check(all((a in pairs) == picks for a in names), f"{let.name} = {let.op}{let.args}: only pairs have halves")
         defined.add(let.name)
         tiles |= {let.name} if tiles.intersection(names) else set()
     check(
@@ -55,7 +65,9 @@ def verify(region: Region) -> Region:
         all(r.of == "sum" or (r.of == "logsumexp" and r.over == "N") for r in region.reductions),
         f"reductions {[(r.of, r.over) for r in region.reductions]}: sums, and logsumexp over N, are known",
     )
-    for value in [s.value for s in region.stores] + [r.value for r in region.reductions]:
+    check(all(bool(s.second) == bool(region.half) for s in region.stores), "a store of two values is of halves of heads")
+    seconds = [s.second for s in region.stores if s.second]
+    for value in [s.value for s in region.stores] + seconds + [r.value for r in region.reductions]:
         check(value in tiles, f"{value!r} leaves the region but is not a tile")
     return region
 
