@@ -17,6 +17,7 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
+from coda_inductor.core.text import right
 from coda_inductor.inductor.account import Site, attribute, smallest_tile, touched, touches_tile
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.lowering import elements, kind_of, owner
@@ -148,22 +149,24 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     """What the user sees of one region. bytes_after: its loads and stores beyond one output tile per product."""
     region, n = site.region, site.region.n
     rows = rows_of(site, nodes)
-    shapes = {"token": (rows, f"[{site.m}]"), "feature": (n, f"[{n}]"), "tile": (rows * n, f"[{site.m}, {n}]")}
+    width, head = region.width, 2 * region.half
+    shapes = {"token": (rows, f"[{site.m}]"), "feature": (width, f"[{width}]"), "tile": (rows * n, f"[{site.m}, {n}]")}
+    shapes["table"] = rows * head, f"[{site.m}, {head}]"
     wide = "f64" if region.dtype == "f64" else "f32"
     size = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     loads = sum(shapes[o.extent][0] * size[o.dtype] for o in region.operands)
     sums = {"N": shapes["token"], "M": shapes["feature"]}  # what is left of a sum varies as such a vector
-    stores = sum(rows * n * size[s.dtype] for s in region.stores)
+    stores = sum(rows * width * size[s.dtype] for s in region.stores)
     stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
     tiles = len(region.products) * rows * n * size[region.dtype]
     return {
         "id": site.name,
-        "products": [f"{p.name}: in{p.a} @ in{p.b}{'.T' if p.b_layout == 'nk' else ''}" for p in region.products],
+        "products": [f"{p.name}: in{p.a} @ {right(region, i, f'in{p.b}')}" for i, p in enumerate(region.products)],
         "m": site.m,
         "n": n,
         "k": max(p.k for p in region.products),
         "laws": list(site.laws),
-        "stores": [f"{s.dtype}[{site.m}, {n}]" for s in region.stores],
+        "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
         "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
         "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
         "bytes_before": bytes_before,
@@ -181,7 +184,7 @@ def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
     if site.m.isdigit():
         return int(site.m)
     made = [elements(nodes[name]) for name in site.outputs if name in nodes]
-    return max(made, default=0) // (site.region.n if site.region.stores else 1)
+    return max(made, default=0) // (site.region.width if site.region.stores else 1)
 
 
 def refusal(kernel: Kernel, report: Report) -> Facts:

@@ -97,7 +97,9 @@ def render(region: Region, *, swapped: bool = False) -> str:
         body.append(f"t{i} = {_expression(let, spelled)}")
         spelled[let.name] = f"t{i}"
     leaves = [f'"{slot}": {spelled[s.value]}' for slot, s in zip(names.stores, region.stores, strict=True)]
-    leaves += [f'"{second(slot)}": {spelled[s.second]}' for slot, s in zip(names.stores, region.stores, strict=True) if half]
+    leaves += [
+        f'"{second(slot)}": {spelled[s.second]}' for slot, s in zip(names.stores, region.stores, strict=True) if half
+    ]
     sums = []
     for slot, r in zip(names.sums, region.reductions, strict=True):
         scaled, value = _summed(region, r, spelled, pair)
@@ -107,7 +109,9 @@ def render(region: Region, *, swapped: bool = False) -> str:
             for slot, o in zip(names.operands, region.operands, strict=True) if slot != "c"]  # fmt: skip
     leaving = [f'"{s}"' for s in names.stores if s != "D"]
     if half:
-        leaving = [f'HalfStore("{s}", {i}, {half})' for slot in names.stores for i, s in enumerate((slot, second(slot)))]
+        leaving = [
+            f'HalfStore("{s}", {i}, {half})' for slot in names.stores for i, s in enumerate((slot, second(slot)))
+        ]
     outputs = "".join(f"{s}, " for s in leaving)
     helpers = "\n\n".join(text for name, text in HELPERS.items() if any(f"{name}(" in line for line in body))
     return TEMPLATE.format(

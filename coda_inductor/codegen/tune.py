@@ -120,7 +120,7 @@ def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Empty outputs for `inputs`; sums over N are rows of one tensor, as compiled graphs have them."""
     like = inputs[region.products[0].a]
     m, of = like.shape[0], region.reductions
-    stores = [like.new_empty((m, region.n), dtype=DTYPES[s.dtype]) for s in region.stores]
+    stores = [like.new_empty((m, region.width), dtype=DTYPES[s.dtype]) for s in region.stores]
     pitch = -(-m // legality.ALIGNED) * legality.ALIGNED
     rows = iter(like.new_empty((sum(r.over == "N" for r in of), pitch), dtype=region.compute)[:, :m])
     return stores + [next(rows) if r.over == "N" else like.new_empty(region.n, dtype=region.compute) for r in of]

@@ -7,13 +7,17 @@ from coda_inductor.core.region import Region
 INFIX = {"add": "+", "sub": "-", "mul": "*"}
 
 
+def right(region: Region, lane: int, name: str) -> str:
+    """The right operand of a Region's product, of a weight called `name`."""
+    turned = f"{name}.T" if region.products[lane].b_layout == "nk" else name
+    return f"{turned}[:, {('first', 'second')[lane]} {region.half} of {2 * region.half}]" if region.half else turned
+
+
 def show(region: Region, m: str = "M") -> str:
     """One line per product, operand, statement, store and reduction."""
     lines = []
     for lane, p in enumerate(region.products):
-        b = f"in{p.b}.T" if p.b_layout == "nk" else f"in{p.b}"
-        if region.half:
-            b += f"[:, {'second' if lane else 'first'} {region.half} of {2 * region.half}]"
+        b = right(region, lane, f"in{p.b}")
         lines.append(f"{p.name}[{m}, {region.n}] = in{p.a} @ {b}  (K={p.k}, {region.dtype})")
     for i, o in enumerate(region.operands, region.matrices):
         shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}

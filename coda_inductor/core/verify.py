@@ -65,7 +65,9 @@ def verify(region: Region) -> Region:
         all(r.of == "sum" or (r.of == "logsumexp" and r.over == "N") for r in region.reductions),
         f"reductions {[(r.of, r.over) for r in region.reductions]}: sums, and logsumexp over N, are known",
     )
-    check(all(bool(s.second) == bool(region.half) for s in region.stores), "a store of two values is of halves of heads")
+    check(
+        all(bool(s.second) == bool(region.half) for s in region.stores), "a store of two values is of halves of heads"
+    )
     seconds = [s.second for s in region.stores if s.second]
     for value in [s.value for s in region.stores] + seconds + [r.value for r in region.reductions]:
         check(value in tiles, f"{value!r} leaves the region but is not a tile")

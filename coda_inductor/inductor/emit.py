@@ -20,8 +20,9 @@ from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.build import Built, Source, Weight
+from coda_inductor.rewrite.build import Built, Source, Table, Weight
 from coda_inductor.rewrite.draft import Computed
+from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.sources import statistics
 
@@ -91,18 +92,57 @@ class Emission:
             return self.call(source.node, aten.slice.Tensor, source.node, dim, source.start, source.stop)
         if isinstance(source, Computed):
             return self._vectors(built.region.compute).write(source)
+        if isinstance(source, Table):
+            if source not in self.made:
+                self.made[source] = self._table(source)
+            return self.made[source]
         node = source if isinstance(source, fx.Node) else self.made[source]
         r = built.region
         extent = r.operands[index - r.matrices].extent if index >= r.matrices else "matrix"
-        shape = {"matrix": [-1, r.products[0].k], "tile": [-1, r.n]}.get(extent, [-1])
+        shape = {"matrix": [-1, r.products[0].k], "tile": [-1, r.n], "table": [-1, 2 * r.half]}.get(extent, [-1])
         value = g.tensor(node)
         assert value is not None
         fits = value.dim() == len(shape) and (len(shape) == 1 or str(value.shape[1]) == str(shape[1]))
         return node if fits else self.call(node, aten.view.default, node, shape)
 
+    def _table(self, table: Table) -> fx.Node:
+        """The pairs of a table, side by side, for every token."""
+        sizes = [self._extent(axis) for axis in table.rows]
+        parts = [self._lane(lane, table, sizes) for lane in table.lanes]
+        columns = [self.call(part, aten.unsqueeze.default, part, -1) for part in parts]
+        pairs = self.call(columns[0], aten.cat.default, columns, -1)  # stack has no lowering
+        return self.call(pairs, aten.reshape.default, pairs, [-1, 2 * table.half])
+
+    def _lane(self, lane: Lane, table: Table, sizes: Sequence[int | fx.Node]) -> fx.Node:
+        """What it holds, [*sizes, half], in the table's dtype."""
+        node = lane.node
+        mine = {i for d in self.plan.program.lifted.reading.roots(node) for i in d}
+        shape = [size if axis in mine else 1 for axis, size in zip(table.rows, sizes, strict=True)]
+        if lane.index is None:
+            out = self.call(node, aten.reshape.default, node, [*shape, table.half])
+        else:
+            both = self.call(node, aten.reshape.default, node, [*shape, 2, table.half])
+            out = self.call(node, aten.select.int, both, -2, lane.index)
+        if g.tensor(out).dtype != table.dtype:  # type: ignore[union-attr]
+            out = self.call(node, prims.convert_element_type.default, out, table.dtype)
+        return self.call(node, aten.expand.default, out, [*sizes, table.half])
+
+    def _extent(self, axis: int) -> int | fx.Node:
+        """The size of an axis: a number, or the node that holds it."""
+        lifted = self.plan.program.lifted
+        if (static := lifted.extents((axis,)).get(axis)) is not None:
+            return static
+        for node in lifted.reading.dims:
+            for size, roots in zip(g.tensor(node).shape, lifted.reading.roots(node), strict=True):  # type: ignore[union-attr]
+                if roots == (axis,):
+                    return self._size(size)
+        raise BrokenInvariant(f"no tensor has a dimension of axis {axis}")
+
     def region(self, like: fx.Node, built: Built) -> None:
         """Writes one Region and records its outputs."""
         inputs = [self.input(built, i, s) for i, s in enumerate(built.inputs)]
+        for made in (n for n in inputs if n in self.made.values() and "stack_trace" in like.meta):
+            made.meta.setdefault("stack_trace", like.meta["stack_trace"])
         node = self.call(like, REGION, inputs, built.region.text, self.target)
         keys: list[object] = [*built.draft.stores, *built.draft.sums]
         for i, key in enumerate(keys):
@@ -122,7 +162,11 @@ class Emission:
         for node, stored in built.draft.supplies.items():
             value = g.tensor(node)
             assert value is not None
-            new = self.reshape(self.made[stored], list(value.shape))
+            order = self.plan.program.turn(node, built.draft.space.order)
+            assert order is not None
+            new = self.reshape(self.made[stored], [value.shape[d] for d in order])
+            if order != sorted(order):
+                new = self.call(new, aten.permute.default, new, [order.index(d) for d in range(len(order))])
             found = g.tensor(new)
             assert found is not None
             if [str(s) for s in found.shape] != [str(s) for s in value.shape] or found.dtype != value.dtype:
@@ -186,4 +230,4 @@ def _unshare(emission: Emission, output: fx.Node) -> None:
 def _known(emission: Emission, source: Source) -> bool:
     if isinstance(source, Computed):
         return all(s in emission.made for s in statistics(source.term) if emission.plan.summed(s))
-    return isinstance(source, fx.Node | Weight) or source in emission.made
+    return isinstance(source, fx.Node | Weight | Table) or source in emission.made

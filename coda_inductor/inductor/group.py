@@ -18,7 +18,7 @@ from coda_inductor.inductor.extract import computed, described, laid_out, put_of
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.build import Built, Source, Weight
+from coda_inductor.rewrite.build import Built, Source, Table, Weight
 from coda_inductor.rewrite.draft import Computed, Stored
 from coda_inductor.rewrite.plan import Plan
 
@@ -85,13 +85,17 @@ class Group:
             return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
         if isinstance(source, Computed):
             return self.values[source]  # type: ignore[no-any-return]
+        if isinstance(source, Table) and source not in self.values:
+            width = 2 * source.half
+            self.values[source] = torch.randn(self.tokens, width, dtype=source.dtype, device=self.device)
         if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
             width = r.products[0].k if i < r.matrices else r.n
             self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)
-        return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)
+        width = {"tile": r.n, "table": 2 * r.half}.get(r.operands[i - r.matrices].extent)
+        return t.reshape(-1) if width is None else t.reshape(-1, width)
 
     def made(self, source: object) -> Tensor:
         """A store or sum of the group; the sum of a Region outside it is sampled."""

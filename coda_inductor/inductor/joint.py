@@ -143,12 +143,16 @@ def _settled(
     takes, or whose Region is not kept, is first written as it was."""
     laws = laws_of(settings)
     normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
-    banned, undeferred = dict[int, str](), 0
+    banned, undeferred, whole = dict[int, str](), 0, frozenset[int]()
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
-        made = plan(lifted, laws, banned, undeferred)
+        made = plan(lifted, laws, banned, undeferred, whole)
         builts = [build(made, draft) for draft in made.unique()]
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
+        halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}
+        if unhalved := halved & verdict.banned.keys():
+            whole |= unhalved
+            continue  # the product may do without its heads' halves
         settled = not verdict.banned and not verdict.undeferred
         if (settled or verdict.banned) and (untaken := _untaken(normalisers, builts, verdict.banned)):
             for normaliser in untaken:
@@ -174,6 +178,7 @@ def _untaken(normalisers: list[Normaliser], builts: list[Built], banned: dict[in
 LAW_NAMES = frozenset(law.name for law in LAWS)
 KINDS = {
     "pair": "two products in one tile, as gate and up",
+    "halves": "the halves of each head side by side, as for rotary embeddings",
     "statistic": "an epilogue that also sums, over its rows as for a norm or over the tokens",
     "pointwise": "any other epilogue",
 }
@@ -190,6 +195,8 @@ def laws_of(settings: Settings) -> frozenset[str]:
 
 def kind(region: Region) -> str:
     """The region's kind, as _DISABLE and _ONLY name it."""
+    if region.half:
+        return "halves"
     return "pair" if len(region.products) > 1 else "statistic" if region.reductions else "pointwise"
 
 

@@ -135,7 +135,7 @@ def _layouts(region: Region, m: Any, device: torch.device) -> list[ir.FixedLayou
     def layout(dtype: torch.dtype, size: list[Any], stride: list[Any]) -> ir.FixedLayout:
         return ir.FixedLayout(device, dtype, size, stride)
 
-    stores = [layout(DTYPES[s.dtype], [m, region.n], [region.n, 1]) for s in region.stores]
+    stores = [layout(DTYPES[s.dtype], [m, region.width], [region.width, 1]) for s in region.stores]
     sizes = [m if r.over == "N" else region.n for r in region.reductions]
     alone = [not together(region) or not r.is_row_sum for r in region.reductions]
     stores += [layout(region.compute, [n], [1]) for n in itertools.compress(sizes, alone)]

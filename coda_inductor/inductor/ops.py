@@ -26,7 +26,7 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     r = parse(region)
     x = inputs[r.products[0].a]
     _require_shapes(r, inputs)
-    tiles = [x.new_empty((x.shape[0], r.n), dtype=DTYPES[s.dtype]) for s in r.stores]
+    tiles = [x.new_empty((x.shape[0], r.width), dtype=DTYPES[s.dtype]) for s in r.stores]
     return tiles + [x.new_empty((x.shape[0] if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
 
 
@@ -34,11 +34,10 @@ def _require_shapes(r: Region, inputs: list[Tensor]) -> None:
     """Raises BrokenInvariant, while compiling, for inputs that are not what the Region says. Static sizes only."""
     wanted = {p.a: (1, p.k) for p in r.products}
     wanted |= {p.b: (1, p.k if p.b_layout == "nk" else r.n) for p in r.products}
-    wanted |= {
-        i: (0 if o.extent == "feature" else 1, r.n) for i, o in enumerate(r.operands, r.matrices) if o.extent != "token"
-    }
+    sizes = {"feature": (0, r.width), "tile": (1, r.n), "table": (1, 2 * r.half)}
+    wanted |= {i: sizes[o.extent] for i, o in enumerate(r.operands, r.matrices) if o.extent != "token"}
     for i, (dim, size) in wanted.items():
-        rank = 1 if i >= r.matrices and r.operands[i - r.matrices].extent != "tile" else 2
+        rank = 1 if i >= r.matrices and r.operands[i - r.matrices].extent == "feature" else 2
         if inputs[i].dim() != rank or (isinstance(inputs[i].shape[dim], int) and inputs[i].shape[dim] != size):
             raise BrokenInvariant(f"input {i} is {list(inputs[i].shape)}, dimension {dim} of {rank} should be {size}")
 
@@ -47,7 +46,7 @@ _library.impl("region", _eager, "CompositeExplicitAutograd")
 torch.library.register_fake("coda::region", _fake, lib=_library)
 
 REGION = torch.ops.coda.region.default
-"""region(inputs: matrices then operands, region: Region.text, target) -> stores [M, N], then reductions [M] or [N]."""
+"""region(inputs: matrices then operands, region: Region.text, target) -> stores [M, width], then reductions [M] or [N]."""
 
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("stored", torch.clone, "CompositeExplicitAutograd")

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
+from coda_inductor.core.text import right
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.joint import Report, Verdict, is_joint
 from coda_inductor.inductor.lowering import Extern, base_of, kind_of, lower, owner
@@ -27,6 +28,7 @@ from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.draft import Computed, Loaded
+from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import TRANSPOSES
 
@@ -180,6 +182,8 @@ class Listing:
     def _input(self, step: Step, built: Built, source: Source) -> str:
         """What a Region's input is called: the tensor, and the rows of a weight."""
         assert step.node
+        if isinstance(source, Lane):
+            return self.name(source.node) + (f"[{source.index}]" if source.index is not None else "")
         node = step.node.args[0][built.inputs.index(source)]  # type: ignore[index]
         assert isinstance(node, fx.Node)
         rows = f"[{source.start}:{source.stop}]" if isinstance(source, Weight) and source.stop is not None else ""
@@ -234,16 +238,18 @@ class Listing:
         products = [
             {
                 "name": self.by_term[acc], "a": self._input(step, built, built.inputs[p.a]),
-                "b": self._input(step, built, built.inputs[p.b]) + (".T" if p.b_layout == "nk" else ""), "k": str(p.k),
+                "b": right(region, i, self._input(step, built, built.inputs[p.b])), "k": str(p.k),
             }
-            for acc, p in zip(draft.space.accs, region.products, strict=True)
+            for i, (acc, p) in enumerate(zip(draft.space.accs, region.products, strict=True))
         ]  # fmt: skip
         results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
         stores, sums = [], []
         for j, (t, dtype, _) in enumerate(draft.stores):
             name, to = (self.names[results[j]], readers.get(results[j], [])) if j in results else ("unread", [])
-            shape = f"{dtype}[{site.m}, {region.n}]"
-            stores.append({"name": name, "type": shape, "to": to, "formula": show(t, DEPTH, _without(names, t))})
+            shape = f"{dtype}[{site.m}, {region.width}]"
+            parts = [show(x, DEPTH, _without(names, x)) for x in self.derived.plan.program.parts(t, draft.space)]
+            formula = f"({', '.join(parts)})" if parts[1:] else parts[0]
+            stores.append({"name": name, "type": shape, "to": to, "formula": formula})
         for j, t in enumerate(draft.sums):
             result = results.get(j + len(draft.stores))
             name, to = (self.names[result], readers.get(result, [])) if result is not None else ("unread", [])

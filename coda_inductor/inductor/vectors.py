@@ -103,7 +103,8 @@ class Vectors:
             args, order = self._aligned(t.args, token)
             sizes = self.lifted.extents(order)
             args = [self.call(a, aten.expand.default, a, [sizes[i] for i in order]) for a in args]
-            return self.call(args[0], aten.stack.default, args, len(order)), (*order, *t.over)
+            parts = [self.call(a, aten.unsqueeze.default, a, -1) for a in args]  # stack has no lowering
+            return self.call(args[0], aten.cat.default, parts, -1), (*order, *t.over)
         if t.kind not in ("mul", "add"):
             raise BrokenInvariant(f"no vector is a {t.kind}")
         if t.kind == "mul":

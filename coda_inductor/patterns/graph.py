@@ -232,6 +232,12 @@ def is_weight(node: fx.Node) -> bool:
     return root(node, lambda n: is_view(n) or is_cast(n)).op in ("placeholder", "get_attr")
 
 
+def reads_weight(product: fx.Node) -> bool:
+    """Does the product multiply rows of tokens with an input? (A weight's gradient may multiply with one too: the
+    first layer's.)"""
+    return is_weight(product.args[-1]) and not is_weight_gradient(product)  # type: ignore[arg-type]
+
+
 def is_backward(node: fx.Node) -> bool:
     """Does the node belong to the backward of a joint graph?"""
     return node.meta.get("partitioner_tag") == "is_backward"

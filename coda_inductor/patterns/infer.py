@@ -42,7 +42,7 @@ class Reading:
 def read_axes(graph: fx.Graph) -> Reading:
     """Infers all axes. Lanes are made on feature dimensions only, which a first pass without lanes finds."""
     plain = _pass(graph, None)
-    products = [n for n in graph.nodes if n.target in g.PRODUCTS and n in plain.dims and g.is_weight(n.args[-1])]
+    products = [n for n in graph.nodes if n.target in g.PRODUCTS and n in plain.dims and g.reads_weight(n)]
     features = {i for n in products for i in plain.roots(n)[-1]}
     rows = {i for n in products for i in plain.roots(n)[-2]}
     for fresh, source in plain.parts:

@@ -91,7 +91,7 @@ class Again:
         fits = list[tuple[int, Host]]()
         for host in hosts:
             space = host.draft.space
-            if t.deps & space.mask or plan.order(node) != space.rows + space.columns:
+            if t.deps & space.mask or plan.order(node) != space.order:
                 continue
             try:
                 plan.program.check(t, space)

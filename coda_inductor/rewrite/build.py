@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import torch
 from torch import fx
 
 from coda_inductor.core.region import DTYPE_NAMES, Let, Operand, Product, Reduction, Region, Store
@@ -16,11 +17,12 @@ from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term, positive
 from coda_inductor.rewrite.draft import Computed, Draft, Loaded
+from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import weight_of
 
 Value = str | float
-EXTENTS = ("scalar", "token", "feature", "tile")
+EXTENTS = ("scalar", "token", "feature", "table", "tile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,22 @@ class Weight:
     stop: int | None = None
 
 
-Source = Loaded | Weight
-"""Where an input comes from: what an epilogue loads, or a weight."""
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Pairs that all heads share, [M, 2 * half]: of each lane one value, side by side. `rows` are the axes of M."""
+
+    lanes: tuple[Lane, Lane]
+    rows: tuple[int, ...]
+    half: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of both nodes."""
+        return torch.promote_types(*(lane.node.meta["val"].dtype for lane in self.lanes))
+
+
+Source = Loaded | Weight | Table
+"""Where an input comes from: what an epilogue loads (of lanes: the node or the table), or a weight."""
 
 
 @dataclass(slots=True)
@@ -54,6 +70,7 @@ class _Writer:
     sources: list[Source] = field(default_factory=list)
     values: dict[Term, Value] = field(default_factory=dict)
     loaded: dict[Source, str] = field(default_factory=dict)
+    tables: dict[Lane, tuple[Table, int]] = field(default_factory=dict)
 
     def let(self, op: str, *args: Value) -> Value:
         """Appends a statement, or reuses an equal one."""
@@ -81,10 +98,15 @@ class _Writer:
         assert t.kind == "fn", t
         return self.let(t.name, *(self.value(a) for a in t.args))
 
-    def _load(self, t: Term, source: Source) -> str:
+    def _load(self, t: Term, source: Source) -> Value:
+        if isinstance(source, Lane):
+            whole, index = self.tables[source] if source in self.tables else (source.node, source.index)
+            return self.let("second" if index else "first", self._load(t, whole))
         if source not in self.loaded:
             if isinstance(source, fx.Node):
                 dtype = DTYPE_NAMES[g.tensor(source).dtype]  # type: ignore[union-attr]
+            elif isinstance(source, Table):
+                dtype = DTYPE_NAMES[source.dtype]
             elif isinstance(source, Term | Computed):
                 dtype = "f64" if self._dtype() == "f64" else "f32"
             else:
@@ -166,35 +188,54 @@ class _Writer:
 def build(plan: Plan, draft: Draft) -> Built:
     """Writes the Region of a draft and verifies it."""
     writer = _Writer(plan, draft)
+    total = plan.program.lifted.reading.axes.total
+    half = total(draft.space.heads.minor).static if draft.space.heads else 0
+    assert half is not None
+    writer.tables = _tables(plan, draft, half)
     matrices: list[Source] = []
     products = []
     for i, acc in enumerate(draft.space.accs):
         product = plan.program.product(acc)
-        a, b = plan.operand(acc), _weight(plan, acc)
+        a, b = plan.operand(acc), _weight(plan, draft, acc)
         for m in (a, b):
             if m not in matrices:
                 matrices.append(m)
-        k = plan.program.lifted.reading.axes.total(acc.over).static
+        k = total(acc.over).static
         assert k is not None
         products.append(Product(f"acc{i}", matrices.index(a), matrices.index(b), k, weight_of(product)[1]))  # type: ignore[arg-type]
         writer.values[acc] = f"acc{i}"
-    stores = tuple(Store(str(writer.value(t)), dtype) for t, dtype, _ in draft.stores)
+    stores = tuple(
+        Store(*(str(writer.value(part)) for part in parts[:1]), dtype, *(str(writer.value(part)) for part in parts[1:]))
+        for parts, dtype in ((plan.program.parts(s.term, draft.space), s.dtype) for s in draft.stores)
+    )
     rows = set(draft.space.rows)
     sums = tuple(
         Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N", s.name)  # type: ignore[arg-type]
         for s in draft.sums
     )
-    n = plan.program.lifted.reading.axes.total(draft.space.columns).static
+    n = total(draft.space.columns).static
     assert n is not None
-    region = Region(n, writer._dtype(), tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums)
+    region = Region(n, writer._dtype(), tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums, half)
     return Built(verify(region), [*matrices, *writer.sources], draft)
 
 
-def _weight(plan: Plan, acc: Term) -> Weight:
+def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]]:
+    """The tables that an epilogue reads, and which of the pair each lane is: as few as may be, in the graph's order."""
+    loaded = plan.loads(draft, *draft.values).items() if draft.space.heads else ()
+    found = {s for x, s in loaded if isinstance(s, Lane) and draft.space.extent(x) == "table"}
+    lanes = [lane for node in plan.program.lifted.graph.nodes for lane in sorted(found, key=str) if lane.node is node]
+    tables: dict[Lane, tuple[Table, int]] = {}
+    for i in range(0, len(lanes), 2):
+        pair = lanes[i], lanes[min(i + 1, len(lanes) - 1)]
+        tables |= {lane: (Table(pair, draft.space.rows, half), j) for j, lane in reversed([*enumerate(pair)])}
+    return tables
+
+
+def _weight(plan: Plan, draft: Draft, acc: Term) -> Weight:
     """The weight of an accumulator: a block of the product's weight if the accumulator is a lane."""
     product, axes = plan.program.product(acc), plan.program.lifted.reading.axes
     node = weight_of(product)[0]
-    if not acc.lanes:
+    if not acc.lanes or draft.space.heads:
         return Weight(node)
     index, fixed = 0, dict(acc.lanes)
     for axis in product.columns[: len(fixed)]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.program import Space
 
 
@@ -30,8 +31,8 @@ class Computed:
     order: tuple[int, ...]
 
 
-Loaded = fx.Node | Stored | Term | Computed
-"""Where an epilogue's input comes from: a node, a store, a sum (its reduction), or a small computation."""
+Loaded = fx.Node | Stored | Term | Computed | Lane
+"""Where an epilogue's input comes from: a node, a store, a sum (its reduction), a small computation, or half a node."""
 
 MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
 MAX_READ = 12  # vectors and tiles that an epilogue may read: legality.MAX_OPERANDS, which a test compares
@@ -65,11 +66,16 @@ class Refusal:
 
 
 class Conflict(Exception):
-    """Two decisions exclude each other; planning starts again with these products banned or undeferred, or with nodes
-    that may `never` be made again."""
+    """Two decisions exclude each other; planning starts again with these products banned or undeferred, with heads left
+    `whole`, or with nodes that may `never` be made again."""
 
     def __init__(
-        self, *, banned: dict[int, str] | None = None, undeferred: int = 0, never: frozenset[fx.Node] = frozenset()
+        self,
+        *,
+        banned: dict[int, str] | None = None,
+        undeferred: int = 0,
+        whole: frozenset[int] = frozenset(),
+        never: frozenset[fx.Node] = frozenset(),
     ) -> None:
-        super().__init__(str(banned or undeferred or never))
-        self.banned, self.undeferred, self.never = banned or {}, undeferred, never
+        super().__init__(str(banned or undeferred or whole or never))
+        self.banned, self.undeferred, self.whole, self.never = banned or {}, undeferred, whole, never

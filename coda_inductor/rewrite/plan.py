@@ -7,7 +7,7 @@ from a tile and vectors is made there again rather than stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from torch import fx
@@ -85,7 +85,9 @@ class Plan:
         """Finds decisions that exclude each other."""
         by_product: dict[int, Draft] = {}
         for acc, draft in self.drafts.items():
-            if by_product.setdefault(acc.bit, draft) is not draft:
+            if (other := by_product.setdefault(acc.bit, draft)) is not draft:
+                if draft.space.heads or other.space.heads:
+                    raise Conflict(whole=frozenset({acc.bit}))
                 raise Conflict(banned={acc.bit: "its halves are needed as well as the whole"})
         if (late := self._cycle()) is not None:
             raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
@@ -158,7 +160,7 @@ class Plan:
             self.program.check(t, space)
             if g.is_backward(node) and not self.program.in_backward(space):
                 return False  # the backward makes it again from what the forward stores anyway
-            if self.order(node) != space.rows + space.columns:
+            if self.program.turn(node, space.order) is None:
                 raise Unsupported("its memory order is not rows of tokens")
             draft = self._draft(space)
             self.program.check(t, draft.space)
@@ -211,9 +213,11 @@ class Plan:
         accs = sorted({a for d in old.values() for a in d.space.accs} | set(space.accs), key=lambda a: (a.bit, a.lanes))
         if old and all(d.space.accs == tuple(accs) for d in old.values()):
             return next(iter(old.values()))
+        if any(d.space.heads != space.heads for d in old.values()):
+            raise Conflict(whole=frozenset(a.bit for a in accs))
         if len(accs) > 2:
             raise Unsupported("more than two products would share one epilogue")
-        draft = Draft(Space(tuple(accs), space.rows, space.columns))
+        draft = Draft(replace(space, accs=tuple(accs)))
         for d in old.values():
             draft.stores += [s for s in d.stores if s not in draft.stores]
             draft.sums += [s for s in d.sums if s not in draft.sums]
@@ -268,7 +272,7 @@ class Plan:
         """The early terms that an epilogue reads rather than computes to make the values, and from where; asking is
         demanding."""
         found: dict[Term, Loaded] = {}
-        seen, todo = set[Term](), list(values)
+        seen, todo = set[Term](), [part for t in values for part in self.program.parts(t, draft.space)]
         while todo:
             x = todo.pop()
             if x in seen or x in draft.space.accs:
@@ -282,9 +286,13 @@ class Plan:
         return found
 
     def source(self, x: Term, space: Space) -> Loaded | None:
-        """Where an epilogue gets an early x: a node, a store, a sum (its reduction), a computation; None if it makes
-        x itself from x's arguments."""
+        """Where an epilogue gets an early x: a node, a store, a sum (its reduction), a computation, half a node; None
+        if it makes x itself from x's arguments."""
         extent = space.extent(x)
+        if space.heads is not None and extent in ("feature", "table"):
+            if (lane := self.program.lane(x, space)) is not None:
+                self.need(lane.node)
+            return lane
         if extent == "tile":
             if not self.program.has_tile(x, space) or self.program.composed(x, space):
                 return None
@@ -361,7 +369,7 @@ class Plan:
 
     def _tile_source(self, x: Term, space: Space) -> fx.Node | Stored:
         find = self.program.narrowest if x.hosts else self.program.natural
-        node = find(x, space.rows + space.columns, space.mask)
+        node = find(x, space.order, space.mask)
         if node is not None:
             self.need(node)
             return node

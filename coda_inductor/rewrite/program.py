@@ -17,9 +17,9 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted, Product
 from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.halves import MIXED, Heads, Lane, heads, lanes
 
 MAX_LANES = 2
-NOT_HALVES = "it combines features that are not two halves of the columns, as rotary embeddings do"
 POINTWISE_KINDS = ("mul", "add", "fn")
 Extent = str
 Axes = tuple[int, ...]
@@ -27,11 +27,18 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """One output tile space: the accumulators that share it, lane by lane, and its axes in memory order."""
+    """One output tile space: the accumulators that share it, lane by lane, and its axes in memory order. Where the
+    accumulators are the `heads`' halves, `columns` are those of one half."""
 
     accs: tuple[Term, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    heads: Heads | None = None
+
+    @property
+    def order(self) -> Axes:
+        """The axes of what it stores, major to minor."""
+        return self.rows + (self.heads.whole if self.heads else self.columns)
 
     @property
     def mask(self) -> int:
@@ -42,10 +49,12 @@ class Space:
         return mask
 
     def extent(self, t: Term) -> Extent:
-        """What t varies over here: "scalar", "token", "feature", "tile", or "other"."""
+        """What t varies over here: "scalar", "token", "feature", "table", "tile", or "other"."""
         rows, columns = t.axes & set(self.rows), t.axes & set(self.columns)
         if t.axes - rows - columns:
             return "other"
+        if rows and columns and self.heads and columns <= set(self.heads.minor):
+            return "table"
         if rows and columns:
             return "tile"
         return "token" if rows else "feature" if columns else "scalar"
@@ -56,12 +65,13 @@ class Program:
     """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
 
     `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
-    stays as the user wrote it.
+    stays as the user wrote it; `whole` those whose heads are not halved.
     """
 
     lifted: Lifted
     banned: dict[int, str] = field(default_factory=dict)
     undeferred: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
     products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
@@ -80,6 +90,7 @@ class Program:
     _bases: dict[tuple[Term, Axes, Axes], frozenset[Term]] = field(default_factory=dict)
     _tiles: dict[tuple[Term, Axes, Axes], bool] = field(default_factory=dict)
     _dense: dict[fx.Node, tuple[Axes, bool]] = field(default_factory=dict)
+    _lanes: dict[tuple[Axes, Heads], dict[Term, Lane]] = field(default_factory=dict)
 
     def hold(self, node: fx.Node) -> Term:
         """The node's tensor as a term without arguments."""
@@ -152,11 +163,30 @@ class Program:
         sizes = self.lifted.reading.axes
         if sizes.total(self.product(last).columns).static is None or sizes.total(last.over).static is None:
             raise Unsupported("a width that is a symbol")
-        lanes = [a for a in accs if self._shares(a, last)]
-        columns = {self.columns(a) for a in lanes}
-        if len(lanes) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, lanes)):
-            raise Unsupported(NOT_HALVES)
-        return Space(tuple(lanes), self.product(last).rows, columns.pop())
+        shared = [a for a in accs if self._shares(a, last)]
+        columns = {self.columns(a) for a in shared}
+        if len(shared) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, shared)):
+            of, halves = heads(self, t, last)
+            return Space(halves, self.product(last).rows, self.columns(last), of)
+        return Space(tuple(shared), self.product(last).rows, columns.pop())
+
+    def parts(self, t: Term, space: Space) -> list[Term]:
+        """t as the epilogue of `space` makes it: where that has halves of heads, both halves of t."""
+        if space.heads is None or space.heads.lane not in t.axes:
+            return [t]
+        return [self.lifted.terms.select(t, space.heads.lane, i) for i in (0, 1)]
+
+    def by_rows(self, product: Product) -> bool:
+        """Is the product's weight [N, K]?"""
+        return weight_of(product)[1] == "nk"
+
+    def lane(self, x: Term, space: Space) -> Lane | None:
+        """Where an epilogue of halves of heads reads an early vector over features, or a table."""
+        assert space.heads is not None
+        key = space.rows, space.heads
+        if key not in self._lanes:
+            self._lanes[key] = lanes(self, *key)
+        return self._lanes[key].get(x)
 
     def makers(self, t: Term) -> int:
         """The products in whose epilogue t could first be known, as a bit set; 0 if none feeds it."""
@@ -189,7 +219,9 @@ class Program:
 
     def check(self, t: Term, space: Space) -> None:
         """Can the epilogue of `space` make t? Raises Unsupported with the first condition that fails."""
-        seen, todo = set[Term](), [t]
+        if (space.heads is not None) != (bool(self.parts(t, space)[1:])):
+            raise Unsupported(MIXED)
+        seen, todo = set[Term](), self.parts(t, space)
         while todo:
             x = todo.pop()
             if x in seen or x in space.accs:
@@ -198,13 +230,13 @@ class Program:
             if not x.deps & space.mask:
                 todo += self._early(x, space)
             elif x.kind == "con":
-                raise Unsupported(NOT_HALVES if x.hosts & space.mask else "it needs a product that runs later")
+                raise Unsupported(MIXED if x.hosts & space.mask else "it needs a product that runs later")
             elif x.kind == "red":
                 raise Unsupported("it needs a sum over the row that its own product is still making")
             elif x.kind == "leaf":
                 raise Unsupported(f"it needs {x.name}, which runs later")
             elif x.kind == "lanes":
-                raise Unsupported(NOT_HALVES)
+                raise Unsupported(MIXED)
             else:
                 todo += [a for a, _ in self.summands(x)]
 
@@ -215,13 +247,17 @@ class Program:
             return []
         if extent in ("other", "scalar"):
             raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")
+        if space.heads is not None and extent != "token":
+            if self.lane(x, space) is None and (x.kind not in POINTWISE_KINDS or not x.args):
+                raise Unsupported(f"{x.name or 'a value'} is no vector or table beside halves of heads")
+            return [] if self.lane(x, space) else [a for a, _ in self.summands(x)]
         if extent != "tile":
             return []
         if not self.has_tile(x, space):
             return list(x.args)
         if self.composed(x, space):
             return [a for a, _ in self.summands(x)]
-        if self.natural(x, space.rows + space.columns, space.mask) is None and not self.storable(x, space):
+        if self.natural(x, space.order, space.mask) is None and not self.storable(x, space):
             raise Unsupported("a tile that it needs is not laid out as rows of tokens")
         return []
 
@@ -277,7 +313,7 @@ class Program:
             self.check(t, own)
         except Unsupported:
             return False
-        return own.rows == space.rows and own.columns == space.columns
+        return own.order == space.order
 
     def statistic(self, red: Term, rows: tuple[int, ...]) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) such that the reduction is factor * node: the graph holds sums, but mostly means."""
@@ -303,6 +339,18 @@ class Program:
             late = deps & ~t.deps if mask is None else deps & mask
             if self.lies(node) == (order, True) and not late:
                 yield node
+
+    def turn(self, node: fx.Node, order: Axes) -> list[int] | None:
+        """The node's dimensions in the order in which they hold these axes, as attention's heads and tokens; None if
+        they do not."""
+        dims = self.lifted.reading.roots(node)
+        long = sorted(
+            (d for d in range(len(dims)) if dims[d]),
+            key=lambda d: order.index(dims[d][0]) if dims[d][0] in order else -1,
+        )
+        if tuple(i for d in long for i in dims[d]) != order:
+            return None
+        return [d for d in range(len(dims)) if not dims[d]] + long
 
     def lies(self, node: fx.Node) -> tuple[Axes, bool]:
         """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""

@@ -22,12 +22,13 @@ def plan(
     laws: frozenset[str] = ALL,
     banned: dict[int, str] | None = None,
     undeferred: int = 0,
+    whole: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
-    of `undeferred` ones (a bit set) stay as the user wrote them."""
+    of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `whole` ones are not halved."""
     bans, never, crowded = dict(banned or {}), frozenset[fx.Node](), 0
-    while True:  # each round adds to one of four finite sets, or is the last
-        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1))
+    while True:  # each round adds to one of five finite sets, or is the last
+        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1), whole)
         made = Plan(program, derive(program, laws), again=Again(never), crowded=crowded)
         try:
             made.run()
@@ -36,12 +37,13 @@ def plan(
                 return made
             crowded |= more
         except Conflict as conflict:
-            known = conflict.banned.keys() <= bans.keys() and conflict.never <= never
+            known = conflict.banned.keys() <= bans.keys() and conflict.never <= never and conflict.whole <= whole
             if known and not conflict.undeferred & ~undeferred:
                 raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
             bans |= conflict.banned
             undeferred |= conflict.undeferred
             never |= conflict.never
+            whole |= conflict.whole
 
 
 def _crowded(made: Plan) -> int:

@@ -6,6 +6,7 @@ from torch import fx
 
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.draft import Computed, Draft, Stored
+from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.sources import leaves, sources
 
@@ -25,6 +26,8 @@ def trim(plan: Plan) -> Plan:
         seen.add(item)
         if isinstance(item, Computed):
             todo += _read(plan, item)
+        elif isinstance(item, Lane):
+            todo.append(item.node)
         elif isinstance(item, Term):  # a sum
             draft = next(d for d in drafts if item in d.sums)
             used.add((id(draft), item))
