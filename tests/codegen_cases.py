@@ -150,11 +150,44 @@ def weighted_sums(n: int, k: int, dtype: str = "bf16") -> Region:
     ))  # fmt: skip
 
 
+def rotary(n: int, k: int, half: int = 64) -> Region:
+    """q after a deferred norm, with a bias, through a rotary embedding whose halves share cosines and sines."""
+    return verify(Region(
+        heads(n, half) * half, "bf16", (Product("a", 0, 1, k, "nk"), Product("b", 0, 1, k, "nk")),
+        (Operand("r", "token", "f32"), Operand("table", "table", "bf16"), Operand("bias", "feature", "bf16")),
+        (Let("bias_a", "first", ("bias",)), Let("bias_b", "second", ("bias",)),
+         Let("ar", "mul", ("a", "r")), Let("br", "mul", ("b", "r")),
+         Let("x", "add", ("ar", "bias_a")), Let("y", "add", ("br", "bias_b")),
+         Let("cos", "first", ("table",)), Let("sin", "second", ("table",)),
+         Let("xc", "mul", ("x", "cos")), Let("ys", "mul", ("y", "sin")), Let("first_half", "sub", ("xc", "ys")),
+         Let("yc", "mul", ("y", "cos")), Let("xs", "mul", ("x", "sin")), Let("second_half", "add", ("yc", "xs"))),
+        (Store("first_half", "bf16", "second_half"),), (), half,
+    ))  # fmt: skip
+
+
+def rotary_tables(n: int, k: int, half: int = 32) -> Region:
+    """The same of a product alone, whose halves have tables of their own; and the halves as they were."""
+    return verify(Region(
+        heads(n, half) * half, "bf16", (Product("a", 0, 1, k, "nk"), Product("b", 0, 1, k, "nk")),
+        (Operand("cosines", "table", "f32"), Operand("sines", "table", "bf16")),
+        (Let("c0", "first", ("cosines",)), Let("c1", "second", ("cosines",)),
+         Let("s0", "first", ("sines",)), Let("s1", "second", ("sines",)),
+         Let("ac", "mul", ("a", "c0")), Let("bs", "mul", ("b", "s0")), Let("x", "sub", ("ac", "bs")),
+         Let("bc", "mul", ("b", "c1")), Let("as1", "mul", ("a", "s1")), Let("y", "add", ("bc", "as1"))),
+        (Store("x", "bf16", "y"), Store("a", "bf16", "b")), (), half,
+    ))  # fmt: skip
+
+
+def heads(n: int, half: int) -> int:
+    """How many heads of two halves about n columns have, but at least an odd number of them."""
+    return n // (2 * half) | 1
+
+
 def every_op(n: int, k: int) -> Region:
-    """One let of each operation in the vocabulary, and what it gives rounded, all added up."""
+    """One let of each operation on numbers in the vocabulary, and what it gives rounded, all added up."""
     lets = [Let("near", "add", ("acc", "tile")), Let("pos", "abs", ("near",)), Let("one", "add", ("pos", 1.0))]
     total = "one"
-    for i, (name, op) in enumerate(OPS.items()):
+    for i, (name, op) in enumerate((name, op) for name, op in OPS.items() if name not in OF_PAIRS):
         argument = "one" if name in ("rcp", "sqrt", "rsqrt", "log") else "near"
         lets.append(Let(f"o{i}", name, (argument, 0.5)[: op.arity]))
         lets += [Let(f"r{i}", "bf16", (f"o{i}",)), Let(f"t{i}", "add", (f"o{i}", f"r{i}"))]
@@ -168,8 +201,9 @@ def every_op(n: int, k: int) -> Region:
 
 CASES: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores, norm_backward, norm_gradients,
-    swiglu_backward, bias_sums, every_op,
+    swiglu_backward, bias_sums, every_op, rotary, rotary_tables,
 )  # fmt: skip
+OF_PAIRS = ("first", "second")
 
 
 def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
@@ -184,7 +218,7 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
     tiles = [p.name for p in products] + [o.name for o in operands if o.extent == "tile"]
     lets: list[Let] = []
     for i in range(rng.randint(1, 12)):
-        op = rng.choice([o for o in OPS if o not in ("rcp", "rsqrt", "log", "sqrt")])
+        op = rng.choice([o for o in OPS if o not in ("rcp", "rsqrt", "log", "sqrt", *OF_PAIRS)])
         args: list[str | float] = [rng.choice(names) for _ in range(OPS[op].arity)]
         if len(args) == 2 and rng.random() < 0.25:
             args[1] = rng.choice([0.0, 0.5, -1.25])
@@ -215,15 +249,16 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     matrices: dict[int, Tensor] = {}
     for p in region.products:
         matrices[p.a] = normal(m, p.k).to(dtype)
-        weight = normal(region.n, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
+        weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
         matrices[p.b] = (weight / p.k**0.5).to(dtype)
-    if len(region.products) == 2:  # both weights inside one allocation, which fixes their order
+    if len(region.products) == 2 and not region.half:  # both weights inside one allocation, which fixes their order
         first, second = (p.b for p in (reversed(region.products) if up_first else region.products))
         both = torch.cat([matrices[first], matrices[second]])
         matrices[first], matrices[second] = both[: region.n], both[region.n :]
     operands = []
     for o in region.operands:
-        shape = {"token": (m,), "feature": (region.n,), "tile": (m, region.n)}[o.extent]
+        shapes = {"token": (m,), "feature": (region.width,), "tile": (m, region.n), "table": (m, 2 * region.half)}
+        shape = shapes[o.extent]
         value = normal(*shape)
         operands.append((value.abs() + 0.5 if o.extent == "token" else value).to(DTYPES[o.dtype]))
     return [matrices[i] for i in range(region.matrices)] + operands

@@ -40,6 +40,7 @@ from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, 
 
 HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
 KINDS = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad", "ColVecReduce", "RowVecReduce", "OnlineLSEReduce")
+OF_HALVES = ("HalfStore", "HalfVector", "RotaryCosSinTMALoad")
 
 
 class Pair(NamedTuple):
@@ -68,6 +69,7 @@ def standin() -> dict[str, Any]:
     names["unpack"] = lambda pair: pair
     for kind in (*KINDS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
+    names |= dict.fromkeys(OF_HALVES, lambda *_: None)
     names["gemm_epilogue"] = names["two_products"] = lambda **given: lambda fn: (fn, given)
     return names
 
@@ -78,17 +80,28 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
     16 bits is copied in pairs: past an odd M comes what lies behind it in memory."""
     names = standin()
     text = text.replace("Float32(", "float32(")  # a type and a function: torch has no one thing that is both
-    exec("".join(line for line in text.splitlines(keepends=True) if not line.startswith(("import ", "from "))), names)
+    exec(text[text.index("\n\n", text.index("from quack.epilogue.rotary")) :], names)
     function, given = names["epilogue"]
 
     def hang(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x.float(), (0, HANGING) * x.dim())
 
+    def halves(x: Tensor) -> tuple[Tensor, ...]:
+        """Of what varies over 2n features in its first dimension: the two of each head."""
+        heads = x.unflatten(0, (-1, 2, region.half))
+        return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
+
     products = [inputs[p.a].float() @ inputs[p.b].float().t() for p in region.products]
+    if region.half:
+        products = [x.t() for x in halves(products[0].t())]
     m = products[0].shape[0]
     accumulators = [hang(x) for x in (reversed(products) if swapped else products)]
     values: dict[str, Any] = {}
     for slot, o, x in zip(source.slots(region).operands, region.operands, inputs[region.matrices :], strict=True):
+        if region.half and o.extent != "token":
+            each = [t.float().t() for t in halves(x)] if x.dim() == 1 else [x[:, i::2].float() for i in (0, 1)]
+            values[slot] = Pair(*(hang(t.expand(m, -1).repeat(1, region.n // t.shape[-1])) for t in each))
+            continue
         shape = {"token": (-1, 1), "feature": (1, -1), "tile": (m + HANGING, -1)}[o.extent]
         padded = hang(x)
         if o.extent == "token" and o.dtype != "f32" and m % 2:
@@ -97,7 +110,12 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
         values[slot] = Pair(full, full) if len(products) == 2 and o.extent == "feature" else full
     found = function(Pair(*accumulators) if len(products) == 2 else accumulators[0], **values)
     slots = source.slots(region)
-    stores = [found[y][:m, : region.n].to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
+
+    def stored(slot: str) -> Tensor:
+        both = [found[y][:m, : region.n] for y in ((slot, source.second(slot)) if region.half else (slot,))]
+        return torch.stack([x.unflatten(1, (-1, region.half or 1)) for x in both], 2).flatten(1)
+
+    stores = [stored(y).to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
     sums = []
     for slot in slots.sums:
         sink, value = given["reduces"][slot], found[slot]

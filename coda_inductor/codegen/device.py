@@ -79,8 +79,8 @@ class _TwoProducts:
 
 
 class _Halves:
-    """Mixed into a GEMM class: B, a weight [2n, K] whose rows are heads of 2 * `half`, is read as [(2, half, heads), K],
-    so that the two halves of a head lie side by side in the tile."""
+    """Mixed into a GEMM class: B, a weight [2n, K] whose rows are heads of 2 * `half`, is read as [(2, half, heads),
+    K], so that the two halves of a head lie side by side in the tile."""
 
     half: int
 
@@ -96,7 +96,7 @@ class _Halves:
 
 
 class HalfStore(TileStore):  # type: ignore[misc]
-    """The first or second halves (`lane`) of the heads of an output [M, 2n], one value for each pair of accumulators."""
+    """The first or second halves (`lane`) of the heads of an output [M, 2n], a value for each pair of accumulators."""
 
     def __init__(self, name: str, lane: int, half: int) -> None:
         super().__init__(name, gated=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEAVY, LARGE, MIDDLE, SMALL, TINY, Config
+from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, SMALL, TINY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 
@@ -41,6 +41,8 @@ def _large(region: Region) -> tuple[Config, ...]:
     """The table for many rows."""
     if sum(o.extent == "tile" for o in region.operands) > 1:
         return HEAVY
+    if region.half:
+        return HEADS
     deep = min(region.n, region.products[0].k) >= DEEP_LEAST and is_legal(region, DEEP[1])
     return DEEP if deep else LARGE
 

@@ -44,8 +44,8 @@ def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
 def _pairs(region: Region, value: Tensor) -> Tensor:
     """[1 or M, N, 2]: a feature's halves, as the heads lie, or a table's entries."""
     if value.dim() == 1:
-        return value.unflatten(0, (-1, 2, region.half)).transpose(1, 2).reshape(1, -1, 2)
-    return value.unflatten(1, (1, region.half, 2)).expand(-1, region.n // region.half, -1, -1).flatten(1, 2)
+        return value.view(-1, 2, region.half).transpose(1, 2).reshape(1, -1, 2)
+    return value.view(-1, 1, region.half, 2).expand(-1, region.n // region.half, -1, -1).flatten(1, 2)
 
 
 def _stored(region: Region, store: Store, tile: dict[str, Tensor]) -> Tensor:

@@ -50,7 +50,7 @@ OPS: dict[str, Op] = {
     "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0),
     "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1}, nan=True)", 0.0),
     "min":     Op(2, lambda a, b: _pairwise(torch.minimum, a, b), "cute.arch.fmin({0}, {1}, nan=True)", 0.0),
-    "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a table's pair
+    "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a pair
     "second":  Op(1, lambda t: t[..., 1],             "{0}.b",                                 0.0),
     "bf16":    Op(1, _round(torch.bfloat16),          "Float32({0}).to(BFloat16).to(Float32)", 0.0),
     "f16":     Op(1, _round(torch.float16),           "Float32({0}).to(Float16).to(Float32)",  0.0),

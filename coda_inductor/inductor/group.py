@@ -94,8 +94,14 @@ class Group:
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)
-        width = {"tile": r.n, "table": 2 * r.half}.get(r.operands[i - r.matrices].extent)
-        return t.reshape(-1) if width is None else t.reshape(-1, width)
+        extent = r.operands[i - r.matrices].extent
+        return (
+            t.reshape(-1, r.n)
+            if extent == "tile"
+            else t.reshape(-1, 2 * r.half)
+            if extent == "table"
+            else t.reshape(-1)
+        )
 
     def made(self, source: object) -> Tensor:
         """A store or sum of the group; the sum of a Region outside it is sampled."""

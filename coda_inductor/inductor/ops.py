@@ -46,7 +46,7 @@ _library.impl("region", _eager, "CompositeExplicitAutograd")
 torch.library.register_fake("coda::region", _fake, lib=_library)
 
 REGION = torch.ops.coda.region.default
-"""region(inputs: matrices then operands, region: Region.text, target) -> stores [M, width], then reductions [M] or [N]."""
+"""region(inputs: matrices then operands, region: Region.text, target) -> stores [M, width], then reductions."""
 
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("stored", torch.clone, "CompositeExplicitAutograd")

@@ -16,7 +16,7 @@ from coda_inductor.core.region import DTYPE_NAMES, Let, Operand, Product, Reduct
 from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term, positive
-from coda_inductor.rewrite.draft import Computed, Draft, Loaded
+from coda_inductor.rewrite.draft import Computed, Draft, Loaded, Stored
 from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import weight_of
@@ -100,7 +100,7 @@ class _Writer:
 
     def _load(self, t: Term, source: Source) -> Value:
         if isinstance(source, Lane):
-            whole, index = self.tables[source] if source in self.tables else (source.node, source.index)
+            whole, index = self.tables.get(source, (source.node, source.index))
             return self.let("second" if index else "first", self._load(t, whole))
         if source not in self.loaded:
             if isinstance(source, fx.Node):
@@ -184,6 +184,11 @@ class _Writer:
         assert out is not None
         return self.let("add", out, float(t.coefficient)) if t.coefficient else out
 
+    def store(self, stored: Stored) -> Store:
+        """Of halves of heads, both values."""
+        value, *second = (str(self.value(part)) for part in self.plan.program.parts(stored.term, self.draft.space))
+        return Store(value, stored.dtype, *second)
+
 
 def build(plan: Plan, draft: Draft) -> Built:
     """Writes the Region of a draft and verifies it."""
@@ -204,10 +209,7 @@ def build(plan: Plan, draft: Draft) -> Built:
         assert k is not None
         products.append(Product(f"acc{i}", matrices.index(a), matrices.index(b), k, weight_of(product)[1]))  # type: ignore[arg-type]
         writer.values[acc] = f"acc{i}"
-    stores = tuple(
-        Store(*(str(writer.value(part)) for part in parts[:1]), dtype, *(str(writer.value(part)) for part in parts[1:]))
-        for parts, dtype in ((plan.program.parts(s.term, draft.space), s.dtype) for s in draft.stores)
-    )
+    stores = tuple(writer.store(s) for s in draft.stores)
     rows = set(draft.space.rows)
     sums = tuple(
         Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N", s.name)  # type: ignore[arg-type]
