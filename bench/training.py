@@ -3,7 +3,8 @@
     python bench/training.py [CASE ...] [--kinds forward|train ...] [--out FILE]
 
 A case is layer-2048, layer-4096 or layer-8192 (from attention's output to the next layer's q, k and v, 16384 tokens,
-feed-forward 8/3 as wide), or one of MODELS (8192 tokens, with attention; two layers unless the name says how many).
+feed-forward 8/3 as wide; rotary-2048 and so on: with the rotary embeddings of q and k), or one of MODELS (8192
+tokens, with attention; two layers unless the name says how many).
 
 A JSON line per case and kind, "forward" (under no_grad) and "train" (forward and backward), in one rotation: "ms" is
 ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "sustained"
@@ -59,6 +60,21 @@ class Layer(nn.Module):
         return h, self.q(n), self.k(n), self.v(n)
 
 
+class Rotary(Layer):
+    """The same, with the rotary embeddings of q and k as transformers has them: heads of 128, two halves each."""
+
+    def forward(self, attention: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        h, q, k, v = super().forward(attention, x)
+        q, k, v = (y.unflatten(-1, (-1, 128)).transpose(1, 2) for y in (q, k, v))
+        return h, rotated(q, cos, sin), rotated(k, cos, sin), v
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [batch, heads, tokens, head], its two halves turned by angles of which cos and sin are [tokens, head]."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
 def llama(d: int, ff: int, heads: int, count: int, vocabulary: int) -> nn.Module:
     """transformers' Llama with head and loss."""
     fields = sizes(d, ff, heads, 8) | {"num_hidden_layers": count, "vocab_size": vocabulary}
@@ -107,6 +123,19 @@ def case(name: str) -> tuple[nn.Module, list[Inputs], Step, Step, int]:
             return torch.autograd.grad(f(*given), wanted, grads)
 
         return model, inputs, lambda f, given: f(*given), backward, 16384
+    if name.startswith("rotary-"):
+        d = int(name.removeprefix("rotary-"))
+        model = Rotary(d).to("cuda", torch.bfloat16)
+        angles = torch.rand(4096, 64, device="cuda").repeat(1, 2) * 6.283
+        tables = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+        stream, heads = (4, 4096, d), (4, 4096, d // 128, 128)
+        gradients = [*tiles(stream), *(t.transpose(1, 2) for t in tiles(heads, heads, heads))]
+        streams = [tuple(t.requires_grad_() for t in tiles(stream, stream)) for _ in range(layers.SETS)]
+
+        def turned_back(f: Any, given: Inputs) -> object:
+            return torch.autograd.grad(f(*given), (*given[:2], *model.parameters()), gradients)
+
+        return model, [(*t, *tables) for t in streams], lambda f, given: f(*given), turned_back, 16384
     with torch.device("cuda"):
         model = MODELS[name]().to(torch.bfloat16)
     if name == "vit-l":
