@@ -44,16 +44,15 @@ def test_llama_at_real_widths(llama: tuple[nn.Module, Tensor], settings: Setting
     report = explain(llama[0], (llama[1],), {}, "infer", settings)
     totals, (graph,) = report["totals"], report["graphs"]
     assert report["target"] == settings.target
-    assert totals["coverage"] >= 0.77  # two layers read the embedding three times
-    assert totals["regions"] == 6 * LAYERS - 2  # and lm_head, less the first q, k, v: no product feeds their norm
-    assert totals["passes_left"] == len(graph["passes"]) == 2 * LAYERS + 1  # RoPE of q and k, first norm
-    assert [p["why"] for p in graph["passes"]].count("no product's result is read here") == 1
+    assert totals["coverage"] >= 0.88  # two layers read the embedding three times
+    assert totals["regions"] == 6 * LAYERS  # and lm_head, less the first v: no product feeds its norm
+    assert totals["passes_left"] == len(graph["passes"]) == 1  # the first norm
+    assert [p["why"] for p in graph["passes"]] == ["no product's result is read here"]
     assert {c["reason"] for c in graph["refused"]} == {p["why"] for p in graph["passes"]}
-    rotary = [c for c in graph["refused"] if "rotary" in c["reason"]]
-    assert len(rotary) == 2 * LAYERS
-    assert all(c["source"].rpartition(":")[0].endswith("modeling_llama.py") for c in rotary)
+    heads = [r for r in graph["regions"] if "first 64 of 128" in r["products"][0]]
+    assert len(heads) == 2 * LAYERS and {r["loads"][-1] for r in heads} == {"bf16[8192, 128]"}  # cosines and sines
     text = render(report)
-    assert text.startswith(f"for {settings.target}: 10 regions") and f"{LAYERS} x 136 MB" in text
+    assert text.startswith(f"for {settings.target}: 12 regions")
     assert "transformers/models/llama/modeling_llama.py" in text and "site-packages" not in text
 
 
@@ -61,7 +60,7 @@ def test_llama_in_full_depth_is_covered() -> None:
     model, ids = llama_of(32)
     start = time.perf_counter()
     totals = explain(model, (ids,), {}, "infer", SM_90A)["totals"]
-    assert totals["coverage"] >= 0.85 and totals["passes_left"] == 65 and totals["regions"] == 190
+    assert totals["coverage"] >= 0.99 and totals["passes_left"] == 1 and totals["regions"] == 192
     assert time.perf_counter() - start < 60
 
 
@@ -131,8 +130,8 @@ def test_what_is_not_understood_is_named() -> None:
 
 
 def test_training_llama_at_real_widths() -> None:
-    """Deferral and the triangle leave nothing but the rotary embedding and attention's side; less is kept than by
-    Inductor, and every Region has a kernel."""
+    """Deferral and the triangle leave nothing but attention's side, where gradients come through the rotary embedding;
+    less is kept than by Inductor, and every Region has a kernel."""
     model, ids = llama_of(3)
 
     class Loss(nn.Module):
@@ -145,7 +144,7 @@ def test_training_llama_at_real_widths() -> None:
 
     report = explain(Loss(), (ids,), {}, "train", SM_90A)
     totals, (graph,) = report["totals"], report["graphs"]
-    assert totals["regions"] == 29 and totals["saved_bytes"] < 0.96 * totals["saved_bytes_inductor"]
+    assert totals["regions"] == 31 and totals["saved_bytes"] < 0.96 * totals["saved_bytes_inductor"]
     laws = {law for region in graph["regions"] for law in region["laws"]}
     assert laws == {"adjoint", "bilinearity", "triangle", "softmax"}
     between = [p["source"] for p in graph["passes"] if "activations.py" in p["source"] or ":175" in p["source"]]

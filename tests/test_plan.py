@@ -137,7 +137,7 @@ REASONS: dict[str, Callable[..., Any]] = {
     "not two halves": lambda x, w, v: (x @ w).view(8, 4, 2)[..., 0].relu() * (x @ w).view(8, 4, 2)[..., 1],
     "halves are needed as well": lambda x, w, v: (torch.relu((x @ w)[:, :4]) * (x @ w)[:, 4:], torch.relu(x @ w)),
     "more than two products": lambda x, w, v: ((x @ w) * (x @ v), (x @ v) * (x @ (w * v)), (x @ w) * (x @ (w * v))),
-    "its memory order": lambda x, w, v: torch.relu((x @ w).t()),
+    "its memory order": lambda x, w, v: torch.relu((x @ w).t().contiguous()),
     "other axes than its product": lambda x, w, v: torch.relu(x @ w * x.sum()),
 }
 

@@ -162,7 +162,7 @@ class Emission:
         for node, stored in built.draft.supplies.items():
             value = g.tensor(node)
             assert value is not None
-            order = self.plan.program.turn(node, built.draft.space.order)
+            order = self.plan.program.turn(node, built.draft.space)
             assert order is not None
             new = self.reshape(self.made[stored], [value.shape[d] for d in order])
             if order != sorted(order):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -54,14 +54,16 @@ def sizes(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size_of(n) for n in value.shape)
 
 
-def dense(node: fx.Node) -> bool:
-    """Does the node's tensor lie in memory in the order of its dimensions, without gaps? Asks no symbol anything."""
+def dense(node: fx.Node, order: Sequence[int] | None = None) -> bool:
+    """Does the node's tensor lie in memory in the order of its dimensions, or in this one, without gaps? Asks no symbol
+    anything."""
     value = tensor(node)
     assert value is not None
     expected = Size(1)
-    for size, stride in zip(reversed(sizes(node)), reversed(value.stride()), strict=True):
+    for d in reversed(range(value.dim()) if order is None else order):
+        size = sizes(node)[d]
         if size != Size(1):
-            if size_of(stride) != expected:
+            if size_of(value.stride(d)) != expected:
                 return False
             expected = expected * size
     return True

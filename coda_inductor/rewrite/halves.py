@@ -26,11 +26,18 @@ MIXED = "it combines features that are not two halves of the columns, nor of eac
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How columns lie: [heads, halves (the axis `lane`), `minor`], all of them `whole`."""
+    """How columns lie: [heads, two halves, `minor`]. The halves are the axis `inner` of the product, whose columns are
+    `whole`, and the axis `lane` of what is stored: the same, unless two values were put together anew."""
 
     lane: int
+    inner: int
     minor: Axes
     whole: Axes
+
+    @property
+    def stored(self) -> Axes:
+        """The axes of a row that is stored, major to minor."""
+        return tuple(self.lane if i == self.inner else i for i in self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +52,22 @@ def heads(program: Program, t: Term, last: Term) -> tuple[Heads, tuple[Term, Ter
     """How the product behind `last` has to be read so that its epilogue makes t, and the accumulators of its halves.
     Raises Unsupported."""
     product, terms = program.product(last), program.lifted.terms
-    lanes = {axis for acc in program.accumulators(t) if acc.bit == last.bit for axis, _ in acc.lanes}
-    if last.bit in program.whole or len(lanes) != 1 or not lanes <= t.axes & set(product.columns):
+    inside = {axis for acc in program.accumulators(t) if acc.bit == last.bit for axis, _ in acc.lanes}
+    if last.bit in program.whole or len(inside) != 1 or not inside <= set(product.columns):
         raise Unsupported(MIXED)
-    (lane,) = lanes
-    if program.lifted.extents((lane,)) != {lane: 2} or g.is_backward(product.node) or not program.by_rows(product):
+    (inner,) = inside
+    lane = t.over[0] if t.kind == "lanes" and inner not in t.axes else inner
+    if set(program.lifted.extents((lane, inner)).values()) != {2} or lane not in t.axes:
+        raise Unsupported(MIXED)
+    if g.is_backward(product.node) or not program.by_rows(product):
         raise Unsupported(MIXED)
     parts = [terms.select(t, lane, i) for i in (0, 1)]
     accs = {acc for part in parts for acc in program.accumulators(part) if acc.bit == last.bit}
-    if {acc.lanes for acc in accs} != {((lane, 0),), ((lane, 1),)}:
+    if {acc.lanes for acc in accs} != {((inner, 0),), ((inner, 1),)}:
         raise Unsupported(MIXED)
-    minor = product.columns[product.columns.index(lane) + 1 :]
+    minor = product.columns[product.columns.index(inner) + 1 :]
     first, second = sorted(accs, key=lambda acc: acc.lanes)
-    return Heads(lane, minor, product.columns), (first, second)
+    return Heads(lane, inner, minor, product.columns), (first, second)
 
 
 def lanes(program: Program, rows: Axes, of: Heads) -> dict[Term, Lane]:
@@ -69,12 +79,13 @@ def lanes(program: Program, rows: Axes, of: Heads) -> dict[Term, Lane]:
         if not fitting or not t.axes:
             continue
         node = min(fitting, key=lambda n: n.meta["val"].dtype.itemsize)
-        if of.lane in program.lies(node)[0]:
-            same = repeats(node)
-            for i in (0, 1):
-                found.setdefault(terms.select(t, of.lane, i), Lane(node, 0 if same else i))
-        else:
+        axis = next((i for i in program.lies(node)[0] if i in (of.lane, of.inner)), None)
+        if axis is None:
             found.setdefault(t, Lane(node, None))
+            continue
+        same = repeats(node)
+        for i in (0, 1):
+            found.setdefault(terms.select(t, axis, i), Lane(node, 0 if same else i))
     return found
 
 
@@ -83,7 +94,7 @@ def _fits(order: Axes, dense: bool, rows: Axes, of: Heads) -> bool:
     if order == of.whole:
         return dense
     tokens = tuple(i for i in order if i in rows)
-    tables = ((of.lane, *of.minor), of.minor)
+    tables = ((of.lane, *of.minor), (of.inner, *of.minor), of.minor)
     return bool(tokens) and tokens == tuple(i for i in rows if i in tokens) and order[len(tokens) :] in tables
 
 
@@ -94,12 +105,13 @@ def repeats(node: fx.Node) -> bool:
             value, parts = node.meta["val"], node.args[0]
             dim = node.args[1] if len(node.args) > 1 else 0
             return dim in (-1, value.dim() - 1) and len(parts) == 2 and parts[0] is parts[1]  # type: ignore[arg-type,index]
-        pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-        if not pointwise and node.target not in LAST_STAYS:
+        tags = getattr(node.target, "tags", ())
+        each_alone = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        if not each_alone and node.target not in LAST_STAYS:
             return False
         node = node.all_input_nodes[0]
     return False
 
 
 LAST_STAYS = frozenset({g.aten.unsqueeze.default, g.aten.clone.default, g.prims.convert_element_type.default})
-"""What leaves the last dimension as it is (unsqueeze: checked by the axes of the node that is read)."""
+"""What leaves the last dimension, which holds the halves, as it is. (One unsqueezed behind it would be the last.)"""

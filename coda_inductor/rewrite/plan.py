@@ -160,7 +160,7 @@ class Plan:
             self.program.check(t, space)
             if g.is_backward(node) and not self.program.in_backward(space):
                 return False  # the backward makes it again from what the forward stores anyway
-            if self.program.turn(node, space.order) is None:
+            if self.program.turn(node, space) is None:
                 raise Unsupported("its memory order is not rows of tokens")
             draft = self._draft(space)
             self.program.check(t, draft.space)

@@ -38,7 +38,7 @@ class Space:
     @property
     def order(self) -> Axes:
         """The axes of what it stores, major to minor."""
-        return self.rows + (self.heads.whole if self.heads else self.columns)
+        return self.rows + (self.heads.stored if self.heads else self.columns)
 
     @property
     def mask(self) -> int:
@@ -165,7 +165,8 @@ class Program:
             raise Unsupported("a width that is a symbol")
         shared = [a for a in accs if self._shares(a, last)]
         columns = {self.columns(a) for a in shared}
-        if len(shared) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, shared)):
+        mixed = any(a.bit == last.bit and a not in shared for a in accs)  # halves, and the whole
+        if mixed or len(shared) > MAX_LANES or len(columns) > 1 or not all(map(self._halves, shared)):
             of, halves = heads(self, t, last)
             return Space(halves, self.product(last).rows, self.columns(last), of)
         return Space(tuple(shared), self.product(last).rows, columns.pop())
@@ -340,17 +341,18 @@ class Program:
             if self.lies(node) == (order, True) and not late:
                 yield node
 
-    def turn(self, node: fx.Node, order: Axes) -> list[int] | None:
-        """The node's dimensions in the order in which they hold these axes, as attention's heads and tokens; None if
-        they do not."""
-        dims = self.lifted.reading.roots(node)
-        long = sorted(
-            (d for d in range(len(dims)) if dims[d]),
-            key=lambda d: order.index(dims[d][0]) if dims[d][0] in order else -1,
-        )
-        if tuple(i for d in long for i in dims[d]) != order:
+    def turn(self, node: fx.Node, space: Space) -> list[int] | None:
+        """The node's dimensions in the order in which `space` stores its axes, as attention has heads before tokens.
+        None if they are other axes, or lie otherwise; of halves of heads attention alone is the reader, in any
+        order."""
+        dims, order = self.lifted.reading.roots(node), space.order
+        if tuple(i for d in dims for i in d) == order:
+            return list(range(len(dims)))
+        place = {axis: i for i, axis in enumerate(order)}
+        turned = sorted(range(len(dims)), key=lambda d: place.get(dims[d][0], -1) if dims[d] else -1)
+        if tuple(i for d in turned for i in dims[d]) != order:
             return None
-        return [d for d in range(len(dims)) if not dims[d]] + long
+        return turned if space.heads or g.dense(node, turned) else None
 
     def lies(self, node: fx.Node) -> tuple[Axes, bool]:
         """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
