@@ -126,7 +126,8 @@ def derived(model: nn.Module, ids: Tensor) -> None:
     print("   acc is the product's accumulator, s a sum over each row, y what leaves; N: kernel N of the program.")
     for step, region in zip(steps, graph["regions"], strict=True):
         laws = f"   by {', '.join(step['laws'])}" if step["laws"] else ""
-        weights = ", ".join(p["b"].removesuffix(".weight.T") for p in step["products"])
+        weights = ", ".join(dict.fromkeys(p["b"].partition(".weight.T")[0] for p in step["products"]))
+        weights += " (halves of heads)" if len(step["products"]) > weights.count(",") + 1 else ""
         saved = f"{region['bytes_before'] / 1e6:.2f} -> {region['bytes_after'] / 1e6:.2f} MB"
         print(f"\n   {step['region']:<4}{weights}{laws}   {saved}")
         for s in step["stores"]:

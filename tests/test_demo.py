@@ -13,7 +13,7 @@ from coda_inductor import demo
 def test_demo_says_what_is_derived_saved_and_exact(capsys: pytest.CaptureFixture[str]) -> None:
     demo.main()
     said = capsys.readouterr().out
-    assert "12 Regions" in said and "bilinearity 8 x" in said
+    assert "12 Regions" in said and "bilinearity 10 x" in said
     assert "layers.0.feed_forward.gate, layers.0.feed_forward.up   by bilinearity" in said
     before, after = map(float, re.search(r"([\d.]+) MB -> ([\d.]+) MB; \d+%", said).groups())  # type: ignore[union-attr]
     assert 0 < after < before / 2
