@@ -83,8 +83,9 @@ def growing(model: Any) -> dict[str, Any]:
 # A layer is o, gate with up, down; the second one's q, k and v follow the first one's norm; so does the head, which in
 # the first graph does not see all tokens.
 WAYS: list[tuple[Callable[[Any], dict[str, Any]], list[int]]] = [
-    (forward, [9, 10]), (whole, [9, 10]), (each_layer, [3, 3, 3, 3]), (layer_within, [9, 10]), (by_transformers, [10]),
-    (growing, [9, 10, 10]),
+    (forward, [11, 12]), (whole, [11, 12]), (each_layer, [5, 5, 5, 5]), (layer_within, [11, 12]),
+    (by_transformers, [12]),
+    (growing, [11, 12, 12]),
 ]  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def test_generate(way: Callable[[Any], dict[str, Any]], regions: list[int]) -> N
 
 def test_generate_with_inductors_code() -> None:
     """As above, all the way through Inductor, which writes the cache in place."""
-    check(forward, [9, 10], run=True)
+    check(forward, [11, 12], run=True)
 
 
 def check(way: Callable[[Any], dict[str, Any]], regions: list[int], run: bool) -> None:

@@ -150,9 +150,11 @@ def _settled(
         builts = [build(made, draft) for draft in made.unique()]
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
         halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}
-        if unhalved := halved & verdict.banned.keys():
+        if unhalved := halved & verdict.banned.keys():  # the product may do without its heads' halves
             whole |= unhalved
-            continue  # the product may do without its heads' halves
+            banned |= {bit: why for bit, why in verdict.banned.items() if bit not in halved}
+            undeferred |= verdict.undeferred
+            continue
         settled = not verdict.banned and not verdict.undeferred
         if (settled or verdict.banned) and (untaken := _untaken(normalisers, builts, verdict.banned)):
             for normaliser in untaken:

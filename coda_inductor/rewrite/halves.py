@@ -61,29 +61,31 @@ def heads(program: Program, t: Term, last: Term) -> tuple[Heads, tuple[Term, Ter
         raise Unsupported(MIXED)
     if g.is_backward(product.node) or not program.by_rows(product):
         raise Unsupported(MIXED)
-    parts = [terms.select(t, lane, i) for i in (0, 1)]
-    accs = {acc for part in parts for acc in program.accumulators(part) if acc.bit == last.bit}
-    if {acc.lanes for acc in accs} != {((inner, 0),), ((inner, 1),)}:
-        raise Unsupported(MIXED)
     minor = product.columns[product.columns.index(inner) + 1 :]
+    parts = (program.accumulators(terms.select(t, lane, i)) for i in (0, 1))
+    mine = [{acc for acc in part if acc.bit == last.bit} for part in parts]
+    accs = mine[0] | mine[1]
+    if not (minor and all(mine)) or {acc.lanes for acc in accs} != {((inner, 0),), ((inner, 1),)}:
+        raise Unsupported(MIXED)
     first, second = sorted(accs, key=lambda acc: acc.lanes)
     return Heads(lane, inner, minor, product.columns), (first, second)
 
 
 def lanes(program: Program, rows: Axes, of: Heads) -> dict[Term, Lane]:
     """What an epilogue can read beside halves of heads, by term: vectors over all features, and tables over tokens and
-    a head (or half of one). Of nodes that differ by a cast the narrowest."""
+    a head (or half of one). Of nodes that differ by a cast the first with which the user's program goes on."""
     found, terms = dict[Term, Lane](), program.lifted.terms
     for t, nodes in program.nodes.items():
-        fitting = [n for n in nodes if not t.hosts and _fits(*program.lies(n), rows, of)]
-        if not fitting or not t.axes:
+        fitting = [n for n in nodes if not t.hosts and t.axes and _fits(*program.lies(n), rows, of)]
+        if not fitting:
             continue
-        node = min(fitting, key=lambda n: n.meta["val"].dtype.itemsize)
+        node = next((n for n in fitting if not n.users.keys() <= set(nodes)), fitting[0])
+        node = g.root(node, g.is_view) if g.root(node, g.is_view) in fitting else node
         axis = next((i for i in program.lies(node)[0] if i in (of.lane, of.inner)), None)
         if axis is None:
             found.setdefault(t, Lane(node, None))
             continue
-        same = repeats(node)
+        same = alike(program, node, (axis, *of.minor))
         for i in (0, 1):
             found.setdefault(terms.select(t, axis, i), Lane(node, 0 if same else i))
     return found
@@ -98,20 +100,22 @@ def _fits(order: Axes, dense: bool, rows: Axes, of: Heads) -> bool:
     return bool(tokens) and tokens == tuple(i for i in rows if i in tokens) and order[len(tokens) :] in tables
 
 
-def repeats(node: fx.Node) -> bool:
-    """Are its two halves equal: what is computed element by element of one tensor twice, one beside the other?"""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        if node.target is g.aten.cat.default:
-            value, parts = node.meta["val"], node.args[0]
-            dim = node.args[1] if len(node.args) > 1 else 0
-            return dim in (-1, value.dim() - 1) and len(parts) == 2 and parts[0] is parts[1]  # type: ignore[arg-type,index]
+def alike(program: Program, node: fx.Node, axes: Axes) -> bool:
+    """Are the two halves of a table equal, as cosines of the same angles twice? `axes` are those of its one dimension
+    [2, half]. What is computed element by element of two equal halves has two equal halves."""
+    reading, terms = program.lifted.reading, program.lifted.terms
+    dim = next((d for d, ids in enumerate(reading.roots(node)) if ids == axes), None)
+    shape = node.meta["val"].shape
+    while dim is not None:
+        term, ids = program.lifted.term.get(node), reading.roots(node)[dim]
+        two = len(ids) > 1 and program.lifted.extents(ids[:1]) == {ids[0]: 2}
+        if term is not None and two and terms.select(term, ids[0], 0) is terms.select(term, ids[0], 1):
+            return True
         tags = getattr(node.target, "tags", ())
         each_alone = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-        if not each_alone and node.target not in LAST_STAYS:
+        if not (each_alone or g.is_cast(node)) or len(node.all_input_nodes) != 1:
             return False
-        node = node.all_input_nodes[0]
+        (node,) = node.all_input_nodes
+        if node not in reading.dims or [*map(str, node.meta["val"].shape)] != [*map(str, shape)]:
+            return False
     return False
-
-
-LAST_STAYS = frozenset({g.aten.unsqueeze.default, g.aten.clone.default, g.prims.convert_element_type.default})
-"""What leaves the last dimension, which holds the halves, as it is. (One unsqueezed behind it would be the last.)"""

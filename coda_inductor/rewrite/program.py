@@ -87,8 +87,8 @@ class Program:
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
     _spaces: dict[Term, Space | Unsupported] = field(default_factory=dict)
-    _bases: dict[tuple[Term, Axes, Axes], frozenset[Term]] = field(default_factory=dict)
-    _tiles: dict[tuple[Term, Axes, Axes], bool] = field(default_factory=dict)
+    _bases: dict[tuple[Term, Axes, Axes, Heads | None], frozenset[Term]] = field(default_factory=dict)
+    _tiles: dict[tuple[Term, Axes, Axes, Heads | None], bool] = field(default_factory=dict)
     _dense: dict[fx.Node, tuple[Axes, bool]] = field(default_factory=dict)
     _lanes: dict[tuple[Axes, Heads], dict[Term, Lane]] = field(default_factory=dict)
 
@@ -187,7 +187,8 @@ class Program:
         key = space.rows, space.heads
         if key not in self._lanes:
             self._lanes[key] = lanes(self, *key)
-        return self._lanes[key].get(x)
+        found = self._lanes[key].get(x)
+        return None if found is None or self.lifted.deps[found.node] & space.mask else found
 
     def makers(self, t: Term) -> int:
         """The products in whose epilogue t could first be known, as a bit set; 0 if none feeds it."""
@@ -284,7 +285,7 @@ class Program:
 
     def bases(self, x: Term, space: Space) -> frozenset[Term]:
         """The tiles that x is made of by pointwise operations; a sum of several is one, a stream."""
-        key = x, space.rows, space.columns
+        key = x, space.rows, space.columns, space.heads
         if key not in self._bases:
             self._bases[key] = self._made_of(x, space)
         return self._bases[key]
@@ -300,7 +301,7 @@ class Program:
 
     def has_tile(self, x: Term, space: Space) -> bool:
         """Is a tile in x, rather than only vectors whose product has a tile's axes?"""
-        key = x, space.rows, space.columns
+        key = x, space.rows, space.columns, space.heads
         if key not in self._tiles:
             pointwise = x.kind in POINTWISE_KINDS
             held = not pointwise or any(self.has_tile(a, space) for a in x.args)
