@@ -147,6 +147,7 @@ def _settled(
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
         made = plan(lifted, laws, banned, undeferred, whole)
+        whole |= made.program.whole
         builts = [build(made, draft) for draft in made.unique()]
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
         halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}

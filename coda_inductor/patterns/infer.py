@@ -34,9 +34,14 @@ class Reading:
     parts: list[tuple[Ids, Ids]] = field(default_factory=list)
     """Where no lanes are made: the fresh axes of a part or a cat, and the axes of a dimension that they came from."""
 
+    final: bool = False
+    _roots: dict[fx.Node, Dims] = field(default_factory=dict)
+
     def roots(self, node: fx.Node) -> Dims:
         """The node's dims in atomic axes."""
-        return tuple(self.axes.roots(d) for d in self.dims[node])
+        if node not in self._roots or not self.final:
+            self._roots[node] = tuple(self.axes.roots(d) for d in self.dims[node])
+        return self._roots[node]
 
 
 def read_axes(graph: fx.Graph) -> Reading:
@@ -53,7 +58,9 @@ def read_axes(graph: fx.Graph) -> Reading:
         ids = set(plain.axes.roots(plain.dims[node][dim])) if node in plain.dims else set()
         return bool(ids & features) and not ids & rows
 
-    return _pass(graph, is_feature)
+    reading = _pass(graph, is_feature)
+    reading.final = True  # what a dimension is made of does not change any more
+    return reading
 
 
 IsFeature = Callable[[fx.Node, int], bool] | None

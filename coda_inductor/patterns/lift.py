@@ -47,6 +47,8 @@ class Lifted:
     leaves: dict[str, fx.Node] = field(default_factory=dict)
     bits: int = 0
     read: tuple[Term, ...] = ()
+    lying: dict[fx.Node, tuple[tuple[int, ...], bool]] = field(default_factory=dict)
+    """How nodes lie, once somebody has asked: Program.lies."""
 
     def node(self, leaf: Term) -> fx.Node:
         """The node whose tensor a leaf is."""

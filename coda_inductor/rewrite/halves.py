@@ -76,7 +76,9 @@ def lanes(program: Program, rows: Axes, of: Heads) -> dict[Term, Lane]:
     a head (or half of one). Of nodes that differ by a cast the first with which the user's program goes on."""
     found, terms = dict[Term, Lane](), program.lifted.terms
     for t, nodes in program.nodes.items():
-        fitting = [n for n in nodes if not t.hosts and t.axes and _fits(*program.lies(n), rows, of)]
+        if t.hosts or not t.axes.issuperset(of.minor):
+            continue
+        fitting = [n for n in nodes if _fits(*program.lies(n), rows, of)]
         if not fitting:
             continue
         node = next((n for n in fitting if not n.users.keys() <= set(nodes)), fitting[0])

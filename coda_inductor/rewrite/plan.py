@@ -84,11 +84,15 @@ class Plan:
     def _settle(self) -> None:
         """Finds decisions that exclude each other."""
         by_product: dict[int, Draft] = {}
+        both, whole = dict[int, str](), set[int]()
         for acc, draft in self.drafts.items():
             if (other := by_product.setdefault(acc.bit, draft)) is not draft:
                 if draft.space.heads or other.space.heads:
-                    raise Conflict(whole=frozenset({acc.bit}))
-                raise Conflict(banned={acc.bit: "its halves are needed as well as the whole"})
+                    whole.add(acc.bit)
+                else:
+                    both[acc.bit] = "its halves are needed as well as the whole"
+        if both or whole:
+            raise Conflict(banned=both, whole=frozenset(whole))
         if (late := self._cycle()) is not None:
             raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
         self.again.check(self)

@@ -89,7 +89,6 @@ class Program:
     _spaces: dict[Term, Space | Unsupported] = field(default_factory=dict)
     _bases: dict[tuple[Term, Axes, Axes, Heads | None], frozenset[Term]] = field(default_factory=dict)
     _tiles: dict[tuple[Term, Axes, Axes, Heads | None], bool] = field(default_factory=dict)
-    _dense: dict[fx.Node, tuple[Axes, bool]] = field(default_factory=dict)
     _lanes: dict[tuple[Axes, Heads], dict[Term, Lane]] = field(default_factory=dict)
 
     def hold(self, node: fx.Node) -> Term:
@@ -357,10 +356,10 @@ class Program:
 
     def lies(self, node: fx.Node) -> tuple[Axes, bool]:
         """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
-        if node not in self._dense:
-            dims = self.lifted.reading.roots(node)
-            self._dense[node] = tuple(i for d in dims for i in d), g.dense(node)
-        return self._dense[node]
+        known = self.lifted.lying  # a graph is planned many times
+        if node not in known:
+            known[node] = tuple(i for d in self.lifted.reading.roots(node) for i in d), g.dense(node)
+        return known[node]
 
 
 def weight_of(product: Product) -> tuple[fx.Node, str]:
