@@ -55,7 +55,7 @@ def test_the_table(case: Case) -> None:
     assert regions(reports) == (case.regions, case.deferred)
 
 
-# name, class, configuration, Regions, deferred. RoPE, QK-norm and norms after a product (Gemma-2, OLMo-2) stay outside.
+# name, class, configuration, Regions, deferred. QK-norm and norms after a product (Gemma-2, OLMo-2) stay outside.
 TRANSFORMERS: tuple[tuple[str, str, dict[str, Any], int, int], ...] = (
     ("llama", "LlamaForCausalLM", {"num_key_value_heads": 2}, 12, 6),
     (
