@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Callable
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.ops import OPS
@@ -23,11 +24,7 @@ def verify(region: Region) -> Region:
     check(used == set(range(region.matrices)), f"matrices {sorted(used)} are not 0..{region.matrices - 1}")
     check(all(p.a != p.b for p in region.products), "a matrix multiplied by itself")
     if region.half:
-        weights = [(p.a, p.b, p.b_layout) for p in region.products]
-        check(len(weights) == 2 and len(set(weights)) == 1, f"halves of heads of {weights}, not of one weight")
-        check(weights[0][2] == "nk", "halves of heads of a [K, N] weight")
-        check(region.half > 0 and region.n % region.half == 0, f"n = {region.n} is no multiple of {region.half}")
-        check(not region.reductions, "a reduction beside halves of heads")
+        _verify_halves(region, check)
     for p in region.products:
         check(p.b_layout in ("nk", "kn"), f"layout {p.b_layout!r} of {p.name}'s weight is neither nk nor kn")
         ks = {q.k for q in region.products if q.a == p.a or q.b == p.b}
@@ -72,6 +69,15 @@ def verify(region: Region) -> Region:
     for value in [s.value for s in region.stores] + seconds + [r.value for r in region.reductions]:
         check(value in tiles, f"{value!r} leaves the region but is not a tile")
     return region
+
+
+def _verify_halves(region: Region, check: Callable[[bool, str], None]) -> None:
+    """One weight, of whole heads, and nothing summed."""
+    weights = [(p.a, p.b, p.b_layout) for p in region.products]
+    check(len(weights) == 2 and len(set(weights)) == 1, f"halves of heads of {weights}, not of one weight")
+    check(weights[0][2] == "nk", "halves of heads of a [K, N] weight")
+    check(region.half > 0 and region.n % region.half == 0, f"n = {region.n} is no multiple of {region.half}")
+    check(not region.reductions, "a reduction beside halves of heads")
 
 
 def _is_name(name: str) -> bool:

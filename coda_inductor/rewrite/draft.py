@@ -56,6 +56,14 @@ class Draft:
         """What its epilogue makes: all that is stored or summed."""
         return [s.term for s in self.stores] + [s.args[0] for s in self.sums]
 
+    @property
+    def deps(self) -> int:
+        """The products that must have run before all of its outputs exist."""
+        deps = 0
+        for t in self.values:
+            deps |= t.deps
+        return deps
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

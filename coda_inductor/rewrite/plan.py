@@ -83,8 +83,7 @@ class Plan:
 
     def _settle(self) -> None:
         """Finds decisions that exclude each other."""
-        by_product: dict[int, Draft] = {}
-        both, whole = dict[int, str](), set[int]()
+        by_product, both, whole = dict[int, Draft](), dict[int, str](), set[int]()
         for acc, draft in self.drafts.items():
             if (other := by_product.setdefault(acc.bit, draft)) is not draft:
                 if draft.space.heads or other.space.heads:
@@ -108,7 +107,7 @@ class Plan:
         """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one
         time."""
         pending, ready = self.unique(), 1
-        waits = {id(d): _deps(d) & ~d.space.mask for d in pending}
+        waits = {id(d): d.deps & ~d.space.mask for d in pending}
         while pending and ready:
             blocked = 0
             for d in pending:
@@ -399,11 +398,3 @@ class Plan:
             return False
         self._take(draft, x)
         return True
-
-
-def _deps(draft: Draft) -> int:
-    """The products that must have run before all of the draft's outputs exist."""
-    deps = 0
-    for t in draft.values:
-        deps |= t.deps
-    return deps
