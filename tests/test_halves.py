@@ -216,6 +216,18 @@ def test_gradients(dynamic: bool) -> None:
             assert float((a - b).detach().abs().max()) < 1e-10
 
 
+def test_the_first_layers_gradient_hides_no_features() -> None:
+    """It multiplies with an input of the graph, as a product does with its weight."""
+    given = inputs()
+    w, x = nn.Parameter(given["w"]), given["x"]
+    ran = run(lambda: turned(heads(x, w), given["cos"], given["sin"]), grad=True, options=STRICT)
+    assert [site.region.half for report in ran.reports for site in report.sites] == [HALF]
+    wanted = turned(heads(x, w), given["cos"], given["sin"])
+    weights = torch.randn_like(wanted)
+    pair = [torch.autograd.grad(y, w, weights)[0] for y in (ran.output, wanted)]
+    assert float((pair[0] - pair[1]).abs().max()) < 1e-10
+
+
 def test_one_pass_is_left_of_a_layer() -> None:
     """Beside attention's backward, with the statistics of q, k and v in it. Of a forward none."""
     model = Layer(512, 128).bfloat16()
