@@ -110,32 +110,22 @@ Step = Callable[[Any, Inputs], object]
 
 def case(name: str) -> tuple[nn.Module, list[Inputs], Step, Step, int]:
     """(model, sets of inputs, the forward, the step of training, tokens)."""
-    if name.startswith("layer-"):
-        d = int(name.removeprefix("layer-"))
-        model = Layer(d).to("cuda", torch.bfloat16)
-
-        stream = (4, 4096, d)
+    kind, _, width = name.partition("-")
+    if width in map(str, HIDDEN):
+        d = int(width)
+        model = {"layer": Layer, "rotary": Rotary}[kind](d).to("cuda", torch.bfloat16)
+        stream, heads, tables = (4, 4096, d), (4, 4096, d // 128, 128), tuple[Tensor, ...]()
         grads = tiles(stream, stream, stream, stream)
-        inputs = [tuple(t.requires_grad_() for t in tiles(stream, stream)) for _ in range(layers.SETS)]
-
-        def backward(f: Any, given: Inputs) -> object:
-            wanted = (*given, *model.parameters())
-            return torch.autograd.grad(f(*given), wanted, grads)
-
-        return model, inputs, lambda f, given: f(*given), backward, 16384
-    if name.startswith("rotary-"):
-        d = int(name.removeprefix("rotary-"))
-        model = Rotary(d).to("cuda", torch.bfloat16)
-        angles = torch.rand(4096, 64, device="cuda").repeat(1, 2) * 6.283
-        tables = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
-        stream, heads = (4, 4096, d), (4, 4096, d // 128, 128)
-        gradients = [*tiles(stream), *(t.transpose(1, 2) for t in tiles(heads, heads, heads))]
+        if kind == "rotary":
+            angles = torch.rand(4096, 64, device="cuda").repeat(1, 2) * 6.283
+            tables = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+            grads = (grads[0], *(t.view(heads).transpose(1, 2) for t in grads[1:]))
         streams = [tuple(t.requires_grad_() for t in tiles(stream, stream)) for _ in range(layers.SETS)]
 
-        def turned_back(f: Any, given: Inputs) -> object:
-            return torch.autograd.grad(f(*given), (*given[:2], *model.parameters()), gradients)
+        def backward(f: Any, given: Inputs) -> object:
+            return torch.autograd.grad(f(*given), (*given[:2], *model.parameters()), grads)
 
-        return model, [(*t, *tables) for t in streams], lambda f, given: f(*given), turned_back, 16384
+        return model, [(*t, *tables) for t in streams], lambda f, given: f(*given), backward, 16384
     with torch.device("cuda"):
         model = MODELS[name]().to(torch.bfloat16)
     if name == "vit-l":

@@ -5,6 +5,7 @@ Imported by generated modules, so it imports the compiler. Its content is part o
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -63,24 +64,13 @@ class HalfVector(RowVecLoad):  # type: ignore[misc]
         return {self.name: cute.make_tensor(vector.iterator, halves)}
 
 
-class _TwoProducts:
-    """Mixed into a GEMM class: B, given as one weight [n, K], is read as [(2, n), K], the second lane `lane_offset`
-    elements away. One TMA descriptor spans both allocations, so adjacent accumulators 2n and 2n + 1 are column n of the
-    first and of the second product."""
+class _Lanes:
+    """Mixed into a GEMM class: adjacent accumulators 2n and 2n + 1 are column n of a first and of a second product.
 
-    def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):  # type: ignore[no-untyped-def]
-        mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
-            mA, mB, mD, mC, epilogue_args, append_batch_if_2d
-        )
-        offset = cute.assume(epilogue_args.lane_offset, divby=8)  # 16 bytes, as TMA strides are encoded
-        (n, k, l), (stride_n, stride_k, stride_l) = mB.shape, mB.stride  # noqa: E741
-        lanes = cute.make_layout(((2, n), k, l), stride=((offset, stride_n), stride_k, stride_l))
-        return mA, cute.make_tensor(mB.iterator, lanes), mD, mC, epilogue_args
-
-
-class _Halves:
-    """Mixed into a GEMM class: B, a weight [2n, K] whose rows are heads of 2 * `half`, is read as [(2, half, heads),
-    K], so that the two halves of a head lie side by side in the tile."""
+    With `half`, B is a weight [2n, K] whose rows are heads of 2 * `half`, read as [(2, half, heads), K]: the products
+    are the halves of its heads. Else B, given as one weight [n, K], is read as [(2, n), K], the second lane
+    `lane_offset` elements away: one TMA descriptor spans both allocations.
+    """
 
     half: int
 
@@ -89,10 +79,15 @@ class _Halves:
             mA, mB, mD, mC, epilogue_args, append_batch_if_2d
         )
         (n, k, l), (stride_n, stride_k, stride_l) = mB.shape, mB.stride  # noqa: E741
-        across, pitch = (cute.assume(size * stride_n, divby=8) for size in (self.half, 2 * self.half))
-        nested = ((2, self.half, n // (2 * self.half)), k, l)
-        heads = cute.make_layout(nested, stride=((across, stride_n, pitch), stride_k, stride_l))
-        return mA, cute.make_tensor(mB.iterator, heads), mD, mC, epilogue_args
+        if self.half:
+            columns: Any = (2, self.half, n // (2 * self.half))
+            across, pitch = (cute.assume(size * stride_n, divby=8) for size in (self.half, 2 * self.half))
+            strides: Any = (across, stride_n, pitch)
+        else:
+            columns = (2, n)
+            strides = (cute.assume(epilogue_args.lane_offset, divby=8), stride_n)  # 16 bytes, as TMA encodes strides
+        lanes = cute.make_layout((columns, k, l), stride=(strides, stride_k, stride_l))
+        return mA, cute.make_tensor(mB.iterator, lanes), mD, mC, epilogue_args
 
 
 class HalfStore(TileStore):  # type: ignore[misc]
@@ -111,14 +106,7 @@ class HalfStore(TileStore):  # type: ignore[misc]
         heads = (self.half, width // (2 * self.half))
         nested = cute.make_layout((m, heads, l), stride=(pitch, (one, 2 * self.half), apart))
         halves = cute.make_tensor(whole.iterator + self.lane * self.half, nested)
-        return super().to_params(gemm, _One(self.name, halves))  # type: ignore[no-any-return]
-
-
-class _One:
-    """Epilogue arguments of which one is looked at."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        setattr(self, name, value)
+        return super().to_params(gemm, SimpleNamespace(**{self.name: halves}))  # type: ignore[no-any-return]
 
 
 class TwoProductsMod(EpiMod):  # type: ignore[misc]
@@ -133,9 +121,8 @@ class TwoProductsMod(EpiMod):  # type: ignore[misc]
         minted = super()._mint(*mint_key)
         lanes: dict[type, type] = self.__dict__.setdefault("_lanes", {})
         if minted not in lanes:
-            reading: type = _Halves if self.half else _TwoProducts
             fields = {"__module__": __name__, "half": self.half}
-            lanes[minted] = type(f"{minted.__name__}_lanes{self.half or ''}", (reading, minted), fields)
+            lanes[minted] = type(f"{minted.__name__}_lanes{self.half or ''}", (_Lanes, minted), fields)
         return lanes[minted]
 
 

@@ -93,7 +93,7 @@ class Contest:
         program, laws, bits = plan.program, laws_of(self.settings), functools.reduce(int.__or__, close)
         self._compared |= bits
         before = sum(1 << bit for bit in program.undeferred)
-        other = search.plan(program.lifted, laws, dict(program.banned), before | bits, program.whole)
+        other = search.plan(program.lifted, laws, dict(program.banned), before | bits, program.unhalved)
         builts = [build(other, draft) for draft in other.unique()]
         covered = functools.reduce(int.__or__, (mask(members) for members in close.values()))
         alike = [m for m in groups(other, builts) if mask(m) & covered]

@@ -94,7 +94,7 @@ class Emission:
             return self._vectors(built.region.compute).write(source)
         if isinstance(source, Table):
             if source not in self.made:
-                self.made[source] = self._table(source)
+                self.made[source] = self._table(source, built)
             return self.made[source]
         node = source if isinstance(source, fx.Node) else self.made[source]
         r = built.region
@@ -105,13 +105,18 @@ class Emission:
         fits = value.dim() == len(shape) and (len(shape) == 1 or str(value.shape[1]) == str(shape[1]))
         return node if fits else self.call(node, aten.view.default, node, shape)
 
-    def _table(self, table: Table) -> fx.Node:
-        """The pairs of a table, side by side, for every token."""
+    def _table(self, table: Table, built: Built) -> fx.Node:
+        """The pairs of a table, side by side, for every token. Its line is that of the first Region that reads it: its
+        nodes may be inputs."""
         sizes = [self._extent(axis) for axis in table.rows]
         parts = [self._lane(lane, table, sizes) for lane in table.lanes]
         columns = [self.call(part, aten.unsqueeze.default, part, -1) for part in parts]
         pairs = self.call(columns[0], aten.cat.default, columns, -1)  # stack has no lowering
-        return self.call(pairs, aten.reshape.default, pairs, [-1, 2 * table.half])
+        out = self.call(pairs, aten.reshape.default, pairs, [-1, 2 * table.half])
+        line = self.plan.program.product(built.draft.space.accs[-1]).node.meta.get("stack_trace")
+        for node in (pairs, out) if line else ():
+            node.meta.setdefault("stack_trace", line)
+        return out
 
     def _lane(self, lane: Lane, table: Table, sizes: Sequence[int | fx.Node]) -> fx.Node:
         """What it holds, [*sizes, half], in the table's dtype."""
@@ -141,8 +146,6 @@ class Emission:
     def region(self, like: fx.Node, built: Built) -> None:
         """Writes one Region and records its outputs."""
         inputs = [self.input(built, i, s) for i, s in enumerate(built.inputs)]
-        for made in (n for n in inputs if n in self.made.values() and "stack_trace" in like.meta):
-            made.meta.setdefault("stack_trace", like.meta["stack_trace"])
         node = self.call(like, REGION, inputs, built.region.text, self.target)
         keys: list[object] = [*built.draft.stores, *built.draft.sums]
         for i, key in enumerate(keys):

@@ -85,23 +85,18 @@ class Group:
             return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
         if isinstance(source, Computed):
             return self.values[source]  # type: ignore[no-any-return]
-        if isinstance(source, Table) and source not in self.values:
-            width = 2 * source.half
-            self.values[source] = torch.randn(self.tokens, width, dtype=source.dtype, device=self.device)
+        if isinstance(source, Table):
+            if source not in self.values:
+                sizes = self.tokens, 2 * source.half
+                self.values[source] = torch.randn(sizes, dtype=source.dtype, device=self.device)
+            return self.values[source]  # type: ignore[no-any-return]
         if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
             width = r.products[0].k if i < r.matrices else r.n
             self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)
-        extent = r.operands[i - r.matrices].extent
-        return (
-            t.reshape(-1, r.n)
-            if extent == "tile"
-            else t.reshape(-1, 2 * r.half)
-            if extent == "table"
-            else t.reshape(-1)
-        )
+        return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)
 
     def made(self, source: object) -> Tensor:
         """A store or sum of the group; the sum of a Region outside it is sampled."""

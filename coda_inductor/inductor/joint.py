@@ -143,16 +143,16 @@ def _settled(
     takes, or whose Region is not kept, is first written as it was."""
     laws = laws_of(settings)
     normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
-    banned, undeferred, whole = dict[int, str](), 0, frozenset[int]()
+    banned, undeferred, unhalved = dict[int, str](), 0, frozenset[int]()
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
-        made = plan(lifted, laws, banned, undeferred, whole)
-        whole |= made.program.whole
+        made = plan(lifted, laws, banned, undeferred, unhalved)
+        unhalved |= made.program.unhalved
         builts = [build(made, draft) for draft in made.unique()]
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
         halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}
-        if unhalved := halved & verdict.banned.keys():  # the product may do without its heads' halves
-            whole |= unhalved
+        if lost := halved & verdict.banned.keys():  # the product may do without its heads' halves
+            unhalved |= lost
             banned |= {bit: why for bit, why in verdict.banned.items() if bit not in halved}
             undeferred |= verdict.undeferred
             continue

@@ -35,13 +35,17 @@ class Reading:
     """Where no lanes are made: the fresh axes of a part or a cat, and the axes of a dimension that they came from."""
 
     final: bool = False
+    """No axis is split or united any more: what roots() finds is kept."""
     _roots: dict[fx.Node, Dims] = field(default_factory=dict)
 
     def roots(self, node: fx.Node) -> Dims:
         """The node's dims in atomic axes."""
-        if node not in self._roots or not self.final:
-            self._roots[node] = tuple(self.axes.roots(d) for d in self.dims[node])
-        return self._roots[node]
+        if (known := self._roots.get(node)) is not None:
+            return known
+        found = tuple(self.axes.roots(d) for d in self.dims[node])
+        if self.final:
+            self._roots[node] = found
+        return found
 
 
 def read_axes(graph: fx.Graph) -> Reading:
@@ -59,7 +63,7 @@ def read_axes(graph: fx.Graph) -> Reading:
         return bool(ids & features) and not ids & rows
 
     reading = _pass(graph, is_feature)
-    reading.final = True  # what a dimension is made of does not change any more
+    reading.final = True
     return reading
 
 

@@ -225,11 +225,13 @@ def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]
     """The tables that an epilogue reads, and which of the pair each lane is: as few as may be, in the graph's order."""
     loaded = plan.loads(draft, *draft.values).items() if draft.space.heads else ()
     found = {s for x, s in loaded if isinstance(s, Lane) and draft.space.extent(x) == "table"}
-    lanes = [lane for node in plan.program.lifted.graph.nodes for lane in sorted(found, key=str) if lane.node is node]
+    place = {node: i for i, node in enumerate(plan.program.lifted.graph.nodes)} if found else {}
+    lanes = sorted(found, key=lambda lane: (place[lane.node], lane.index or 0))
     tables: dict[Lane, tuple[Table, int]] = {}
     for i in range(0, len(lanes), 2):
-        pair = lanes[i], lanes[min(i + 1, len(lanes) - 1)]
-        tables |= {lane: (Table(pair, draft.space.rows, half), j) for j, lane in reversed([*enumerate(pair)])}
+        first, second = lanes[i], lanes[min(i + 1, len(lanes) - 1)]
+        table = Table((first, second), draft.space.rows, half)
+        tables |= {second: (table, 1), first: (table, 0)}  # a last one without a partner: its own first
     return tables
 
 

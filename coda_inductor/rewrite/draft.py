@@ -75,15 +75,15 @@ class Refusal:
 
 class Conflict(Exception):
     """Two decisions exclude each other; planning starts again with these products banned or undeferred, with heads left
-    `whole`, or with nodes that may `never` be made again."""
+    `unhalved`, or with nodes that may `never` be made again."""
 
     def __init__(
         self,
         *,
         banned: dict[int, str] | None = None,
         undeferred: int = 0,
-        whole: frozenset[int] = frozenset(),
+        unhalved: frozenset[int] = frozenset(),
         never: frozenset[fx.Node] = frozenset(),
     ) -> None:
-        super().__init__(str(banned or undeferred or whole or never))
-        self.banned, self.undeferred, self.whole, self.never = banned or {}, undeferred, whole, never
+        super().__init__(str(banned or undeferred or unhalved or never))
+        self.banned, self.undeferred, self.unhalved, self.never = banned or {}, undeferred, unhalved, never

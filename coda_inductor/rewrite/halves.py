@@ -27,17 +27,17 @@ MIXED = "it combines features that are not two halves of the columns, nor of eac
 @dataclass(frozen=True, slots=True)
 class Heads:
     """How columns lie: [heads, two halves, `minor`]. The halves are the axis `inner` of the product, whose columns are
-    `whole`, and the axis `lane` of what is stored: the same, unless two values were put together anew."""
+    `columns`, and the axis `lane` of what is stored: the same, unless two values were put together anew."""
 
     lane: int
     inner: int
     minor: Axes
-    whole: Axes
+    columns: Axes
 
     @property
     def stored(self) -> Axes:
         """The axes of a row that is stored, major to minor."""
-        return tuple(self.lane if i == self.inner else i for i in self.whole)
+        return tuple(self.lane if i == self.inner else i for i in self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def heads(program: Program, t: Term, last: Term) -> tuple[Heads, tuple[Term, Ter
     Raises Unsupported."""
     product, terms = program.product(last), program.lifted.terms
     inside = {axis for acc in program.accumulators(t) if acc.bit == last.bit for axis, _ in acc.lanes}
-    if last.bit in program.whole or len(inside) != 1 or not inside <= set(product.columns):
+    if last.bit in program.unhalved or len(inside) != 1 or not inside <= set(product.columns):
         raise Unsupported(MIXED)
     (inner,) = inside
     lane = t.over[0] if t.kind == "lanes" and inner not in t.axes else inner
@@ -95,7 +95,7 @@ def lanes(program: Program, rows: Axes, of: Heads) -> dict[Term, Lane]:
 
 def _fits(order: Axes, dense: bool, rows: Axes, of: Heads) -> bool:
     """Is it a feature vector, or a table?"""
-    if order == of.whole:
+    if order == of.columns:
         return dense
     tokens = tuple(i for i in order if i in rows)
     tables = ((of.lane, *of.minor), (of.inner, *of.minor), of.minor)

@@ -83,15 +83,15 @@ class Plan:
 
     def _settle(self) -> None:
         """Finds decisions that exclude each other."""
-        by_product, both, whole = dict[int, Draft](), dict[int, str](), set[int]()
+        by_product, both, unhalved = dict[int, Draft](), dict[int, str](), set[int]()
         for acc, draft in self.drafts.items():
             if (other := by_product.setdefault(acc.bit, draft)) is not draft:
                 if draft.space.heads or other.space.heads:
-                    whole.add(acc.bit)
+                    unhalved.add(acc.bit)
                 else:
                     both[acc.bit] = "its halves are needed as well as the whole"
-        if both or whole:
-            raise Conflict(banned=both, whole=frozenset(whole))
+        if both or unhalved:
+            raise Conflict(banned=both, unhalved=frozenset(unhalved))
         if (late := self._cycle()) is not None:
             raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
         self.again.check(self)
@@ -217,7 +217,7 @@ class Plan:
         if old and all(d.space.accs == tuple(accs) for d in old.values()):
             return next(iter(old.values()))
         if any(d.space.heads != space.heads for d in old.values()):
-            raise Conflict(whole=frozenset(a.bit for a in accs))
+            raise Conflict(unhalved=frozenset(a.bit for a in accs))
         if len(accs) > 2:
             raise Unsupported("more than two products would share one epilogue")
         draft = Draft(replace(space, accs=tuple(accs)))

@@ -65,13 +65,13 @@ class Program:
     """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
 
     `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
-    stays as the user wrote it; `whole` those whose heads are not halved.
+    stays as the user wrote it; `unhalved` those whose heads are not halved.
     """
 
     lifted: Lifted
     banned: dict[int, str] = field(default_factory=dict)
     undeferred: frozenset[int] = frozenset()
-    whole: frozenset[int] = frozenset()
+    unhalved: frozenset[int] = frozenset()
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
     products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Program:
 
     def check(self, t: Term, space: Space) -> None:
         """Can the epilogue of `space` make t? Raises Unsupported with the first condition that fails."""
-        if (space.heads is not None) != (bool(self.parts(t, space)[1:])):
+        if space.heads is not None and space.heads.lane not in t.axes:
             raise Unsupported(MIXED)
         seen, todo = set[Term](), self.parts(t, space)
         while todo:
@@ -249,9 +249,11 @@ class Program:
         if extent in ("other", "scalar"):
             raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")
         if space.heads is not None and extent != "token":
-            if self.lane(x, space) is None and (x.kind not in POINTWISE_KINDS or not x.args):
+            if self.lane(x, space) is not None:
+                return []
+            if x.kind not in POINTWISE_KINDS or not x.args:
                 raise Unsupported(f"{x.name or 'a value'} is no vector or table beside halves of heads")
-            return [] if self.lane(x, space) else [a for a, _ in self.summands(x)]
+            return [a for a, _ in self.summands(x)]
         if extent != "tile":
             return []
         if not self.has_tile(x, space):

@@ -22,13 +22,13 @@ def plan(
     laws: frozenset[str] = ALL,
     banned: dict[int, str] | None = None,
     undeferred: int = 0,
-    whole: frozenset[int] = frozenset(),
+    unhalved: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
-    of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `whole` ones are not halved."""
+    of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `unhalved` ones are not halved."""
     bans, never, crowded = dict(banned or {}), frozenset[fx.Node](), 0
     while True:  # each round adds to one of five finite sets, or is the last
-        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1), whole)
+        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1), unhalved)
         made = Plan(program, derive(program, laws), again=Again(never), crowded=crowded)
         try:
             made.run()
@@ -37,13 +37,13 @@ def plan(
                 return made
             crowded |= more
         except Conflict as conflict:
-            known = conflict.banned.keys() <= bans.keys() and conflict.never <= never and conflict.whole <= whole
+            known = conflict.banned.keys() <= bans.keys() and conflict.never <= never and conflict.unhalved <= unhalved
             if known and not conflict.undeferred & ~undeferred:
                 raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
             bans |= conflict.banned
             undeferred |= conflict.undeferred
             never |= conflict.never
-            whole |= conflict.whole
+            unhalved |= conflict.unhalved
 
 
 def _crowded(made: Plan) -> int:
