@@ -22,6 +22,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 from coda_inductor.explain import explain
+from coda_inductor.rewrite.draft import Conflict
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 3, 8
 WIDTH = HEADS * SIZE
@@ -199,9 +200,23 @@ class Layer(nn.Module):
         return h, turned(q, cos, sin), turned(k, cos, sin), v
 
 
+class Grouped(Layer):
+    """With one head of keys and of values for several of queries, each given to attention as often as it is read."""
+
+    def __init__(self, width: int, size: int, group: int) -> None:
+        super().__init__(width, size)
+        self.group = group
+        self.k, self.v = (nn.Linear(width, width // group, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        h, q, *keys_and_values = super().forward(x, y, cos, sin)
+        return h, q, *(t[:, :, None].expand(-1, -1, self.group, -1, -1).flatten(1, 2) for t in keys_and_values)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_gradients(dynamic: bool) -> None:
-    model = Layer(WIDTH, SIZE).double()
+@pytest.mark.parametrize("group", [1, HEADS])
+def test_gradients(dynamic: bool, group: int) -> None:
+    model = (Layer(WIDTH, SIZE) if group == 1 else Grouped(WIDTH, SIZE, group)).double()
     for batch in (2, 3):
         given = [drawn(batch, LENGTH, WIDTH).requires_grad_() for _ in "xy"] + [drawn(LENGTH, SIZE) for _ in "cs"]
         compiled = torch.compile(model, backend="coda", options=STRICT, dynamic=dynamic)
@@ -238,6 +253,29 @@ def test_one_pass_is_left_of_a_layer() -> None:
         assert report["totals"]["passes_left"] == left
         loads = [r["loads"] for g in report["graphs"] for r in g["regions"] if "first 64 of 128" in r["products"][0]]
         assert loads == [["f32[2048]", "bf16[2048, 128]", "bf16[2048, 128]"]] * 2
+
+
+def test_grouped_keys_are_not_kept_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the adjoint their statistic is a sum over what attention read and the gradients that the group adds up, so
+    that the backward wants no key as it was: no second way to lay it out, and one plan."""
+    conflicts = list[Any]()
+    monkeypatch.setattr(Conflict, "__init__", lambda self, **said: conflicts.append(said))
+    model = Grouped(512, 128, 2).bfloat16()
+    x, table = torch.randn(2, 1024, 512, dtype=torch.bfloat16), torch.randn(1024, 128, dtype=torch.bfloat16)
+    args = (x.requires_grad_(), x.detach().clone().requires_grad_(), table, table.sin())
+    report = explain(model, args, {}, "train", Settings(target="sm_90a"))
+    products = [r["products"][0] for g in report["graphs"] for r in g["regions"]]
+    assert sum("first 64 of 128" in p for p in products) == 2
+    assert not conflicts
+
+
+def test_layers_are_alike_wherever_they_stand() -> None:
+    """Whatever was derived first: without laws, the halves of both layers are one Region each of q and of k."""
+    model, ids = Decoder(Shape(rope=True)).double(), token_ids()
+    for options in ({}, {"disable": "bilinearity"}):
+        ran = run(model, ids, grad=True, options=STRICT | options)
+        halved = {site.region.digest for report in ran.reports for site in report.sites if site.region.half}
+        assert len(halved) == (1 if options else 2)  # the first layer's norm is no epilogue's
 
 
 def changed(region: Region, **fields: Any) -> Region:

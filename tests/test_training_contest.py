@@ -22,6 +22,7 @@ from coda_inductor.inductor.extract import put_off, subgraph
 from coda_inductor.inductor.group import Group
 from coda_inductor.inductor.joint import Verdict
 from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.outcome import FREE, SLOW, Outcome
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -98,6 +99,26 @@ def test_without_the_exception_a_norm_stays_in_the_forward(monkeypatch: pytest.M
     monkeypatch.setattr(Plan, "put_off", lambda self: set())
     with pytest.raises(AssertionError, match="means"):
         test_a_norm_that_no_epilogue_makes_again_is_recomputed(monkeypatch, tmp_path)
+
+
+def test_what_a_losing_law_takes_along_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Losers change other Regions, which are measured when the laws are settled: those may change them again."""
+
+    def over_tokens(group: Group) -> bool:
+        return any(r.over == "M" for b in group.builts for r in b.region.reductions)
+
+    timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if over_tokens(group) else 1.1)
+    monkeypatch.setattr(Contest, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
+    changed = list[tuple[bool, bool]]()
+    whole: Measure = Contest.measure
+
+    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+        changed.append((bool(plan.program.banned), bool(plan.program.undeferred)))
+        return whole(self, group, plan)
+
+    monkeypatch.setattr(Contest, "measure", measure)
+    trained("llama")
+    assert set(changed) == {(False, False), (True, True)}
 
 
 class Packed(nn.Module):

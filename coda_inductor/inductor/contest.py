@@ -53,7 +53,8 @@ class Contest:
         self._compared = 0
         self._memory: Memory | None = None
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
-        self._keys = dict[int, str]()  # by mask, of the plan at hand
+        self._keyed: Plan | None = None
+        self._keys = dict[int, str]()  # by mask, of that plan
         self._underway = dict[str, list[Future[prebuild.Outcome]]]()  # the kernels of groups, by key
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
@@ -61,10 +62,19 @@ class Contest:
             prebuild.warm_up()
 
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
-        """The verdict on all Regions of a plan."""
+        """The verdict on all Regions of a plan. What was measured for an earlier one comes first: its verdict may spare
+        the measurement of what was derived beside it. What is found on disk does not, or a second process would go
+        another way."""
+        known, fresh = list[list[Built]](), list[list[Built]]()
+        for members in groups(plan, builts):
+            (known if self.known(plan, members) else fresh).append(members)
+        self.prepare(plan, fresh)
+        verdict = self.judge(plan, known)
+        return verdict if verdict.banned or verdict.undeferred else self.judge(plan, fresh)
+
+    def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:
+        """The verdict on some groups of a plan."""
         banned, undeferred, close = dict[int, str](), 0, dict[int, list[Built]]()
-        candidates = groups(plan, builts)
-        self.prepare(plan, candidates)
         for members in candidates:
             bits = [acc.bit for b in members for acc in b.draft.space.accs]
             deferred = sum(1 << bit for bit in {f.product for f in plan.firings} & set(bits))
@@ -96,8 +106,10 @@ class Contest:
         other = search.plan(program.lifted, laws, dict(program.banned), before | bits, program.unhalved)
         builts = [build(other, draft) for draft in other.unique()]
         covered = functools.reduce(int.__or__, (mask(members) for members in close.values()))
-        alike = [m for m in groups(other, builts) if mask(m) & covered]
-        self.prepare(other, alike)
+        alike, rest = list[list[Built]](), list[list[Built]]()
+        for members in groups(other, builts):
+            (alike if mask(members) & covered else rest).append(members)
+        self.prepare(other, alike, rest)
         kept, found = list[list[Built]](), 0
         for members in alike:
             with passing_over():  # without this group, then
@@ -127,32 +139,42 @@ class Contest:
         self.say(key, found)
         return outcome_of(group.mask, found)
 
-    def prepare(self, plan: Plan, candidates: list[list[Built]]) -> None:
-        """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace."""
-        self._keys.clear()
+    def prepare(self, plan: Plan, candidates: list[list[Built]], later: Sequence[list[Built]] = ()) -> None:
+        """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace.
+        Those that come `later` may yet be asked for."""
         if self.settings.tune == "off":
             return
-        directory, unknown = store.open_store(self.settings.cache_dir), dict[str, list[Built]]()
-        for members in candidates:
-            with contextlib.suppress(Unsupported):  # of a size that is not known
-                group = self.group(plan, members)
-                if self.found(plan, group) is None:
-                    unknown[self.key(plan, group)] = members  # layers are alike
-        jobs: dict[str, list[prebuild.Job]] = {key: [] for key in unknown}
-        for key, members in unknown.items():
-            for region, tokens in {b.region: self.group(plan, [b]).tokens for b in members}.items():
-                size = legality.bucket(tokens)
-                if record.remembered(directory, region, size) is None:
-                    jobs[key] += [prebuild.Job(region, config) for config in legality.candidates(region, size)]
+        unknown, jobs = self.unknown(plan, candidates), dict[str, list[prebuild.Job]]()
         start_s = time.perf_counter()
+        for key, members in {**unknown, **self.unknown(plan, later)}.items():
+            jobs[key] = self.jobs(plan, members)
         made = prebuild.begin([job for of in jobs.values() for job in of], self.settings.cache_dir)
-        self._underway = {key: [made[job] for job in of] for key, of in jobs.items()}
+        self._underway |= {key: [made[job] for job in of] for key, of in jobs.items()}
         for members in unknown.values():
             with passing_over():  # said where the group is measured
                 self.compile(plan, self.group(plan, members))
         seconds = time.perf_counter() - start_s
         said = "%d groups to measure, %d kernels to compile; meanwhile programs for the other side, %.1f s"
         log.info(said, len(unknown), len(made), seconds)
+
+    def unknown(self, plan: Plan, candidates: Sequence[list[Built]]) -> dict[str, list[Built]]:
+        """The groups that nothing on disk tells of, by key: layers are alike."""
+        found = dict[str, list[Built]]()
+        for members in candidates:
+            with contextlib.suppress(Unsupported):  # of a size that is not known
+                group = self.group(plan, members)
+                if self.found(plan, group) is None:
+                    found[self.key(plan, group)] = members
+        return found
+
+    def jobs(self, plan: Plan, members: list[Built]) -> list[prebuild.Job]:
+        """The kernels that tuning will ask for."""
+        directory, found = store.open_store(self.settings.cache_dir), list[prebuild.Job]()
+        for region, tokens in {b.region: self.group(plan, [b]).tokens for b in members}.items():
+            size = legality.bucket(tokens)
+            if record.remembered(directory, region, size) is None:
+                found += [prebuild.Job(region, config) for config in legality.candidates(region, size)]
+        return found
 
     def compile(self, plan: Plan, group: Group) -> None:
         """Compiles what is timed beside the kernels."""
@@ -169,7 +191,9 @@ class Contest:
         return Group(members, self.device, hint(product.meta["val"].shape[0]), self._memory)
 
     def key(self, plan: Plan, group: Group) -> str:
-        """The group's key, made once for each plan."""
+        """The group's key."""
+        if self._keyed is not plan:
+            self._keyed, self._keys = plan, {}
         if group.mask not in self._keys:
             self._keys[group.mask] = group.key(plan)
         return self._keys[group.mask]
@@ -177,6 +201,12 @@ class Contest:
     def found(self, plan: Plan, group: Group) -> dict[str, Any] | None:
         """What was measured before."""
         return store.read_record(store.open_store(self.settings.cache_dir), self.key(plan, group), timed)
+
+    def known(self, plan: Plan, members: list[Built]) -> bool:
+        """Was the group measured for an earlier plan?"""
+        with contextlib.suppress(Unsupported):  # of a size that is not known
+            return bool(self._said) and self.key(plan, self.group(plan, members)) in self._said
+        return False
 
     def outcome(self, plan: Plan, members: list[Built]) -> Outcome:
         """How a group fares; it wins if nothing is to be measured."""

@@ -150,26 +150,27 @@ def affine(terms: Terms, whole: Term, con: Term, over: tuple[int, ...]) -> tuple
 def through(program: Program, z: Term, whole: Term, over: tuple[int, ...]) -> tuple[fx.Node, fx.Node] | None:
     """(g, x): by the adjoint the sum of z * whole is that of g * x, if z is a linear map of g between a few lanes, and
     x that map's adjoint of whole, which the forward has made. Nodes of the same dimensions."""
-    terms = program.lifted.terms
+    terms, roots = program.lifted.terms, program.lifted.reading.roots
     for axis in sorted(_lane_axes(z) & set(over)):
         count = program.lifted.reading.axes.size[axis].static or 0
-        linear = _linear(terms, z, axis, count)
-        if linear is None:
-            continue
-        name, weights = linear
-        source = program.lifted.leaves[name]
-        images = [
-            terms.add(
-                *(terms.mul(weights[i, j], terms.select(whole, axis, i)) for i in range(count) if (i, j) in weights)
-            )
-            for j in range(count)
-        ]
-        for t, nodes in program.nodes.items():
-            if t.axes == z.axes and t.hosts and all(terms.select(t, axis, j) is x for j, x in enumerate(images)):
-                dims = program.lifted.reading.roots(source)
-                same = [n for n in nodes if program.lifted.reading.roots(n) == dims]
-                if same:
-                    return source, same[0]
+
+        def lanes(t: Term, axis: int = axis, count: int = count) -> list[Term]:
+            return [terms.select(t, axis, i) for i in range(count)]
+
+        weights = _linear(terms, lanes(z), z.axes - {axis})
+        alike = {t: lanes(t) for t in program.nodes if t.axes == z.axes} if weights else {}
+        of = {f for _, f in weights}
+        for t, given in alike.items():
+            if not of <= set(given):
+                continue
+            images = [
+                terms.add(*(terms.mul(weights[i, f], x) for i, x in enumerate(lanes(whole)) if (i, f) in weights))
+                for f in given
+            ]
+            source = program.nodes[t][0]
+            made = (n for x in alike if x.hosts and alike[x] == images for n in program.nodes[x])
+            if (same := next((n for n in made if roots(n) == roots(source)), None)) is not None:
+                return source, same
     return None
 
 
@@ -185,22 +186,16 @@ def _lane_axes(t: Term) -> set[int]:
     return found
 
 
-def _linear(terms: Terms, z: Term, axis: int, count: int) -> tuple[str, dict[tuple[int, int], Term]] | None:
-    """The tensor g, and the weights w such that lane i of z is the sum over j of w[i, j] * lane j of g."""
-    names, weights = set[str](), dict[tuple[int, int], Term]()
-    for i in range(count):
-        x = terms.select(z, axis, i)
-        if x.kind == "add" and x.coefficient:
-            return None
+def _linear(terms: Terms, lanes: list[Term], axes: frozenset[int]) -> dict[tuple[int, Term], Term]:
+    """The weights w such that each of the lanes i is the sum over f of w[i, f] * f, with f over all `axes`; none if a
+    lane is nothing of the kind."""
+    weights: dict[tuple[int, Term], Term] = {}
+    for i, x in enumerate(lanes):
         for t, w in addends(x):
             powers = factors(t)
-            lanes = [f for f, p in powers.items() if f.kind == "leaf" and f.axes == z.axes - {axis} and p == 1]
-            if len(lanes) != 1 or [a for a, _ in lanes[0].lanes] != [axis]:
-                return None
-            j = lanes[0].lanes[0][1]
-            if (i, j) in weights:
-                return None
+            made = [f for f, p in powers.items() if f.axes == axes and p == 1]
+            if len(made) != 1 or (i, made[0]) in weights or (x.kind == "add" and x.coefficient):
+                return {}
             weight = terms.const(w * number(t))
-            weights[i, j] = terms.mul(weight, *(terms.power(f, p) for f, p in powers.items() if f is not lanes[0]))
-            names.add(lanes[0].name)
-    return (names.pop(), weights) if len(names) == 1 else None
+            weights[i, made[0]] = terms.mul(weight, *(terms.power(f, p) for f, p in powers.items() if f is not made[0]))
+    return weights

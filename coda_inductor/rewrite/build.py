@@ -71,6 +71,7 @@ class _Writer:
     values: dict[Term, Value] = field(default_factory=dict)
     loaded: dict[Source, str] = field(default_factory=dict)
     tables: dict[Lane, tuple[Table, int]] = field(default_factory=dict)
+    reached: dict[Term, frozenset[int]] = field(default_factory=dict)
 
     def let(self, op: str, *args: Value) -> Value:
         """Appends a statement, or reuses an equal one."""
@@ -133,9 +134,18 @@ class _Writer:
         assert out is not None
         return self.let("neg", out) if t.coefficient == -1 and t.args else out
 
-    def _rank(self, t: Term) -> tuple[int, bool]:
+    def _rank(self, t: Term) -> tuple[int, bool, list[int]]:
         """An order of arguments that does not depend on where in the graph a layer stands."""
-        return EXTENTS.index(self.draft.space.extent(t)), not t.deps & self.draft.space.mask
+        late = bool(t.deps & self.draft.space.mask)
+        return EXTENTS.index(self.draft.space.extent(t)), not late, sorted(self._made_of(t)) if late else []
+
+    def _made_of(self, t: Term) -> frozenset[int]:
+        """The accumulators, by index, that t is made of."""
+        if t not in self.reached:
+            accs = self.draft.space.accs
+            below = (self._made_of(a) for a in t.args if a.deps & self.draft.space.mask)
+            self.reached[t] = frozenset((accs.index(t),)) if t in accs else frozenset[int]().union(*below)
+        return self.reached[t]
 
     def _power(self, base: Term, p: Fraction) -> Value:
         if (x := self._logistic(base)) is not None and p < 0 and p.denominator == 1:
