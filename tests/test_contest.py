@@ -17,12 +17,12 @@ from compiling import half, pretend, run, streams
 from test_training_device import Layer
 from torch import Tensor, fx
 
-from coda_inductor.codegen import prebuild, store, target, timing
+from coda_inductor.codegen import prebuild, target, timing
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.contest import warm_up_early
+from coda_inductor.inductor.contest import Contest, warm_up_early
 from coda_inductor.inductor.group import hint
 from coda_inductor.inductor.outcome import timed
 from coda_inductor.inductor.rehearsal import Programs
@@ -35,16 +35,16 @@ T = torch.rand(320, dtype=torch.bfloat16)
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The keys of the contests that were looked up."""
+    """The keys of the contests that were held, or found on disk."""
     pretend(monkeypatch, tmp_path)
     asked: list[str] = []
-    read = store.read_record
+    say = Contest.say
 
-    def note(directory: Path, key: str, *rest: Any) -> Any:
-        asked.extend([key] if key.startswith("contest-") else [])
-        return read(directory, key, *rest)
+    def note(self: Contest, key: str, found: dict[str, Any]) -> None:
+        asked.append(key)
+        say(self, key, found)
 
-    monkeypatch.setattr(store, "read_record", note)
+    monkeypatch.setattr(Contest, "say", note)
     return asked
 
 

@@ -14,10 +14,10 @@ from compiling import pretend, run
 from test_training_device import trained
 from torch import Tensor, fx, nn
 
-from coda_inductor.codegen import timing
+from coda_inductor.codegen import prebuild, timing
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
-from coda_inductor.inductor.contest import Contest
+from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import put_off, subgraph
 from coda_inductor.inductor.group import Group
 from coda_inductor.inductor.joint import Verdict
@@ -124,6 +124,32 @@ def test_what_a_losing_law_takes_along_is_not_measured(
     monkeypatch.setattr(Contest, "measure", measure)
     trained("llama")
     assert set(changed) == {(False, False), (True, True)} | (set() if loses else {(True, False)})
+
+
+def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What loses without a law is known by then. Where the laws lose, no kernel is left to compile."""
+    timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if late(group, plan) else 1.1)
+    monkeypatch.setattr(Contest, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
+    begun, before = list[int](), list[tuple[bool, int]]()
+    measured, begin = Contest.measure, prebuild.begin
+
+    def late(group: Group, plan: Plan) -> bool:
+        return plan.program.in_backward(group.builts[0].draft.space)
+
+    def counted(jobs: Sequence[prebuild.Job], cache_dir: str) -> Any:
+        begun.append(len(jobs))
+        return begin(jobs, cache_dir)
+
+    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+        before.append((bool(deferred(plan, group.builts)), len(begun)))
+        return measured(self, group, plan)
+
+    monkeypatch.setattr(prebuild, "begin", counted)
+    monkeypatch.setattr(Contest, "measure", measure)
+    trained("llama")
+    first, ahead, changed, *later = begun
+    assert first and ahead and changed and not any(later)
+    assert before[0] == (False, 1) and {n for law, n in before if law} == {2, 5}
 
 
 class Packed(nn.Module):

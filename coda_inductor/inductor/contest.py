@@ -50,12 +50,12 @@ class Contest:
     def __init__(self, settings: Settings, device: torch.device, failed: Callable[[Exception], None]) -> None:
         self.settings, self.device, self.failed = settings, device, failed
         self.rows: list[dict[str, Any]] = []
-        self._compared = 0
+        self._compared, self._foreseen = 0, False
         self._memory: Memory | None = None
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
         self._keyed: Plan | None = None
         self._keys = dict[int, str]()  # by mask, of that plan
-        self._underway = dict[str, list[Future[prebuild.Outcome]]]()  # the kernels of groups, by key
+        self._kernels = dict[prebuild.Job, Future[prebuild.Outcome]]()  # that were begun
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
         if settings.tune != "off":
@@ -68,6 +68,7 @@ class Contest:
         known, fresh = list[list[Built]](), list[list[Built]]()
         for members in groups(plan, builts):
             (known if self.known(plan, members) else fresh).append(members)
+        fresh.sort(key=lambda members: bool(deferred(plan, members)))
         self.prepare(plan, fresh)
         verdict = self.judge(plan, known)
         return verdict if verdict.banned or verdict.undeferred else self.judge(plan, fresh)
@@ -76,8 +77,10 @@ class Contest:
         """The verdict on some groups of a plan."""
         banned, undeferred, close = dict[int, str](), 0, dict[int, list[Built]]()
         for members in candidates:
-            bits = [acc.bit for b in members for acc in b.draft.space.accs]
-            deferred = sum(1 << bit for bit in {f.product for f in plan.firings} & set(bits))
+            bits, late = [acc.bit for b in members for acc in b.draft.space.accs], deferred(plan, members)
+            if late and not self._foreseen:
+                self._foreseen = True
+                self.foresee(plan, banned)
             try:
                 outcome = self.outcome(plan, members)
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
@@ -87,23 +90,36 @@ class Contest:
                 self.failed(failure)
                 banned |= dict.fromkeys(bits, failure.what)
                 continue
-            if outcome.loses and deferred:
-                undeferred |= deferred
+            if outcome.loses and late:
+                undeferred |= late
             elif outcome.loses:
                 banned |= dict.fromkeys(bits, outcome.loses)
-            elif deferred & ~self._compared and outcome.ratio < CLOSE:
-                close[deferred] = members
+            elif late & ~self._compared and outcome.ratio < CLOSE:
+                close[late] = members
         if close and not banned and not undeferred:
             undeferred = self.better_undeferred(plan, close)
         return Verdict(banned, undeferred)
 
+    def foresee(self, plan: Plan, banned: dict[int, str]) -> None:
+        """Begins to compile the program that no law defers, for narrow winners to be compared with: what is `banned` is
+        known by now, and while the rest is measured the cores have nothing else to do."""
+        if self._kernels:
+            other = self.replanned(plan, banned, sum(1 << bit for bit in {f.product for f in plan.firings} - {-1}))
+            self.prepare(other, [], groups(other, [build(other, draft) for draft in other.unique()]))
+
+    def replanned(self, plan: Plan, banned: dict[int, str], undeferred: int) -> Plan:
+        """The plan with more products banned, and more (a bit set) undeferred."""
+        program = plan.program
+        before = sum(1 << bit for bit in program.undeferred)
+        laws = laws_of(self.settings)
+        return search.plan(program.lifted, laws, program.banned | banned, before | undeferred, program.unhalved)
+
     def better_undeferred(self, plan: Plan, close: dict[int, list[Built]]) -> int:
         """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands: a norm
         in the L2 cache costs less than the sums and the longer epilogue that would replace it."""
-        program, laws, bits = plan.program, laws_of(self.settings), functools.reduce(int.__or__, close)
+        bits = functools.reduce(int.__or__, close)
         self._compared |= bits
-        before = sum(1 << bit for bit in program.undeferred)
-        other = search.plan(program.lifted, laws, dict(program.banned), before | bits, program.unhalved)
+        other = self.replanned(plan, {}, bits)
         builts = [build(other, draft) for draft in other.unique()]
         covered = functools.reduce(int.__or__, (mask(members) for members in close.values()))
         alike, rest = list[list[Built]](), list[list[Built]]()
@@ -114,12 +130,12 @@ class Contest:
         for members in alike:
             with passing_over():  # without this group, then
                 kept += [] if self.outcome(other, members).loses else [members]
-        for deferred, members in close.items():
+        for late, members in close.items():
             parts = [b for m in kept if mask(m) & ~mask(members) == 0 for b in m]
             parts.sort(key=lambda b: b.draft.space.accs[-1].bit)  # as they run
             with passing_over():
                 if parts and self.against(plan, members, other, parts).gain_ms < 0:
-                    found |= deferred
+                    found |= late
         return found
 
     def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
@@ -144,12 +160,11 @@ class Contest:
         Those that come `later` may yet be asked for."""
         if self.settings.tune == "off":
             return
-        unknown, jobs = self.unknown(plan, candidates), dict[str, list[prebuild.Job]]()
-        start_s = time.perf_counter()
-        for key, members in {**unknown, **self.unknown(plan, later)}.items():
-            jobs[key] = self.jobs(plan, members)
-        made = prebuild.begin([job for of in jobs.values() for job in of], self.settings.cache_dir)
-        self._underway |= {key: [made[job] for job in of] for key, of in jobs.items()}
+        unknown, start_s = self.unknown(plan, candidates), time.perf_counter()
+        asked = (*unknown.values(), *self.unknown(plan, later).values())
+        jobs = dict.fromkeys(job for members in asked for job in self.jobs(plan, members))
+        made = prebuild.begin([job for job in jobs if job not in self._kernels], self.settings.cache_dir)
+        self._kernels |= made
         for members in unknown.values():
             with passing_over():  # said where the group is measured
                 self.compile(plan, self.group(plan, members))
@@ -218,8 +233,9 @@ class Contest:
         key, found = self.key(plan, group), self.found(plan, group)
         if found is None:
             start_s = time.perf_counter()
-            for kernel in self._underway.pop(key, ()):
-                kernel.result()
+            for job in self.jobs(plan, members):
+                if job in self._kernels:
+                    self._kernels[job].result()
             built_s = time.perf_counter()
             measured = self.measure(group, plan)
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
@@ -257,6 +273,12 @@ class Contest:
             steps.append(rehearse(group, built, self.settings.cache_dir))
         # What the forward is spared is written by a pass of the backward that reads the same anyway.
         return in_order([*steps, *(group.like(node).zero_ for node in put_off(group, plan))])
+
+
+def deferred(plan: Plan, members: list[Built]) -> int:
+    """The products of a group (a bit set) whose operands a law defers."""
+    bits = {acc.bit for b in members for acc in b.draft.space.accs}
+    return sum(1 << bit for bit in {f.product for f in plan.firings} & bits)
 
 
 def in_order(steps: Sequence[Callable[[], object]]) -> Callable[[], None]:
