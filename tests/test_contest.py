@@ -181,6 +181,7 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
         return F.silu(F.linear(x, WIDE)) * t[:, None], F.silu(F.linear(x.sin(), W)) + x
 
     monkeypatch.setattr(prebuild, "begin", begin)
+    monkeypatch.setattr(Contest, "compile", lambda self, plan, group: None)  # it would pass the time
     monkeypatch.setattr(timing, "compared", compared)
     assert run(twice, X, T).regions == [2]
     each = len(made) // 2
