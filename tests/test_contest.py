@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from codegen_cases import swiglu
 from compiling import half, pretend, run, streams
 from test_training_device import Layer
 from torch import Tensor, fx
@@ -23,10 +23,12 @@ from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import group
 from coda_inductor.inductor.contest import Contest, warm_up_early
-from coda_inductor.inductor.group import hint
-from coda_inductor.inductor.outcome import timed
-from coda_inductor.inductor.rehearsal import Programs, in_order
+from coda_inductor.inductor.group import Group, hint
+from coda_inductor.inductor.outcome import outcome_of, timed
+from coda_inductor.inductor.rehearsal import Programs
+from coda_inductor.rewrite.build import Built
 
 WIDE = torch.randn(128, 64, dtype=torch.bfloat16)
 W, V = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -132,15 +134,15 @@ def test_versions_are_in_the_key(keys: list[str], monkeypatch: pytest.MonkeyPatc
     assert first(keys, silu, X, T) != before
 
 
-def test_a_group_that_loses_by_turns_is_timed_no_further(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its record says by turns alone, and stands."""
+def test_a_group_that_turns_decide_is_timed_no_further(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The record of a loser says by turns alone, and stands."""
     pretend(monkeypatch, tmp_path)
     decided = list[bool]()
 
     def compared(calls: list[Any], rounds: int, **how: Any) -> list[Times]:
         if "level" in how:  # its tiles
             return [Times(1.0, 1.0)] * len(calls)
-        decided.extend(how["decided"](turns) for turns in ([1.0, 1.019], [1.0, 1.02]))
+        decided.extend(how["decided"](turns) for turns in ([1.0, 1.019], [1.0, 1.02], [1.0, 1.149], [1.0, 1.15]))
         return [Times(1.0, math.inf), Times(1.019, math.inf)]
 
     monkeypatch.setattr(timing, "compared", compared)
@@ -150,7 +152,7 @@ def test_a_group_that_loses_by_turns_is_timed_no_further(monkeypatch: pytest.Mon
         (row,) = report.timings
         assert not report.sites and row["ms"] == 1.0 and "busy_ms" not in row
         assert "measured slower: 1000 us fused, 1019 us by Inductor" in {r.reason for r in report.refused}
-    assert decided == [True, False]
+    assert decided == [True, False, False, True]
 
 
 @pytest.mark.usefixtures("uncached")
@@ -189,13 +191,30 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
     assert measured == [each, each, 2 * each, 2 * each]
 
 
-def test_weights_of_a_contest_lie_as_the_kernels_that_were_compiled_ahead_read_them() -> None:
-    """Each kernel would else be compiled a second time where it is timed (H200: 15 s for five tiles of gate and up)."""
-    low, high = torch.randn(128, 64).split(64)
-    x, sums = torch.randn(8, 64), torch.rand(8)
-    for pair in ((low, high), (high, low)):
-        given = in_order(swiglu(64, 64), [x, *pair, sums])
-        assert [t.data_ptr() for t in given] == [t.data_ptr() for t in (x, low, high, sums)]
+@pytest.mark.usefixtures("uncached")
+def test_weights_of_a_contest_lie_as_the_kernels_that_were_compiled_ahead_read_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wherever memory is given: here each tensor lies below the one before."""
+    pretend(monkeypatch, tmp_path)
+    room = torch.empty(1 << 22, dtype=torch.bfloat16)
+    given, seen = [room.numel()], list[bool]()
+    sample, inputs = group.sample, Group.inputs
+
+    def below(node: fx.Node, device: torch.device) -> Any:
+        out = sample(node, device)
+        given[0] -= out.numel() + -out.numel() % 8
+        return room.as_strided(out.shape, out.stride(), given[0]).copy_(out)
+
+    def watched(self: Group, built: Built) -> list[Tensor]:
+        tensors, pair = inputs(self, built), [p.b for p in built.region.products]
+        seen.extend(tensors[a].data_ptr() < tensors[b].data_ptr() for a, b in itertools.pairwise(pair))
+        return tensors
+
+    monkeypatch.setattr(group, "sample", below)
+    monkeypatch.setattr(Group, "inputs", watched)
+    run(half(torch.bfloat16), *streams(torch.bfloat16))
+    assert seen and all(seen)
 
 
 @pytest.mark.usefixtures("uncached")
@@ -217,8 +236,9 @@ def test_the_compiling_process_starts_early_on_a_first_use(monkeypatch: pytest.M
 
 
 def test_what_is_a_record() -> None:
-    """One without times in a busy GPU must have lost by turns, by what wins today."""
-    lost, won = ({"regions": ["a"], "ms": 1.0, "baseline_ms": ms} for ms in (1.01, 1.03))
+    """One without times in a busy GPU must have been decided by turns, by what wins today."""
+    lost, won, surely = ({"regions": ["a"], "ms": 1.0, "baseline_ms": ms} for ms in (1.01, 1.03, 1.15))
+    assert timed(surely) and not outcome_of(1, surely).loses and outcome_of(1, lost).loses
     busy = {"busy_ms": 1.0, "busy_baseline_ms": 1.0}
     assert timed(lost) and timed(lost | busy) and timed(won | busy)
     assert not timed(won) and not timed(lost | {"busy_ms": 1.0}) and not timed(won | {"busy_baseline_ms": 1.0})

@@ -101,6 +101,26 @@ def test_without_the_exception_a_norm_stays_in_the_forward(monkeypatch: pytest.M
         test_a_norm_that_no_epilogue_makes_again_is_recomputed(monkeypatch, tmp_path)
 
 
+def test_what_a_law_gains_is_timed_in_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sure as it may be by turns: it is compared with the program without the law where it wins narrowly."""
+    pretend(monkeypatch, tmp_path)
+    asked, law, whole = list[tuple[bool, bool]](), list[bool](), Contest.measure
+
+    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+        law[:] = [bool(deferred(plan, group.builts))]
+        return whole(self, group, plan)
+
+    def compared(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[timing.Times]:
+        if "level" not in how:  # not its tiles
+            asked.append((law[0], how["decided"]([1.0, 2.0])))
+        return [timing.Times(1.0 + i, 1.0 + i) for i in range(len(calls))]
+
+    monkeypatch.setattr(Contest, "measure", measure)
+    monkeypatch.setattr(timing, "compared", compared)
+    trained("llama")
+    assert set(asked) == {(True, False), (False, True)}
+
+
 @pytest.mark.parametrize("loses", [True, False])
 def test_what_a_losing_law_takes_along_is_not_measured(
     loses: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

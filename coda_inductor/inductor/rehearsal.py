@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import launch, legality, record, tune
-from coda_inductor.core.region import Region
 from coda_inductor.inductor.extract import computed, described, small, subgraph
 from coda_inductor.inductor.group import Group, outputs
 from coda_inductor.rewrite.build import Built
@@ -76,7 +75,7 @@ def rehearse(
 ) -> Callable[[], None]:
     """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch. The nodes
     `anew` have another value each time."""
-    inputs = in_order(built.region, [group.input(built, i, s) for i, s in enumerate(built.inputs)])
+    inputs = group.inputs(built)
     kernel = launch.kernel(built.region.text, cache_dir)
     size = legality.bucket(inputs[built.region.products[0].a].shape[0])
     if record.remembered(kernel.directory, built.region, size) is None:
@@ -92,12 +91,3 @@ def rehearse(
         kernel(inputs, outs)
 
     return run
-
-
-def in_order(region: Region, inputs: list[Tensor]) -> list[Tensor]:
-    """The inputs, two weights in the order of their products: the kernel for the other order was not compiled ahead,
-    and both are random."""
-    first, last = region.products[0].b, region.products[-1].b
-    if first != last and inputs[first].data_ptr() > inputs[last].data_ptr():
-        inputs[first], inputs[last] = inputs[last], inputs[first]
-    return inputs
