@@ -142,7 +142,9 @@ class Interpreted:
                 out.copy_(value)
 
 
-def begun(jobs: Iterable[prebuild.Job], cache_dir: str) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
+def begun(
+    jobs: Iterable[prebuild.Job], cache_dir: str, *, idle: bool = False
+) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
     """Stands in for prebuild.begin: all is built."""
     made: dict[prebuild.Job, Future[prebuild.Outcome]] = {job: Future() for job in jobs}
     for future in made.values():

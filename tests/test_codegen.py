@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
+import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,7 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality, record, source, store, target, tiles, tune
+from coda_inductor.codegen import launch, legality, library, prebuild, record, source, store, target, tiles, tune
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -418,3 +420,34 @@ def test_rendering_is_deterministic_and_by_content() -> None:
     lets = (Let("in", "mul", ("acc", float("inf"))),)
     odd = small(lets=lets, stores=(Store("in", "bf16"),), reductions=(Reduction("in"),))
     compile(source.render(odd), "odd", "exec")  # a keyword as a name, an infinite literal
+
+
+def test_what_is_compiled_idly_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As many kernels as there are cores are under way; what is begun by then goes before the rest of them."""
+    asked, go, done = list[list[int]](), threading.Semaphore(0), threading.Semaphore(0)
+
+    def ask(jobs: list[prebuild.Job], directory: Path, workers: int | None, known: Callable[..., None]) -> None:
+        if jobs[0].region.n == 768:
+            time.sleep(0.3)  # who does not wait for it is first
+        with here:
+            asked.append([job.region.n for job in jobs])
+            done.release()
+            assert go.acquire(timeout=60)
+        for i in range(len(jobs)):
+            known(i, prebuild.Outcome("", 0.0))
+
+    def jobs(*widths: int) -> list[prebuild.Job]:
+        return [prebuild.Job(plain(n, 64), Config(128, 128, 1, 1, True)) for n in widths]
+
+    here = threading.Lock()  # one request at a time
+    monkeypatch.setattr(prebuild, "_ask", ask)
+    monkeypatch.setattr(prebuild, "_cores", lambda: 2)
+    monkeypatch.setattr(library, "folder", lambda region, *rest, **how: tmp_path / str(region.n))
+    idle = prebuild.begin(jobs(128, 256, 384, 512, 640), str(tmp_path), idle=True)
+    assert done.acquire(timeout=60)
+    pressing = prebuild.begin(jobs(768, 896, 1024), str(tmp_path))
+    for _ in range(4):
+        go.release()
+    for future in (*idle.values(), *pressing.values()):
+        assert future.result(timeout=60).reason == ""
+    assert asked == [[128, 256], [768, 896, 1024], [384, 512], [640]] and not prebuild._pressing

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -54,8 +56,9 @@ def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int 
     return {job: made.reason for job, made in outcomes(jobs, cache_dir, workers=workers).items() if made.reason}
 
 
-def begin(jobs: Iterable[Job], cache_dir: str | None = None) -> dict[Job, Future[Outcome]]:
-    """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited."""
+def begin(jobs: Iterable[Job], cache_dir: str | None = None, *, idle: bool = False) -> dict[Job, Future[Outcome]]:
+    """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited. With `idle`
+    they give way to what is begun without it, but for as many as there are cores."""
     directory, made = open_store(cache_dir), dict[Job, Future[Outcome]]()
     refused, todo = distinct(jobs, directory)
     for job, outcome in refused.items():
@@ -63,17 +66,27 @@ def begin(jobs: Iterable[Job], cache_dir: str | None = None) -> dict[Job, Future
         made[job].set_result(outcome)
     made |= {job: Future() for alike in todo for job in alike}
 
-    def known(i: int, outcome: Outcome) -> None:
-        for job in todo[i]:
+    size = _cores() if idle else max(1, len(todo))
+    if not idle:
+        _pressing.add(id(made))
+
+    def known(part: list[list[Job]], i: int, outcome: Outcome) -> None:
+        for job in part[i]:
             made[job].set_result(outcome)
 
     def work() -> None:  # nothing here makes tensors: it may be cut off when the interpreter ends
         try:
-            _ask([alike[0] for alike in todo], directory, None, known)
+            for start in range(0, len(todo), size):
+                while idle and _pressing:
+                    time.sleep(0.05)
+                part = todo[start : start + size]
+                _ask([alike[0] for alike in part], directory, None, functools.partial(known, part))
         except BaseException as error:
             for future in made.values():
                 if not future.done():
                     future.set_exception(error)
+        finally:
+            _pressing.discard(id(made))
 
     threading.Thread(target=work, name="coda_inductor.prebuild", daemon=True).start()
     return made
@@ -165,12 +178,14 @@ class Compiler:
 
 _lock = threading.Lock()
 _running: list[Compiler] = []  # at most one
+_pressing: set[int] = set()  # what was begun that is not idle, and has not ended
 
 
 def _unlock() -> None:
     """In a fork: nobody is left who would."""
     global _lock
     _lock = threading.Lock()
+    _pressing.clear()
 
 
 os.register_at_fork(after_in_child=_unlock)
@@ -194,11 +209,15 @@ def _compiler() -> Compiler:
     return _running[0]
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def _ask(jobs: list[Job], directory: Path, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
     """Says what became of each job, by index."""
     if not jobs:
         return
-    count = min(workers or len(os.sched_getaffinity(0)), MAX_WORKERS, len(jobs))
+    count = min(workers or _cores(), MAX_WORKERS, len(jobs))
     texts = [[job.region.text, list(job.config), job.swapped] for job in jobs]
     request = json.dumps([count, str(directory.absolute()), texts])
     with _lock:

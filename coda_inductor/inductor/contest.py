@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -161,16 +161,13 @@ class Contest:
         if self.settings.tune == "off":
             return
         unknown, start_s = self.unknown(plan, candidates), time.perf_counter()
-        asked = (*unknown.values(), *self.unknown(plan, later).values())
-        jobs = dict.fromkeys(job for members in asked for job in self.jobs(plan, members))
-        made = prebuild.begin([job for job in jobs if job not in self._kernels], self.settings.cache_dir)
-        self._kernels |= made
+        begun = self.begin(plan, unknown.values()) + self.begin(plan, self.unknown(plan, later).values(), idle=True)
         for members in unknown.values():
             with passing_over():  # said where the group is measured
                 self.compile(plan, self.group(plan, members))
         seconds = time.perf_counter() - start_s
         said = "%d groups to measure, %d kernels to compile; meanwhile programs for the other side, %.1f s"
-        log.info(said, len(unknown), len(made), seconds)
+        log.info(said, len(unknown), begun, seconds)
 
     def unknown(self, plan: Plan, candidates: Sequence[list[Built]]) -> dict[str, list[Built]]:
         """The groups that nothing on disk tells of, by key: layers are alike."""
@@ -181,6 +178,13 @@ class Contest:
                 if self.found(plan, group) is None:
                     found[self.key(plan, group)] = members
         return found
+
+    def begin(self, plan: Plan, asked: Iterable[list[Built]], *, idle: bool = False) -> int:
+        """Begins to compile the kernels of groups, each once; how many."""
+        jobs = dict.fromkeys(job for members in asked for job in self.jobs(plan, members))
+        made = prebuild.begin([job for job in jobs if job not in self._kernels], self.settings.cache_dir, idle=idle)
+        self._kernels |= made
+        return len(made)
 
     def jobs(self, plan: Plan, members: list[Built]) -> list[prebuild.Job]:
         """The kernels that tuning will ask for."""
