@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -143,7 +144,7 @@ class Interpreted:
 
 
 def begun(
-    jobs: Iterable[prebuild.Job], cache_dir: str, *, idle: bool = False
+    jobs: Iterable[prebuild.Job], cache_dir: str, *, over: threading.Event | None = None
 ) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
     """Stands in for prebuild.begin: all is built."""
     made: dict[prebuild.Job, Future[prebuild.Outcome]] = {job: Future() for job in jobs}

@@ -441,9 +441,10 @@ def test_what_is_compiled_idly_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     here = threading.Lock()  # one request at a time
     monkeypatch.setattr(prebuild, "_ask", ask)
-    monkeypatch.setattr(prebuild, "_cores", lambda: 2)
+    monkeypatch.setattr(prebuild, "_workers", lambda: 2)
     monkeypatch.setattr(library, "folder", lambda region, *rest, **how: tmp_path / str(region.n))
-    idle = prebuild.begin(jobs(128, 256, 384, 512, 640), str(tmp_path), idle=True)
+    over = threading.Event()
+    idle = prebuild.begin(jobs(128, 256, 384, 512, 640), str(tmp_path), over=over)
     assert done.acquire(timeout=60)
     pressing = prebuild.begin(jobs(768, 896, 1024), str(tmp_path))
     for _ in range(4):
@@ -451,3 +452,11 @@ def test_what_is_compiled_idly_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for future in (*idle.values(), *pressing.values()):
         assert future.result(timeout=60).reason == ""
     assert asked == [[128, 256], [768, 896, 1024], [384, 512], [640]] and not prebuild._pressing
+    over.set()
+    (future,) = prebuild.begin(jobs(128), str(tmp_path), over=over).values()
+    assert future.result(timeout=60).reason == "not asked for any more" and len(asked) == 4
+    assert prebuild.begin([], str(tmp_path)) == {} and not prebuild._pressing
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+    with pytest.raises(RuntimeError, match="no thread"):
+        prebuild.begin(jobs(128), str(tmp_path))
+    assert not prebuild._pressing

@@ -161,7 +161,9 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
     pretend(monkeypatch, tmp_path)
     made, measured = dict[prebuild.Job, Future[prebuild.Outcome]](), list[int]()
 
-    def begin(jobs: list[prebuild.Job], cache_dir: str, idle: bool) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
+    def begin(
+        jobs: list[prebuild.Job], cache_dir: str, over: threading.Event | None
+    ) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
         made.update((job, Future()) for job in jobs)
         for seconds, job in ((0.5, jobs[0]), (20.0, jobs[-1])) if jobs else ():  # who waits for all goes on at last
             timer = threading.Timer(seconds, done, (job.region,))
@@ -243,6 +245,17 @@ def test_what_is_a_record() -> None:
     assert timed(lost) and timed(lost | busy) and timed(won | busy)
     assert not timed(won) and not timed(lost | {"busy_ms": 1.0}) and not timed(won | {"busy_baseline_ms": 1.0})
     assert not timed({}) and not timed(busy | {"regions": ["a"]}) and not timed(lost | {"ms": "1.0"})
+
+
+@pytest.mark.usefixtures("uncached")
+def test_weights_may_be_slices_of_any_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their strides are then symbols."""
+    pretend(monkeypatch, tmp_path)
+    wide = [torch.randn(128, 200, dtype=torch.bfloat16) for _ in "ab"]
+    for w in wide:
+        torch._dynamo.mark_dynamic(w, 1)
+    ran = run(lambda x, a, b: F.silu(F.linear(x, a[:, :64])) * F.linear(x, b[:, :64]), X, *wide)
+    assert ran.regions == [1] and ran == []
 
 
 def test_no_contest_at_sizes_that_nobody_knows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 from coda_inductor.explain import explain
+from coda_inductor.patterns.terms import Terms
+from coda_inductor.rewrite.beside import through
 from coda_inductor.rewrite.draft import Conflict
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 3, 8
@@ -279,6 +282,22 @@ def test_layers_are_alike_whatever_is_derived_first() -> None:
     ]
     halved = [site.region.digest for report in reports for site in report.sites if site.region.half]
     assert len(halved) == 8 and len(set(halved)) == 1
+
+
+def test_the_adjoint_counts_no_half_twice() -> None:
+    """A value whose two halves are one would add up to twice the sum."""
+    terms = Terms()
+    f, c, s = terms.leaf("f", [0, 2]), terms.leaf("c", [2]), terms.leaf("s", [2])
+    con = terms.con(terms.leaf("a", [0, 9]), terms.leaf("w", [9, 1, 2]), (9,), 0)
+    image = terms.add(terms.mul(c, terms.select(con, 1, 0)), terms.mul(s, terms.select(con, 1, 1)))
+    z, twice, images = (
+        terms.cat((1,), {1: 2}, list(pair)) for pair in ((terms.mul(f, c), terms.mul(f, s)), (f, f), (image, image))
+    )
+    axes = SimpleNamespace(size={1: SimpleNamespace(static=2)})
+    reading = SimpleNamespace(roots=lambda node: ((0,), (1,), (2,)), axes=axes)
+    nodes = {z: ["z"], twice: ["twice"], images: ["images"]}
+    program: Any = SimpleNamespace(lifted=SimpleNamespace(terms=terms, reading=reading), nodes=nodes)
+    assert through(program, z, con, (1, 2)) is None
 
 
 def changed(region: Region, **fields: Any) -> Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -156,9 +157,9 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     def late(group: Group, plan: Plan) -> bool:
         return plan.program.in_backward(group.builts[0].draft.space)
 
-    def counted(jobs: Sequence[prebuild.Job], cache_dir: str, idle: bool) -> Any:
-        begun.extend([(idle, len(jobs))] if jobs else [])
-        return begin(jobs, cache_dir, idle=idle)
+    def counted(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
+        begun.extend([(over is not None, len(jobs))] if jobs else [])
+        return begin(jobs, cache_dir, over=over)
 
     def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
         before.append((bool(deferred(plan, group.builts)), len(begun)))
@@ -167,7 +168,7 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     monkeypatch.setattr(prebuild, "begin", counted)
     monkeypatch.setattr(Contest, "measure", measure)
     trained("llama")
-    assert [idle for idle, _ in begun] == [False, True, False]  # the first plan's, ahead, what losers changed
+    assert [idle for idle, _ in begun] == [False, True, True]  # the first plan's, ahead, what losers changed
     assert before[0] == (False, 1) and {n for law, n in before if law} == {2, 3}
 
 

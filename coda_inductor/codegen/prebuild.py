@@ -56,19 +56,21 @@ def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int 
     return {job: made.reason for job, made in outcomes(jobs, cache_dir, workers=workers).items() if made.reason}
 
 
-def begin(jobs: Iterable[Job], cache_dir: str | None = None, *, idle: bool = False) -> dict[Job, Future[Outcome]]:
-    """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited. With `idle`
-    they give way to what is begun without it, but for as many as there are cores."""
+def begin(
+    jobs: Iterable[Job], cache_dir: str | None = None, *, over: threading.Event | None = None
+) -> dict[Job, Future[Outcome]]:
+    """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited. With `over`
+    they are idle work: as many as there are workers at a time, they give way to what is begun without it, and once it
+    is set the rest is given up."""
     directory, made = open_store(cache_dir), dict[Job, Future[Outcome]]()
     refused, todo = distinct(jobs, directory)
     for job, outcome in refused.items():
         made[job] = Future()
         made[job].set_result(outcome)
     made |= {job: Future() for alike in todo for job in alike}
-
-    size = _cores() if idle else max(1, len(todo))
-    if not idle:
-        _pressing.add(id(made))
+    if not todo:
+        return made
+    size = len(todo) if over is None else _workers()
 
     def known(part: list[list[Job]], i: int, outcome: Outcome) -> None:
         for job in part[i]:
@@ -77,9 +79,13 @@ def begin(jobs: Iterable[Job], cache_dir: str | None = None, *, idle: bool = Fal
     def work() -> None:  # nothing here makes tensors: it may be cut off when the interpreter ends
         try:
             for start in range(0, len(todo), size):
-                while idle and _pressing:
+                while over is not None and _pressing and not over.is_set():
                     time.sleep(0.05)
                 part = todo[start : start + size]
+                if over is not None and over.is_set():
+                    for i in range(len(part)):
+                        known(part, i, Outcome("not asked for any more", 0.0))
+                    continue
                 _ask([alike[0] for alike in part], directory, None, functools.partial(known, part))
         except BaseException as error:
             for future in made.values():
@@ -88,7 +94,13 @@ def begin(jobs: Iterable[Job], cache_dir: str | None = None, *, idle: bool = Fal
         finally:
             _pressing.discard(id(made))
 
-    threading.Thread(target=work, name="coda_inductor.prebuild", daemon=True).start()
+    if over is None:
+        _pressing.add(id(made))
+    try:
+        threading.Thread(target=work, name="coda_inductor.prebuild", daemon=True).start()
+    except BaseException:  # no thread is to be had
+        _pressing.discard(id(made))
+        raise
     return made
 
 
@@ -209,15 +221,15 @@ def _compiler() -> Compiler:
     return _running[0]
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _workers() -> int:
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 def _ask(jobs: list[Job], directory: Path, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
     """Says what became of each job, by index."""
     if not jobs:
         return
-    count = min(workers or _cores(), MAX_WORKERS, len(jobs))
+    count = min(workers or _workers(), MAX_WORKERS, len(jobs))
     texts = [[job.region.text, list(job.config), job.swapped] for job in jobs]
     request = json.dumps([count, str(directory.absolute()), texts])
     with _lock:

@@ -2,10 +2,11 @@
 
 Regions that a law ties together (one reads another's sum, or a store that no node of the graph equals) stand or fall
 as a group. The group runs as generated kernels, and the same nodes of the user's graph as Inductor compiles them, on
-real tensors of the graph's sizes: by turns, and in a GPU that is busy with other work; long ones under a load of their
-own that lasts. What does not win by 2 %, or costs more than 1 % in a busy GPU, is derived again without the law, and if
-that loses too it is left to Inductor; a law that wins narrowly must also beat the program that is derived without it.
-Results are kept on disk by content and never change. The other side is always Inductor's default mode.
+real tensors of the graph's sizes: by turns and, unless turns decide, in a GPU that is busy with other work; long ones
+under a load of their own that lasts. What does not win by 2 %, or costs more than 1 % in a busy GPU, is derived again
+without the law, and if that loses too it is left to Inductor; a law that wins narrowly must also beat the program that
+is derived without it. Results are kept on disk by content and never change. The other side is always Inductor's default
+mode.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,6 +58,8 @@ class Contest:
         self._keyed: Plan | None = None
         self._keys = dict[int, str]()  # by mask, of that plan
         self._kernels = dict[prebuild.Job, Future[prebuild.Outcome]]()  # that were begun
+        self._idle = set[prebuild.Job]()  # of these, what nobody had asked for
+        self._over = threading.Event()
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
         if settings.tune != "off":
@@ -65,13 +69,21 @@ class Contest:
         """The verdict on all Regions of a plan. What was measured for an earlier one comes first: its verdict may spare
         the measurement of what was derived beside it. What is found on disk does not, or a second process would go
         another way."""
+        if self._over.is_set():
+            self._over = threading.Event()
         known, fresh = list[list[Built]](), list[list[Built]]()
         for members in groups(plan, builts):
             (known if self.known(plan, members) else fresh).append(members)
         fresh.sort(key=lambda members: bool(deferred(plan, members)))
-        self.prepare(plan, fresh)
+        if known:
+            self.begin(plan, fresh, over=self._over)
         verdict = self.judge(plan, known)
-        return verdict if verdict.banned or verdict.undeferred else self.judge(plan, fresh)
+        if not verdict.banned and not verdict.undeferred:
+            self.prepare(plan, fresh)
+            verdict = self.judge(plan, fresh)
+        if not verdict.banned and not verdict.undeferred:
+            self._over.set()
+        return verdict
 
     def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:
         """The verdict on some groups of a plan."""
@@ -101,11 +113,12 @@ class Contest:
         return Verdict(banned, undeferred)
 
     def foresee(self, plan: Plan, banned: dict[int, str]) -> None:
-        """Begins to compile the program that no law defers, for narrow winners to be compared with: what is `banned` is
-        known by now, and while the rest is measured the cores have nothing else to do."""
+        """Begins to compile the program that no law defers, for narrow winners to be compared with: what loses without
+        a law is `banned` by now, and while laws are measured the cores have nothing else to do."""
         if self._kernels:
             other = self.replanned(plan, banned, sum(1 << bit for bit in {f.product for f in plan.firings} - {-1}))
-            self.prepare(other, [], groups(other, [build(other, draft) for draft in other.unique()]))
+            every = groups(other, [build(other, draft) for draft in other.unique()])
+            log.info("%d kernels to compile meanwhile", self.begin(other, every, over=self._over))
 
     def replanned(self, plan: Plan, banned: dict[int, str], undeferred: int) -> Plan:
         """The plan with more products banned, and more (a bit set) undeferred."""
@@ -161,7 +174,7 @@ class Contest:
         if self.settings.tune == "off":
             return
         unknown, start_s = self.unknown(plan, candidates), time.perf_counter()
-        begun = self.begin(plan, unknown.values()) + self.begin(plan, self.unknown(plan, later).values(), idle=True)
+        begun = self.begin(plan, candidates) + self.begin(plan, later, over=self._over)
         for members in unknown.values():
             with passing_over():  # said where the group is measured
                 self.compile(plan, self.group(plan, members))
@@ -179,11 +192,17 @@ class Contest:
                     found[self.key(plan, group)] = members
         return found
 
-    def begin(self, plan: Plan, asked: Iterable[list[Built]], *, idle: bool = False) -> int:
-        """Begins to compile the kernels of groups, each once; how many."""
-        jobs = dict.fromkeys(job for members in asked for job in self.jobs(plan, members))
-        made = prebuild.begin([job for job in jobs if job not in self._kernels], self.settings.cache_dir, idle=idle)
+    def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, over: threading.Event | None = None) -> int:
+        """Begins to compile the kernels of what is not known, each once, or once more if it was idle work; how many."""
+        if self.settings.tune == "off":
+            return 0
+        jobs = dict.fromkeys(j for m in self.unknown(plan, candidates).values() for j in self.jobs(plan, m))
+        waiting = {j for j in self._idle if not self._kernels[j].done()} if over is None else set()
+        made = prebuild.begin(
+            [j for j in jobs if j not in self._kernels or j in waiting], self.settings.cache_dir, over=over
+        )
         self._kernels |= made
+        self._idle = self._idle - made.keys() if over is None else self._idle | made.keys()
         return len(made)
 
     def jobs(self, plan: Plan, members: list[Built]) -> list[prebuild.Job]:

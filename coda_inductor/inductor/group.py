@@ -78,12 +78,13 @@ class Group:
         return torch.empty([hint(s) for s in value.shape], dtype=value.dtype, device=self.device)
 
     def inputs(self, built: Built) -> list[Tensor]:
-        """The real tensors of a Region. Two weights lie in the order of their products, as the kernels that are
-        compiled ahead read them: another order takes other kernels."""
+        """The real tensors of a Region. Two weights that are drawn for it lie in the order of their products, as the
+        kernels that are compiled ahead read them: another order takes other kernels."""
         sources = [built.inputs[p.b] for p in built.region.products]
         roots = [g.root(s.node, g.is_view) for s in sources if isinstance(s, Weight)]
-        if len({*roots}) == 2 and not self.values.keys() & {*roots} and same([n.meta["val"] for n in roots]):
-            self.values |= zip(roots, sorted((sample(n, self.device) for n in roots), key=Tensor.data_ptr), strict=True)
+        if len({*roots}) == 2 and not self.values.keys() & {*roots}:
+            drawn = [sample(n, self.device) for n in roots]
+            self.values |= zip(roots, sorted(drawn, key=Tensor.data_ptr) if same(drawn) else drawn, strict=True)
         return [self.input(built, i, s) for i, s in enumerate(built.inputs)]
 
     def input(self, built: Built, i: int, source: Source) -> Tensor:

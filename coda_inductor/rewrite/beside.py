@@ -160,17 +160,18 @@ def through(program: Program, z: Term, whole: Term, over: tuple[int, ...]) -> tu
         weights = _linear(terms, lanes(z), z.axes - {axis})
         alike = {t: lanes(t) for t in program.nodes if t.axes == z.axes} if weights else {}
         of = {f for _, f in weights}
+        parts = lanes(whole) if weights else []
         for t, given in alike.items():
-            if not of <= set(given):
+            if not of <= set(given) or len(set(given)) < count:
                 continue
             images = [
-                terms.add(*(terms.mul(weights[i, f], x) for i, x in enumerate(lanes(whole)) if (i, f) in weights))
+                terms.add(*(terms.mul(weights[i, f], x) for i, x in enumerate(parts) if (i, f) in weights))
                 for f in given
             ]
-            source = program.nodes[t][0]
-            made = (n for x in alike if x.hosts and alike[x] == images for n in program.nodes[x])
-            if (same := next((n for n in made if roots(n) == roots(source)), None)) is not None:
-                return source, same
+            made = [n for x in alike if x.hosts and alike[x] == images for n in program.nodes[x]]
+            pairs = ((source, n) for source in program.nodes[t] for n in made)
+            if (pair := next((p for p in pairs if roots(p[0]) == roots(p[1])), None)) is not None:
+                return pair
     return None
 
 
