@@ -92,7 +92,8 @@ class Contest:
             bits, late = [acc.bit for b in members for acc in b.draft.space.accs], deferred(plan, members)
             if late and not self._foreseen:
                 self._foreseen = True
-                self.foresee(plan, banned)
+                with passing_over():
+                    self.foresee(plan, banned)
             try:
                 outcome = self.outcome(plan, members)
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
