@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from codegen_cases import (
 from torch import Tensor
 
 from coda_inductor.codegen import launch, legality, library, prebuild, record, source, store, target, tiles, tune
+from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -460,3 +462,28 @@ def test_what_is_compiled_idly_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(RuntimeError, match="no thread"):
         prebuild.begin(jobs(128), str(tmp_path))
     assert not prebuild._pressing
+
+
+def test_idle_work_is_begun_again_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not if it is done, and not if it was asked for before; what stays idle is given up at the end."""
+    begun, given = list[tuple[list[int], bool]](), list[threading.Event]()
+
+    def begin(
+        jobs: list[prebuild.Job], cache_dir: str | None, over: threading.Event | None
+    ) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
+        begun.append(([job.region.n for job in jobs], over is not None))
+        given.extend([over] if over else [])
+        return {job: Future() for job in jobs}
+
+    monkeypatch.setattr(prebuild, "begin", begin)
+    ahead = Ahead(None)
+    first, second, third = (prebuild.Job(plain(n, 64), Config(128, 128, 1, 1, True)) for n in (128, 256, 384))
+    ahead.begin([first, second, second, third], idle=True)
+    ahead.made[first].set_result(prebuild.Outcome("", 0.0))
+    ahead.begin([first, second])
+    ahead.begin([first, second])
+    ahead.begin([second, third], idle=True)
+    assert begun == [([128, 256, 384], True), ([256], False), ([], False), ([], True)]
+    ahead.end()
+    ahead.begin([third], idle=True)
+    assert [over.is_set() for over in given] == [True, True, False]

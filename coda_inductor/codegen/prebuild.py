@@ -79,14 +79,12 @@ def begin(
     def work() -> None:  # nothing here makes tensors: it may be cut off when the interpreter ends
         try:
             for start in range(0, len(todo), size):
-                while over is not None and _pressing and not over.is_set():
-                    time.sleep(0.05)
                 part = todo[start : start + size]
-                if over is not None and over.is_set():
+                if _turn(over):
+                    _ask([alike[0] for alike in part], directory, None, functools.partial(known, part))
+                else:
                     for i in range(len(part)):
                         known(part, i, Outcome("not asked for any more", 0.0))
-                    continue
-                _ask([alike[0] for alike in part], directory, None, functools.partial(known, part))
         except BaseException as error:
             for future in made.values():
                 if not future.done():
@@ -219,6 +217,13 @@ def _compiler() -> Compiler:
     if not (_running and _running[0].alive()):
         _running[:] = [Compiler()]
     return _running[0]
+
+
+def _turn(over: threading.Event | None) -> bool:
+    """Waits until idle work may go on; False if it is given up."""
+    while over is not None and _pressing and not over.is_set():
+        time.sleep(0.05)
+    return over is None or not over.is_set()
 
 
 def _workers() -> int:

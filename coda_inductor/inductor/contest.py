@@ -14,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import launch, legality, prebuild, record, store, timing
+from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.extract import put_off
@@ -57,9 +56,7 @@ class Contest:
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
         self._keyed: Plan | None = None
         self._keys = dict[int, str]()  # by mask, of that plan
-        self._kernels = dict[prebuild.Job, Future[prebuild.Outcome]]()  # that were begun
-        self._idle = set[prebuild.Job]()  # of these, what nobody had asked for
-        self._over = threading.Event()
+        self._ahead = Ahead(settings.cache_dir)
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
         if settings.tune != "off":
@@ -69,20 +66,18 @@ class Contest:
         """The verdict on all Regions of a plan. What was measured for an earlier one comes first: its verdict may spare
         the measurement of what was derived beside it. What is found on disk does not, or a second process would go
         another way."""
-        if self._over.is_set():
-            self._over = threading.Event()
         known, fresh = list[list[Built]](), list[list[Built]]()
         for members in groups(plan, builts):
             (known if self.known(plan, members) else fresh).append(members)
         fresh.sort(key=lambda members: bool(deferred(plan, members)))
         if known:
-            self.begin(plan, fresh, over=self._over)
+            self.begin(plan, fresh, idle=True)
         verdict = self.judge(plan, known)
-        if not verdict.banned and not verdict.undeferred:
+        if verdict.settled:
             self.prepare(plan, fresh)
             verdict = self.judge(plan, fresh)
-        if not verdict.banned and not verdict.undeferred:
-            self._over.set()
+        if verdict.settled:
+            self._ahead.end()
         return verdict
 
     def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:
@@ -116,10 +111,10 @@ class Contest:
     def foresee(self, plan: Plan, banned: dict[int, str]) -> None:
         """Begins to compile the program that no law defers, for narrow winners to be compared with: what loses without
         a law is `banned` by now, and while laws are measured the cores have nothing else to do."""
-        if self._kernels:
+        if self._ahead.made:
             other = self.replanned(plan, banned, sum(1 << bit for bit in {f.product for f in plan.firings} - {-1}))
             every = groups(other, [build(other, draft) for draft in other.unique()])
-            log.info("%d kernels to compile meanwhile", self.begin(other, every, over=self._over))
+            log.info("%d kernels to compile meanwhile", self.begin(other, every, idle=True))
 
     def replanned(self, plan: Plan, banned: dict[int, str], undeferred: int) -> Plan:
         """The plan with more products banned, and more (a bit set) undeferred."""
@@ -175,7 +170,7 @@ class Contest:
         if self.settings.tune == "off":
             return
         unknown, start_s = self.unknown(plan, candidates), time.perf_counter()
-        begun = self.begin(plan, candidates) + self.begin(plan, later, over=self._over)
+        begun = self.begin(plan, candidates) + self.begin(plan, later, idle=True)
         for members in unknown.values():
             with passing_over():  # said where the group is measured
                 self.compile(plan, self.group(plan, members))
@@ -193,18 +188,12 @@ class Contest:
                     found[self.key(plan, group)] = members
         return found
 
-    def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, over: threading.Event | None = None) -> int:
-        """Begins to compile the kernels of what is not known, each once, or once more if it was idle work; how many."""
+    def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, idle: bool = False) -> int:
+        """Begins to compile the kernels of what is not known; how many."""
         if self.settings.tune == "off":
             return 0
-        jobs = dict.fromkeys(j for m in self.unknown(plan, candidates).values() for j in self.jobs(plan, m))
-        waiting = {j for j in self._idle if not self._kernels[j].done()} if over is None else set()
-        made = prebuild.begin(
-            [j for j in jobs if j not in self._kernels or j in waiting], self.settings.cache_dir, over=over
-        )
-        self._kernels |= made
-        self._idle = self._idle - made.keys() if over is None else self._idle | made.keys()
-        return len(made)
+        unknown = self.unknown(plan, candidates).values()
+        return self._ahead.begin((job for members in unknown for job in self.jobs(plan, members)), idle=idle)
 
     def jobs(self, plan: Plan, members: list[Built]) -> list[prebuild.Job]:
         """The kernels that tuning will ask for."""
@@ -257,9 +246,7 @@ class Contest:
         key, found = self.key(plan, group), self.found(plan, group)
         if found is None:
             start_s = time.perf_counter()
-            for job in self.jobs(plan, members):
-                if job in self._kernels:
-                    self._kernels[job].result()
+            self._ahead.wait(self.jobs(plan, members))
             built_s = time.perf_counter()
             measured = self.measure(group, plan)
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)

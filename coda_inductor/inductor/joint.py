@@ -80,6 +80,11 @@ class Verdict:
     banned: dict[int, str] = field(default_factory=dict)
     undeferred: int = 0
 
+    @property
+    def settled(self) -> bool:
+        """Does everything stay as it is?"""
+        return not self.banned and not self.undeferred
+
 
 Decide = Callable[[Plan, list[Built]], Verdict]
 NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
@@ -156,14 +161,13 @@ def _settled(
             banned |= {bit: why for bit, why in verdict.banned.items() if bit not in halved}
             undeferred |= verdict.undeferred
             continue
-        settled = not verdict.banned and not verdict.undeferred
-        if (settled or verdict.banned) and (untaken := _untaken(normalisers, builts, verdict.banned)):
+        if (verdict.settled or verdict.banned) and (untaken := _untaken(normalisers, builts, verdict.banned)):
             for normaliser in untaken:
                 normaliser.restore()
             normalisers = [n for n in normalisers if n not in untaken]
             lifted = lift(graph, rounding=settings.numerics == "strict")
             continue  # without it a Region may be legal, or win
-        if settled:
+        if verdict.settled:
             return made, builts, normalisers
         if not (verdict.banned.keys() - banned.keys() or verdict.undeferred & ~undeferred):
             raise BrokenInvariant("the verdicts do not settle")

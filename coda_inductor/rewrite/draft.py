@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -59,10 +60,7 @@ class Draft:
     @property
     def deps(self) -> int:
         """The products that must have run before all of its outputs exist."""
-        deps = 0
-        for t in self.values:
-            deps |= t.deps
-        return deps
+        return functools.reduce(int.__or__, (t.deps for t in self.values), 0)
 
 
 @dataclass(frozen=True, slots=True)
