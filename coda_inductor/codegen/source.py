@@ -22,7 +22,8 @@ from pathlib import Path
 from coda_inductor.core.ops import OPS, at_zero
 from coda_inductor.core.region import Let, Operand, Reduction, Region
 
-# Helpers of OPS' spellings, included where used. Relative error below 7e-7; the hardware's tanh.approx has 5e-4.
+# Helpers of OPS' spellings, included where used. Relative error below 7e-7; the hardware's tanh.approx has 5e-4. The
+# shorter tanh's absolute error is below 2e-7; in GELU's backward (H200, 8192 x 6400 x 1600) it spares 50 us of 420.
 HELPERS = {
     "sigmoid": '''def sigmoid(x):
     """1 / (1 + exp(-x))"""
@@ -35,6 +36,10 @@ HELPERS = {
     e = cute.math.exp2(cute.arch.fmax(x, -x, nan=True) * -2.8853900817779268, fastmath=True)
     far = (1.0 - e) * cute.arch.rcp_approx(1.0 + e)
     return select_(s < 0.0625, near, select_(x < 0.0, -far, far))
+''',
+    "tanh_beside_one": '''def tanh_beside_one(x):
+    """2 / (1 + exp(-2x)) - 1: near 0, where that cancels, as exact as a sum with 1 is."""
+    return 2.0 * cute.arch.rcp_approx(cute.math.exp2(x * -2.8853900817779268, fastmath=True) + 1.0) - 1.0
 ''',
     "erf": '''def erf(x):
     """x * p(x^2) / q(x^2), fitted to the least relative error up to 3.85; then 1, but for 5e-8."""
@@ -94,7 +99,7 @@ def render(region: Region, *, swapped: bool = False) -> str:
     else:
         spelled[lanes[0]] = "acc"
     for i, let in enumerate(region.lets):
-        body.append(f"t{i} = {_expression(let, spelled)}")
+        body.append(f"t{i} = {_expression(region, let, spelled)}")
         spelled[let.name] = f"t{i}"
     leaves = [f'"{slot}": {spelled[s.value]}' for slot, s in zip(names.stores, region.stores, strict=True)]
     leaves += [
@@ -150,9 +155,26 @@ def epilogue(acc{args}):
 '''
 
 
-def _expression(let: Let, spelled: dict[str, str]) -> str:
+def _expression(region: Region, let: Let, spelled: dict[str, str]) -> str:
     """`let` in CuTeDSL; literals as Python floats, which survive a round trip through repr."""
-    return OPS[let.op].cute.format(*(spelled[a] if isinstance(a, str) else _literal(a) for a in let.args))
+    spelling = OPS[let.op].cute
+    if let.op == "tanh" and only_beside_one(region, let.name):
+        spelling = "tanh_beside_one({0})"
+    return spelling.format(*(spelled[a] if isinstance(a, str) else _literal(a) for a in let.args))
+
+
+def only_beside_one(region: Region, name: str) -> bool:
+    """Is a value, or its square, only added to 1 or taken from it, as in GELU? Then digits below 1's last do not
+    matter."""
+    uses = [let for let in region.lets if name in let.args]
+    leaves = any(name in (s.value, s.second) for s in region.stores) or any(name == r.value for r in region.reductions)
+
+    def beside(let: Let) -> bool:
+        if let.op in ("add", "sub"):
+            return 1.0 in let.args
+        return (let.op == "neg" or let.args == (name, name)) and only_beside_one(region, let.name)
+
+    return bool(uses) and not leaves and all(map(beside, uses))
 
 
 def _literal(x: float) -> str:

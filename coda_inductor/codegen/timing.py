@@ -32,10 +32,12 @@ LEVEL, TRIES = 0.03, 3  # how far a call's times may lie apart
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
 # Of longer calls too few fit into a burst, and by turns they have their neighbours' clocks: in a layer of width 8192
 # (calls of 3 to 20 ms, H200) a call's two times in a burst lay up to 14 % apart. Under a load that lasts longer than
-# the fall above, a pair measured twice (each the best of up to three passes) compared 0.3 to 3.4 % apart, 2.1 at the
-# median.
+# the fall above they settle, but slowly: of 8 to 20 ratios of a Region of that layer and Inductor's program, each of a
+# share of 400 ms for either, of which the last quarter counts, the standard deviation was 0.3 to 0.7 % (three Regions);
+# of 400 ms and their last half 0.4 to 2.1 %, of 200 ms and their last two fifths 2.6 to 3.0 % (one).
 LONG_MS, LONG_SLACK = 8, 1.25
-STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 200, 3  # until then; a call's share from there; there and back, for ratios
+STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 400, 3  # until then; a call's share from there; there and back, for ratios
+LONG_SETTLING = 0.75
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
 # then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
@@ -181,7 +183,7 @@ def steady(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[f
     """The ms of each call under a load that lasts: each is repeated alone, one call after the other and back again. Of
     several passes the median counts. `about` says how long they take, roughly."""
     order = [*range(len(calls)), *reversed(range(len(calls)))] * passes
-    rest_ms = SETTLING * LONG_SHARE_MS
+    rest_ms = LONG_SETTLING * LONG_SHARE_MS
     run_for(calls[-1], STEADY_MS, about[-1], least=math.ceil(STEADY_MS / about[-1]))
     marks = [block(calls[i], rest_ms, LONG_SHARE_MS - rest_ms, about[i], least=1) for i in order]
     torch.cuda.synchronize()
