@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.extract import put_off
-from coda_inductor.inductor.group import Group, groups, hint, mask
+from coda_inductor.inductor.group import Group, groups, hint, mask, readers
 from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.memory import Memory
-from coda_inductor.inductor.outcome import TIMED, Outcome, fully_timed, outcome_of, recorded, sure, timed, wins
+from coda_inductor.inductor.outcome import TIMED, Outcome, borne, fully_timed, outcome_of, recorded, sure, timed, wins
 from coda_inductor.inductor.rehearsal import Programs, rehearse
 from coda_inductor.inductor.without import Without
 from coda_inductor.patterns import graph as g
@@ -66,10 +66,10 @@ class Contest:
         """The verdict on all Regions of a plan. What was measured for an earlier one comes first: its verdict may spare
         the measurement of what was derived beside it. What is found on disk does not, or a second process would go
         another way."""
-        known, fresh = list[list[Built]](), list[list[Built]]()
-        for members in groups(plan, builts):
-            (known if self.known(plan, members) else fresh).append(members)
-        fresh.sort(key=lambda members: bool(deferred(plan, members)))
+        every = groups(plan, builts)
+        unknown = tied(readers(every), {i for i, members in enumerate(every) if not self.known(plan, members)})
+        known = [members for i, members in enumerate(every) if i not in unknown]
+        fresh = sorted((every[i] for i in sorted(unknown)), key=lambda members: bool(deferred(plan, members)))
         if known:
             self.begin(plan, fresh, idle=True)
         verdict = self.judge(plan, known)
@@ -82,28 +82,38 @@ class Contest:
 
     def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:
         """The verdict on some groups of a plan."""
-        banned, undeferred, close = dict[int, str](), 0, dict[int, list[Built]]()
-        for members in candidates:
-            bits, late = [acc.bit for b in members for acc in b.draft.space.accs], deferred(plan, members)
-            if late and not self._foreseen:
+        failed, outcomes = dict[int, str](), dict[int, Outcome]()
+        for i, members in enumerate(candidates):
+            if deferred(plan, members) and not self._foreseen:
                 self._foreseen = True
                 with passing_over():
-                    self.foresee(plan, banned)
+                    self.foresee(plan, failed | lost(o for o in outcomes.values() if o.loses))
             try:
-                outcome = self.outcome(plan, members)
+                outcomes[i] = self.outcome(plan, members)
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
                 if not foreseen(error):
                     raise
                 failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
                 self.failed(failure)
-                banned |= dict.fromkeys(bits, failure.what)
-                continue
-            if outcome.loses and late:
+                failed |= {acc.bit: failure.what for b in members for acc in b.draft.space.accs}
+        return self.decide(plan, candidates, outcomes, failed)
+
+    def decide(
+        self, plan: Plan, candidates: list[list[Built]], outcomes: dict[int, Outcome], failed: dict[int, str]
+    ) -> Verdict:
+        """What follows from the outcomes of the candidates."""
+        lawless = [i for i, o in outcomes.items() if o.loses and not deferred(plan, candidates[i])]
+        kept = borne(outcomes, lawless, readers(candidates))
+        for i in kept:
+            log.info("%s are kept for who reads their sums", "+".join(b.region.digest for b in candidates[i]))
+        undeferred, close = 0, dict[int, list[Built]]()
+        for i, outcome in outcomes.items():
+            late = deferred(plan, candidates[i])
+            if outcome.loses:
                 undeferred |= late
-            elif outcome.loses:
-                banned |= dict.fromkeys(bits, outcome.loses)
             elif late & ~self._compared and outcome.ratio < CLOSE:
-                close[late] = members
+                close[late] = candidates[i]
+        banned = failed | lost(outcomes[i] for i in lawless if i not in kept)
         if close and not banned and not undeferred:
             undeferred = self.better_undeferred(plan, close)
         return Verdict(banned, undeferred)
@@ -292,6 +302,18 @@ def deferred(plan: Plan, members: list[Built]) -> int:
     """The products of a group (a bit set) whose operands a law defers."""
     bits = {acc.bit for b in members for acc in b.draft.space.accs}
     return sum(1 << bit for bit in {f.product for f in plan.firings} & bits)
+
+
+def tied(readers: Sequence[Set[int]], some: Set[int]) -> Set[int]:
+    """Some groups, and all that read sums of one of them, or make sums for one: they are judged together."""
+    found = {i for i, others in enumerate(readers) if i in some or others & some}
+    found |= {j for i in found for j in readers[i]}
+    return found if found == some else tied(readers, found)
+
+
+def lost(outcomes: Iterable[Outcome]) -> dict[int, str]:
+    """The products of losers, by bit, with the reason."""
+    return {bit: o.loses for o in outcomes for bit in range(o.mask.bit_length()) if o.mask >> bit & 1}
 
 
 def in_order(steps: Sequence[Callable[[], object]]) -> Callable[[], None]:

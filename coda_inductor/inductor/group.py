@@ -22,6 +22,7 @@ from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Table, Weight
 from coda_inductor.rewrite.draft import Computed, Stored
 from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.sources import statistics
 
 hint = functools.partial(paths.hint, otherwise=None)
 """A size to measure at."""
@@ -154,6 +155,18 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
                 first, second = sorted((leader[i], leader[maker]))
                 leader = [first if x == second else x for x in leader]
     return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
+
+
+def readers(every: Sequence[list[Built]]) -> list[set[int]]:
+    """For each group, which of the others read sums of its epilogues."""
+    makers = {s: i for i, members in enumerate(every) for b in members for s in b.draft.sums}
+    found: list[set[int]] = [set() for _ in every]
+    for i, members in enumerate(every):
+        sources = (s for b in members for s in b.inputs)
+        terms = {s if isinstance(s, Term) else s.term for s in sources if isinstance(s, Term | Computed)}
+        for maker in {makers[s] for t in terms for s in statistics(t) if s in makers} - {i}:
+            found[maker].add(i)
+    return found
 
 
 def mask(builts: list[Built]) -> int:

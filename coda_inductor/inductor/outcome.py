@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,28 @@ class Outcome:
     def gain_ms(self) -> float:
         """What the group spares of the other side's time."""
         return self.baseline.mean - self.fused.mean
+
+
+def together(outcomes: Iterable[Outcome]) -> Outcome:
+    """Of groups that run one after the other."""
+    mask, fused, baseline = 0, FREE, FREE
+    for o in outcomes:
+        mask |= o.mask
+        fused = Times(fused.turns + o.fused.turns, fused.busy + o.fused.busy)
+        baseline = Times(baseline.turns + o.baseline.turns, baseline.busy + o.baseline.busy)
+    return Outcome(mask, fused, baseline)
+
+
+def borne(outcomes: Mapping[int, Outcome], losers: Iterable[int], readers: Sequence[AbstractSet[int]]) -> set[int]:
+    """The losers that are kept all the same, because groups that read their sums win more than they lose: without
+    these sums the readers would be others, or none. No gain bears two losses."""
+    found, shared = set[int](), {i: frozenset({i}) for i, o in outcomes.items() if not o.loses}
+    for i in sorted(losers, reverse=True):  # who reads a reader's sums comes after it
+        party = frozenset({i}).union(*(shared[j] for j in readers[i] if j in shared))
+        if len(party) > 1 and not together(outcomes[j] for j in party).loses:
+            found.add(i)
+            shared |= dict.fromkeys(party, party)
+    return found
 
 
 def wins(turns: Sequence[float]) -> bool:
