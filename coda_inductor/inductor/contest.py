@@ -12,6 +12,7 @@ mode.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -26,7 +27,7 @@ from coda_inductor.codegen import launch, legality, prebuild, record, store, tim
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.extract import put_off
+from coda_inductor.inductor.extract import computed, put_off, taken_in
 from coda_inductor.inductor.group import Group, groups, hint, mask, readers
 from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.memory import Memory
@@ -35,6 +36,7 @@ from coda_inductor.inductor.rehearsal import Programs, rehearse
 from coda_inductor.inductor.without import Without
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted
+from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite import search
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.plan import Plan
@@ -54,6 +56,8 @@ class Contest:
         self._compared, self._foreseen = 0, False
         self._memory: Memory | None = None
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
+        self._vectors_of: Plan | None = None
+        self._vectors = frozenset[Term]()  # that the forward's epilogues of that plan read
         self._keyed: Plan | None = None
         self._keys = dict[int, str]()  # by mask, of that plan
         self._ahead = Ahead(settings.cache_dir)
@@ -160,7 +164,7 @@ class Contest:
     def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
         """How a group fares against the program that is derived without its law, in the same burst: the Regions of that
         which win alone, and what Inductor makes of the rest."""
-        group, rival = self.group(plan, members), self.group(other, parts)
+        group, rival = self.group(plan, members), dataclasses.replace(self.group(other, parts), taken=[], loops=set())
         without = Without(group, plan, rival, other)
         key = without.key()
         found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
@@ -226,7 +230,22 @@ class Contest:
         product = plan.program.product(members[0].draft.space.accs[0]).node
         if self._memory is None or self._memory_of is not plan.program.lifted:
             self._memory, self._memory_of = Memory(plan.program.lifted.graph), plan.program.lifted
-        return Group(members, self.device, hint(product.meta["val"].shape[0]), self._memory)
+        group = Group(
+            members, self.device, hint(product.meta["val"].shape[0]), self._memory, self.before(plan, members)
+        )
+        if len(members) == 1 and not deferred(plan, members):
+            group.taken, group.loops = taken_in(plan, group)
+        return group
+
+    def before(self, plan: Plan, members: list[Built]) -> frozenset[Term]:
+        """The vectors of parameters that epilogues of the forward read, for a group of the backward."""
+        late = plan.program.in_backward
+        if not all(late(b.draft.space) for b in members):
+            return frozenset()
+        if self._vectors_of is not plan:
+            every = (build(plan, draft) for draft in plan.unique() if not late(draft.space))
+            self._vectors_of, self._vectors = plan, frozenset(c.term for b in every for c in computed(b))
+        return self._vectors
 
     def key(self, plan: Plan, group: Group) -> str:
         """The group's key."""

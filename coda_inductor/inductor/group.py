@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,12 @@ class Group:
     device: torch.device
     tokens: int
     memory: Memory
+    before: frozenset[Term] = frozenset()
+    """Vectors of parameters that are there: a group of the backward finds those that the forward's epilogues read."""
+    taken: Sequence[fx.Node] = ()
+    """Tensors whose loops take the sums that the group needs, and that both sides make therefore."""
+    loops: AbstractSet[fx.Node] = frozenset()
+    """All that these loops compute."""
     values: dict[object, Any] = field(default_factory=dict)
 
     @property
@@ -59,9 +66,13 @@ class Group:
         with torch.no_grad(), unset_fake_temporarily():
             for b in self.builts:
                 parts += [b.region.text, *map(laid_out, b.inputs)]
-                parts.append(described(*small(plan, self, b, computed(b))[0].nodes))
+                parts.append(described(*small(plan, self, b, self.computed(b))[0].nodes))
         parts += [described(*subgraph(self, plan)[0].nodes), *map(laid_out, put_off(self, plan))]
         return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
+
+    def computed(self, built: Built) -> list[Computed]:
+        """What is computed for a Region beside it."""
+        return [c for c in computed(built) if c.extent == "token" or c.term not in self.before]
 
     def value(self, node: fx.Node) -> Any:
         """A tensor for a node that the group reads: random at the root of its views. Sizes are the hints."""
@@ -96,6 +107,8 @@ class Group:
             dim = 0 if r.products[0].b_layout == "nk" else 1
             return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
         if isinstance(source, Computed):
+            if source not in self.values:
+                self.values[source] = torch.randn(r.width, dtype=r.compute, device=self.device)
             return self.values[source]  # type: ignore[no-any-return]
         if isinstance(source, Table):
             if source not in self.values:

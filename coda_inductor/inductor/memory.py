@@ -48,10 +48,15 @@ class Memory:
         if kind in ("view", "part") or g.widens(node):
             return parts
         cheap = sum(map(_bytes, parts)) <= VECTORS * _bytes(node)
-        return parts if cheap and not _taken(node) else frozenset({node})
+        return parts if cheap and not taken_whole(node) else frozenset({node})
 
 
-def _taken(node: fx.Node) -> bool:
+def in_loop(node: fx.Node) -> bool:
+    """Does a loop make the tensor, or is it a view of one?"""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), Tensor) and kind_of(node) in MADE_AGAIN
+
+
+def taken_whole(node: fx.Node) -> bool:
     """Does an operation that is no loop take the node, or a view of it?"""
     todo = list(node.users)
     while todo:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import launch, legality, record, tune
-from coda_inductor.inductor.extract import computed, described, small, subgraph
+from coda_inductor.inductor.extract import described, small, subgraph
 from coda_inductor.inductor.group import Group, outputs
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
@@ -42,16 +42,14 @@ class Programs:
 
     def computations(self, plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
         """The small computations that a Region needs; their results become values of the group."""
-        wanted = [c for c in computed(built) if c not in group.values]
+        wanted = [c for c in group.computed(built) if c not in group.values]
         if not wanted:
             return []
         new, keys = small(plan, group, built, wanted)
         tensors = [group.value(key) if isinstance(key, fx.Node) else group.made(key) for key in keys]
         run = self.compiled(new, tensors)
-        made = dict(zip(wanted, run(*tensors), strict=True))
-        group.values |= made | {
-            c.term: value for c, value in made.items() if c.extent == "token" and c.term in plan.combined
-        }
+        made = dict(zip((*wanted, *group.taken), run(*tensors), strict=True))
+        group.values |= made | {c.term: made[c] for c in wanted if c.extent == "token" and c.term in plan.combined}
         return [lambda: run(*tensors)]
 
     def baseline(self, group: Group, plan: Plan) -> Callable[[], object]:

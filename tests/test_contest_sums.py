@@ -1,0 +1,182 @@
+"""Contests over sums that one Region takes for another: who is kept for whom, and what a sum beside a product costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import pretend
+from torch import Tensor, fx, nn
+
+from coda_inductor.codegen.timing import Times
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.capture import capture
+from coda_inductor.inductor.contest import Contest, deferred, tied
+from coda_inductor.inductor.extract import computed, small, subgraph
+from coda_inductor.inductor.group import Group, groups, readers
+from coda_inductor.inductor.joint import Report, Verdict
+from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.outcome import Outcome, borne, recorded, together
+from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.plan import Plan
+
+
+def outcome(fused: float, baseline: float) -> Outcome:
+    return Outcome(1, Times(fused, fused), Times(baseline, baseline))
+
+
+@pytest.mark.parametrize(
+    ("times", "reads", "kept"),
+    [
+        ([(1.0, 0.95), (1.0, 1.5)], {0: {1}}, {0}),
+        ([(1.0, 0.95), (1.0, 1.5)], {}, set()),  # nobody reads them
+        ([(1.0, 0.95), (1.0, 1.03)], {0: {1}}, set()),  # both together win nothing
+        ([(1.0, 0.5), (1.0, 1.5)], {0: {1}}, set()),
+        ([(1.0, 0.95), (1.0, 0.9), (1.0, 1.5)], {0: {1}, 1: {2}}, {0, 1}),  # by way of another
+        ([(1.0, 0.95), (1.0, 0.9), (1.0, 1.0)], {0: {1}, 1: {2}}, set()),
+        ([(1.0, 0.8), (1.0, 0.8), (1.0, 1.3)], {0: {2}, 1: {2}}, {1}),  # no gain bears both
+        ([(1.0, 0.9), (1.0, 0.9), (1.0, 1.3)], {0: {2}, 1: {2}}, {0, 1}),
+        ([(1.0, 1.5), (1.0, 1.5)], {0: {1}}, set()),  # no loser
+    ],
+)
+def test_a_loser_is_kept_for_who_reads_its_sums(
+    times: list[tuple[float, float]], reads: dict[int, set[int]], kept: set[int]
+) -> None:
+    outcomes = {i: outcome(*t) for i, t in enumerate(times)}
+    losers = [i for i, o in outcomes.items() if o.loses]
+    assert borne(outcomes, losers, [reads.get(i, set()) for i in outcomes]) == kept
+
+
+def test_what_turns_alone_decided_is_added_up() -> None:
+    both = together([Outcome(1, Times(1.0, 2.0), Times(3.0, 4.0)), Outcome(4, Times(0.5, 0.5), Times(1.0, 1.0))])
+    assert both == Outcome(5, Times(1.5, 2.5), Times(4.0, 5.0))
+
+
+def test_who_is_judged_together() -> None:
+    """Whoever reads sums of another, in either direction and from one to the next."""
+    chain = [{1}, {2}, set(), {4}, set()]
+    assert tied(chain, {0}) == tied(chain, {1}) == tied(chain, {2}) == {0, 1, 2}
+    assert tied(chain, {3}) == {3, 4} and tied(chain, set()) == set()
+
+
+class GPT(nn.Module):
+    """A layer as GPT-2 has it; its attention is the mean of v."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(64), nn.LayerNorm(64)
+        self.qkv, self.o = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(4, 80, 4, 16).transpose(1, 2) for t in self.qkv(self.first(x)).split(64, -1))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 80, 64))
+        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
+
+
+def judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, look: Callable[[Contest, Group, Plan, bool], float]
+) -> Report:
+    """Rewrites a training graph on a machine that is pretended, where ours takes 1 ms and Inductor what `look` says. It
+    is told whether other groups read sums of this one, that no law deferred."""
+    pretend(monkeypatch, tmp_path)
+    every, found = list[list[Built]](), list[Report]()
+    whole: Callable[..., Verdict] = Contest.__call__
+
+    def judge(self: Contest, plan: Plan, builts: list[Built]) -> Verdict:
+        every[:] = groups(plan, builts)
+        return whole(self, plan, builts)
+
+    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+        made = {b.draft.space.mask for i, others in enumerate(readers(every)) if others for b in every[i]}
+        makes = not deferred(plan, group.builts) and group.mask in made
+        with self.real_tensors():
+            theirs = look(self, group, plan, makes)
+        return recorded(group.digests, [Times(1.0, 1.0), Times(theirs, theirs)])
+
+    monkeypatch.setattr(Contest, "__call__", judge)
+    monkeypatch.setattr(Contest, "measure", measure)
+    monkeypatch.setattr(Contest, "prepare", lambda *_: None)
+    monkeypatch.setattr(Contest, "against", lambda *_: Outcome(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(GPT(), GPT()).bfloat16()
+    settings = Settings(target="sm_90a", cache_dir=str(tmp_path))
+    contest = Contest(settings, torch.device("cpu"), print)
+    capture(model, (torch.randn(4, 80, 64, dtype=torch.bfloat16),), {}, "train",
+            lambda graph: found.append(rewrite_for(graph, settings, contest)))  # fmt: skip
+    return found[0]
+
+
+@pytest.mark.parametrize(("readers_win", "kept"), [(2.0, True), (1.03, False)])
+def test_a_maker_of_sums_that_loses_narrowly(
+    readers_win: float, kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GELU's backward takes the sums of the norm's before it."""
+    lost = set[str]()
+
+    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+        lost.update(group.digests if makes else ())
+        return 0.95 if makes else readers_win
+
+    report = judged(monkeypatch, tmp_path, look)
+    assert lost and bool(lost & {site.region.digest for site in report.sites}) is kept
+
+
+def outputs(graph: fx.Graph) -> int:
+    (out,) = (n for n in graph.nodes if n.op == "output")
+    return len(out.args[0])  # type: ignore[arg-type]
+
+
+def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The sums over gradients of q, k and v are part of the loop that puts these together: both sides run it, and the
+    sums are as they were."""
+    seen = set[str]()
+
+    def run(plan: Plan, group: Group, built: Built) -> tuple[list[object], list[Tensor]]:
+        graph, keys = small(plan, group, built, group.computed(built))
+        given = [group.value(k) if isinstance(k, fx.Node) else group.made(k) for k in keys]
+        return keys, fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
+
+    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+        if group.taken:
+            (built,) = group.builts
+            found = run(plan, group, built)[1]
+            made = dict(zip(group.taken, found[-len(group.taken) :], strict=True))
+            alone = dataclasses.replace(group, taken=(), loops=set(), values=group.values | made)
+            read, wanted = run(plan, alone, built)
+            assert {k for k in read if isinstance(k, fx.Node)} & {n for t in group.taken for n in (t, *t.users)}
+            for x, y in zip(found[: -len(group.taken)], wanted, strict=True):
+                torch.testing.assert_close(x, y)
+            (ours, given), (before, _) = subgraph(group, plan), subgraph(alone, plan)
+            assert outputs(ours) == outputs(before) + len(group.taken) and not {*group.taken} & {*given}
+            seen.update(str(n.target) for n in group.taken)
+        return 0.5 if makes else 2.0
+
+    judged(monkeypatch, tmp_path, look)
+    assert "aten.cat.default" in seen
+
+
+def test_vectors_of_the_forward_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A gain's and a bias's products with a weight are made once: the backward's contests find them."""
+    spared = {False: 0, True: 0}
+
+    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+        late = all(plan.program.in_backward(b.draft.space) for b in group.builts)
+        every, mine = ([c for b in group.builts for c in of(b)] for of in (computed, group.computed))
+        spared[late] += len(every) - len(mine)
+        assert all(c.extent == "feature" for c in every if c not in mine)
+        assert all(
+            group.input(b, i, s).dim() == 1
+            for b in group.builts
+            for i, s in enumerate(b.inputs)
+            if s in every and s not in mine
+        )
+        return 2.0
+
+    judged(monkeypatch, tmp_path, look)
+    assert spared[True] > 0 == spared[False]
