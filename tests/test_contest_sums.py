@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import rehearsal
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.contest import Contest, deferred, tied
 from coda_inductor.inductor.extract import computed, small, subgraph
@@ -76,7 +77,7 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.view(4, 80, 4, 16).transpose(1, 2) for t in self.qkv(self.first(x)).split(64, -1))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 80, 64))
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
+        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 def judged(
@@ -129,7 +130,7 @@ def test_a_maker_of_sums_that_loses_narrowly(
 
 def outputs(graph: fx.Graph) -> int:
     (out,) = (n for n in graph.nodes if n.op == "output")
-    return len(out.args[0])  # type: ignore[arg-type]
+    return len(out.args[0])
 
 
 def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -159,6 +160,27 @@ def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(monkeypatch: pytest.
 
     judged(monkeypatch, tmp_path, look)
     assert "aten.cat.default" in seen
+
+
+def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A loss's gradient of random scores is infinite; a kernel that reads sums of it agrees with nothing."""
+    monkeypatch.setattr(rehearsal, "_compile", lambda module, tensors: module)
+    vectors = 0
+
+    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+        nonlocal vectors
+        if group.taken:
+            (built,) = group.builts
+            for node in {n for t in group.loops for n in t.all_input_nodes} - {*group.loops}:
+                group.values[node] = torch.full_like(group.value(node), torch.inf)
+            rehearsal.Programs().computations(plan, group, built)
+            found = [group.values[c] for c in group.computed(built)]
+            assert all(x.isfinite().all() for x in found) and not {*group.taken} & group.values.keys()
+            vectors += len(found)
+        return 2.0
+
+    judged(monkeypatch, tmp_path, look)
+    assert vectors > 2
 
 
 def test_vectors_of_the_forward_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

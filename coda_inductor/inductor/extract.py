@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.lowering import base_of
+from coda_inductor.inductor.lowering import base_of, elements
 from coda_inductor.inductor.memory import in_loop, taken_whole
 from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.vectors import Vectors
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group
 
 
+FEW = 4  # times as many elements in what reads a table
 Program = tuple[fx.Graph, list[fx.Node]]
 """Some nodes of the user's graph as a graph, and the nodes whose tensors it reads."""
 
@@ -104,8 +105,8 @@ def computed(built: Built) -> list[Computed]:
 
 def taken_in(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
     """(tensors whose loops make or read what the sums beside a Region are taken of, all that these loops compute): such
-    a sum is part of that loop, as Inductor fuses them, and costs what it reads beside. (Alone the sums over gradients of
-    q, k and v took 100 us in GPT-2 XL's backward, of Regions that take 200, H200.)"""
+    a sum is part of that loop, as Inductor fuses them, and costs what it reads beside. (Alone the sums over the
+    gradients of q, k and v took 100 us in GPT-2 XL's backward, of Regions that take 200, H200.)"""
     sums = {s for b in group.builts for c in group.computed(b) for s in statistics(c.term) if not plan.summed(s)}
     pairs = [pair for s in sums - plan.combined if (pair := plan.pair(s)) is not None]
     tensors = {base_of(t) for pair in pairs for t in pair.tensors}
@@ -113,15 +114,30 @@ def taken_in(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
     for node in plan.program.lifted.graph.nodes if tensors else ():
         here = g.is_backward(node) == late and not waits(plan, group.mask, node)
         if here and in_loop(node) and base_of(node) is node and taken_whole(node):
-            loop, todo = {node}, [node]
-            while todo:
-                inputs = todo.pop().all_input_nodes
-                todo += [n for n in inputs if n not in loop and in_loop(n) and not taken_whole(n)]
-                loop |= {*todo}
+            loop = _loop(node)
             if tensors & loop.union(*(map(base_of, n.all_input_nodes) for n in loop)):
                 taken.append(node)
                 whole |= loop
     return taken, whole
+
+
+def _loop(node: fx.Node) -> set[fx.Node]:
+    """What the loop that makes a tensor computes, and views of it; but not the few values that many elements read, as
+    sines: they lie in tables."""
+    found, todo = {node}, [node]
+    while todo:
+        inputs = todo.pop().all_input_nodes
+        todo += [
+            n
+            for n in inputs
+            if n not in found and in_loop(n) and not taken_whole(n) and not FEW * elements(n) < elements(node)
+        ]
+        found |= {*todo}
+    views = [*found]
+    while views:
+        views = [n for v in views for n in v.users if n not in found and base_of(n) in found]
+        found |= {*views}
+    return found
 
 
 def subgraph(group: Group, plan: Plan) -> Program:
@@ -226,6 +242,7 @@ def _needed(
     """(what must run to make the nodes asked for, what of that is given): given is what is `done`, or waits for no
     product of the group and lies in memory. What is made again (True) is made of its bases and of sums and products."""
     needed, given, todo, bases = set[fx.Node](), set[fx.Node](), list(asked), _bases(plan, group)
+    edges = {n for made in group.loops for n in made.all_input_nodes} - group.loops
     while todo:
         node, anew = todo.pop()
         if node in needed:
@@ -233,7 +250,7 @@ def _needed(
         needed.add(node)
         anew = anew and node.target in POINTWISE and node not in bases
         again = anew or node in group.loops or not group.memory.holds(node)
-        if node not in done and (waits(plan, group.mask, node) or again):
+        if node not in done and node not in edges and (waits(plan, group.mask, node) or again):
             todo += [(a, anew) for a in node.all_input_nodes]
         else:
             given.add(node)

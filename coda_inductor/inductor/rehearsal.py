@@ -48,7 +48,9 @@ class Programs:
         new, keys = small(plan, group, built, wanted)
         tensors = [group.value(key) if isinstance(key, fx.Node) else group.made(key) for key in keys]
         run = self.compiled(new, tensors)
-        made = dict(zip((*wanted, *group.taken), run(*tensors), strict=True))
+        made = dict(zip(wanted, run(*tensors), strict=not group.taken))
+        if group.taken:  # of random numbers a loop makes anything, an infinite exponential, say
+            made |= {c: group.made(c) for c in wanted if c.extent == "token"}
         group.values |= made | {c.term: made[c] for c in wanted if c.extent == "token" and c.term in plan.combined}
         return [lambda: run(*tensors)]
 
