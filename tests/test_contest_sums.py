@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from coda_inductor.inductor import rehearsal
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.contest import Contest, deferred, tied
 from coda_inductor.inductor.extract import computed, small, subgraph
-from coda_inductor.inductor.group import Group, groups, readers
+from coda_inductor.inductor.group import Group, groups, mask, readers
 from coda_inductor.inductor.joint import Report, Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.outcome import Outcome, borne, recorded, together
-from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.plan import Plan
 
 
@@ -66,22 +67,33 @@ def test_who_is_judged_together() -> None:
 
 
 class GPT(nn.Module):
-    """A layer as GPT-2 has it; its attention is the mean of v."""
+    """A layer as GPT-2 has it, or with one key for all heads and its rotary embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, rotary: bool = False) -> None:
         super().__init__()
+        self.rotary = rotary
         self.first, self.second = nn.LayerNorm(64), nn.LayerNorm(64)
-        self.qkv, self.o = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.qkv, self.o = nn.Linear(64, 96 if rotary else 192), nn.Linear(64, 64)
         self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.view(4, 80, 4, 16).transpose(1, 2) for t in self.qkv(self.first(x)).split(64, -1))
+        parts = self.qkv(self.first(x)).split([64, 16, 16] if self.rotary else 64, -1)
+        q, k, v = (t.view(4, 80, -1, 16).transpose(1, 2) for t in parts)
+        if self.rotary:
+            angles = torch.arange(80)[:, None] / 10.0 ** torch.arange(16)
+            first, second = k.chunk(2, -1)
+            k = k * angles.cos().bfloat16() + torch.cat((-second, first), -1) * angles.sin().bfloat16()
+            k, v = k.expand(q.shape), v.expand(q.shape)
         x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 80, 64))
         return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 def judged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, look: Callable[[Contest, Group, Plan, bool], float]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    look: Callable[[Contest, Group, Plan, bool], float],
+    *,
+    rotary: bool = False,
 ) -> Report:
     """Rewrites a training graph on a machine that is pretended, where ours takes 1 ms and Inductor what `look` says. It
     is told whether other groups read sums of this one, that no law deferred."""
@@ -105,7 +117,7 @@ def judged(
     monkeypatch.setattr(Contest, "prepare", lambda *_: None)
     monkeypatch.setattr(Contest, "against", lambda *_: Outcome(0))
     torch.manual_seed(0)
-    model = nn.Sequential(GPT(), GPT()).bfloat16()
+    model = nn.Sequential(GPT(rotary), GPT(rotary)).bfloat16()
     settings = Settings(target="sm_90a", cache_dir=str(tmp_path))
     contest = Contest(settings, torch.device("cpu"), print)
     capture(model, (torch.randn(4, 80, 64, dtype=torch.bfloat16),), {}, "train",
@@ -128,14 +140,36 @@ def test_a_maker_of_sums_that_loses_narrowly(
     assert lost and bool(lost & {site.region.digest for site in report.sites}) is kept
 
 
+def test_who_shares_sums_is_judged_in_one_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where one is known from an earlier plan and the other is not: else a loser would be banned before its
+    reader is measured."""
+    judge, chance, apart = Contest.judge, random.Random(3), [0, 0]
+
+    def together_in(self: Contest, plan: Plan, candidates: list[list[Built]]) -> Verdict:
+        every = groups(plan, [build(plan, draft) for draft in plan.unique()])
+        here = {i for i, members in enumerate(every) if mask(members) in map(mask, candidates)}
+        apart[0] += 0 < len(here) < len(every)
+        assert all(i in here or not others & here for i, others in enumerate(readers(every)))
+        assert all(others <= here for i, others in enumerate(readers(every)) if i in here)
+        apart[1] += any(readers(every)[i] for i in here)
+        return judge(self, plan, candidates)
+
+    monkeypatch.setattr(Contest, "judge", together_in)
+    judged(monkeypatch, tmp_path, lambda contest, group, plan, makes: 0.5 if chance.random() < 0.15 else 2.0)
+    assert min(apart) > 1
+
+
 def outputs(graph: fx.Graph) -> int:
     (out,) = (n for n in graph.nodes if n.op == "output")
     return len(out.args[0])
 
 
-def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(
+    rotary: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The sums over gradients of q, k and v are part of the loop that puts these together: both sides run it, and the
-    sums are as they were."""
+    sums are as they were. It reads sines from memory, as the program does in the end."""
     seen = set[str]()
 
     def run(plan: Plan, group: Group, built: Built) -> tuple[list[object], list[Tensor]]:
@@ -155,11 +189,12 @@ def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(monkeypatch: pytest.
                 torch.testing.assert_close(x, y)
             (ours, given), (before, _) = subgraph(group, plan), subgraph(alone, plan)
             assert outputs(ours) == outputs(before) + len(group.taken) and not {*group.taken} & {*given}
-            seen.update(str(n.target) for n in group.taken)
+            seen.update(str(n.target) for graph in (small(plan, group, built, [])[0], ours) for n in graph.nodes)
         return 0.5 if makes else 2.0
 
-    judged(monkeypatch, tmp_path, look)
-    assert "aten.cat.default" in seen
+    judged(monkeypatch, tmp_path, look, rotary=rotary)
+    assert "aten.cat.default" in seen and ("aten.neg.default" in seen) is rotary
+    assert not seen & {"aten.cos.default", "aten.sin.default"}
 
 
 def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.outcome import TIMED, Outcome, borne, fully_timed, outcome_of, recorded, sure, timed, wins
 from coda_inductor.inductor.rehearsal import Programs, rehearse
+from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
 from coda_inductor.inductor.without import Without
-from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite import search
@@ -47,6 +47,17 @@ CLOSE = 1.15  # below, a law that wins is compared with the program without it
 ROUNDS = 25
 
 
+@dataclasses.dataclass(slots=True)
+class Known:
+    """What was found out about a plan's groups, by mask: their keys, the loops that take their sums; and the vectors of
+    parameters that the forward's epilogues read."""
+
+    plan: Plan
+    keys: dict[int, str] = dataclasses.field(default_factory=dict)
+    taken: dict[int, tuple[list[fx.Node], set[fx.Node]]] = dataclasses.field(default_factory=dict)
+    vectors: frozenset[Term] | None = None
+
+
 class Contest:
     """Decides for one graph; called again whenever the derivation has changed, until nothing loses."""
 
@@ -56,10 +67,7 @@ class Contest:
         self._compared, self._foreseen = 0, False
         self._memory: Memory | None = None
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
-        self._vectors_of: Plan | None = None
-        self._vectors = frozenset[Term]()  # that the forward's epilogues of that plan read
-        self._keyed: Plan | None = None
-        self._keys = dict[int, str]()  # by mask, of that plan
+        self._plans = list[Known]()
         self._ahead = Ahead(settings.cache_dir)
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
@@ -234,7 +242,10 @@ class Contest:
             members, self.device, hint(product.meta["val"].shape[0]), self._memory, self.before(plan, members)
         )
         if len(members) == 1 and not deferred(plan, members):
-            group.taken, group.loops = taken_in(plan, group)
+            known = self.of(plan)
+            if group.mask not in known.taken:
+                known.taken[group.mask] = taken_in(plan, group)
+            group.taken, group.loops = known.taken[group.mask]
         return group
 
     def before(self, plan: Plan, members: list[Built]) -> frozenset[Term]:
@@ -242,18 +253,26 @@ class Contest:
         late = plan.program.in_backward
         if not all(late(b.draft.space) for b in members):
             return frozenset()
-        if self._vectors_of is not plan:
+        known = self.of(plan)
+        if known.vectors is None:
             every = (build(plan, draft) for draft in plan.unique() if not late(draft.space))
-            self._vectors_of, self._vectors = plan, frozenset(c.term for b in every for c in computed(b))
-        return self._vectors
+            known.vectors = frozenset(c.term for b in every for c in computed(b))
+        return known.vectors
+
+    def of(self, plan: Plan) -> Known:
+        """What was found out about a plan; of the last two, which are compared."""
+        for known in self._plans:
+            if known.plan is plan:
+                return known
+        self._plans = [*self._plans[-1:], Known(plan)]
+        return self._plans[-1]
 
     def key(self, plan: Plan, group: Group) -> str:
         """The group's key."""
-        if self._keyed is not plan:
-            self._keyed, self._keys = plan, {}
-        if group.mask not in self._keys:
-            self._keys[group.mask] = group.key(plan)
-        return self._keys[group.mask]
+        keys = self.of(plan).keys
+        if group.mask not in keys:
+            keys[group.mask] = group.key(plan)
+        return keys[group.mask]
 
     def found(self, plan: Plan, group: Group) -> dict[str, Any] | None:
         """What was measured before."""
@@ -353,35 +372,3 @@ def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
         return
     if not any((store.open_store(settings.cache_dir) / "tuning").glob("*.json")):
         prebuild.warm_up()
-
-
-def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
-    """Why a group could not be measured, at which line of the user's, and what to do."""
-    if isinstance(error, Unsupported):
-        return Unsupported(error.what, where=error.where or g.source_line(product), hint=error.hint)
-    what = "out of memory while it was measured"
-    return Unsupported(
-        what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off"
-    )
-
-
-@contextlib.contextmanager
-def passing_over() -> Iterator[None]:
-    """Goes on where one group fails in a way that is foreseen."""
-    try:
-        yield
-    except Exception as error:
-        if not foreseen(error):
-            raise
-        log.info("not measured: %s", error)
-
-
-def foreseen(error: Exception) -> bool:
-    """May a group fail so, and the others be measured all the same?"""
-    return isinstance(error, Unsupported) or out_of_memory(error)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Torch has a class for it, which Inductor wraps; the driver and cuBLAS say it in words."""
-    full = isinstance(error, RuntimeError) and any(said in str(error) for said in ("out of memory", "ALLOC_FAILED"))
-    return full or isinstance(error, torch.OutOfMemoryError)

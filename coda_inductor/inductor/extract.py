@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.lowering import base_of, elements
+from coda_inductor.inductor.lowering import HEAVY, base_of, elements
 from coda_inductor.inductor.memory import in_loop, taken_whole
-from coda_inductor.inductor.paths import hint
+from coda_inductor.inductor.paths import hint, name_of
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group
 
 
-FEW = 4  # times as many elements in what reads a table
+MANY = 4  # times as many elements as in a table, at least, in what reads it
 Program = tuple[fx.Graph, list[fx.Node]]
 """Some nodes of the user's graph as a graph, and the nodes whose tensors it reads."""
 
@@ -69,13 +69,14 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
             like = key.meta["val"] if isinstance(key, fx.Node) else torch.empty(group.tokens, device="meta")
             if isinstance(like, torch.SymInt):
                 return hint(like)
-            sizes = [hint(s) for s in like.shape], [hint(s) for s in like.stride()]
             if isinstance(key, fx.Node) and key in group.loops:
                 copies[key] = new.call_function(key.target, *fx.map_arg((key.args, key.kwargs), given))  # type: ignore[arg-type]
             else:
                 copies[key] = new.placeholder(f"given_{len(read)}")
                 read.append(key)
-            copies[key].meta["val"] = torch.empty_strided(*sizes, dtype=like.dtype, device="meta")
+            if isinstance(like, Tensor):  # and no split
+                sizes = [hint(s) for s in like.shape], [hint(s) for s in like.stride()]
+                copies[key].meta["val"] = torch.empty_strided(*sizes, dtype=like.dtype, device="meta")
         return copies[key]
 
     def call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
@@ -107,17 +108,20 @@ def taken_in(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
     """(tensors whose loops make or read what the sums beside a Region are taken of, all that these loops compute): such
     a sum is part of that loop, as Inductor fuses them, and costs what it reads beside. (Alone the sums over the
     gradients of q, k and v took 100 us in GPT-2 XL's backward, of Regions that take 200, H200.)"""
-    sums = {s for b in group.builts for c in group.computed(b) for s in statistics(c.term) if not plan.summed(s)}
-    pairs = [pair for s in sums - plan.combined if (pair := plan.pair(s)) is not None]
-    tensors = {base_of(t) for pair in pairs for t in pair.tensors}
+    sums = [s for b in group.builts for c in group.computed(b) for s in statistics(c.term) if s not in plan.combined]
+    pairs = [pair for s in dict.fromkeys(sums) if not plan.summed(s) and (pair := plan.pair(s)) is not None]
+    tensors = dict.fromkeys(base_of(t) for pair in pairs for t in pair.tensors)
     late, taken, whole = plan.program.in_backward(group.builts[0].draft.space), list[fx.Node](), set[fx.Node]()
-    for node in plan.program.lifted.graph.nodes if tensors else ():
-        here = g.is_backward(node) == late and not waits(plan, group.mask, node)
-        if here and in_loop(node) and base_of(node) is node and taken_whole(node):
-            loop = _loop(node)
-            if tensors & loop.union(*(map(base_of, n.all_input_nodes) for n in loop)):
-                taken.append(node)
-                whole |= loop
+    seen, todo = {*tensors}, [*tensors]
+    while todo:
+        node = todo.pop()
+        own = in_loop(node) and base_of(node) is node and taken_whole(node)
+        if own and g.is_backward(node) == late and not waits(plan, group.mask, node):
+            taken.append(node)
+            whole |= _loop(node)
+        if not own or node in tensors:
+            todo += [n for n in node.users if n not in seen and in_loop(n)]
+            seen |= {*todo}
     return taken, whole
 
 
@@ -126,12 +130,10 @@ def _loop(node: fx.Node) -> set[fx.Node]:
     sines: they lie in tables."""
     found, todo = {node}, [node]
     while todo:
-        inputs = todo.pop().all_input_nodes
-        todo += [
-            n
-            for n in inputs
-            if n not in found and in_loop(n) and not taken_whole(n) and not FEW * elements(n) < elements(node)
-        ]
+        reader = todo.pop()
+        few = 0 if name_of(reader) in HEAVY else elements(reader) // MANY  # which are parts that it puts together
+        inputs = [n for n in reader.all_input_nodes if n not in found and in_loop(n) and not taken_whole(n)]
+        todo += [n for n in inputs if elements(n) > few]
         found |= {*todo}
     views = [*found]
     while views:

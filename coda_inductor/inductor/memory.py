@@ -52,8 +52,8 @@ class Memory:
 
 
 def in_loop(node: fx.Node) -> bool:
-    """Does a loop make the tensor, or is it a view of one?"""
-    return node.op == "call_function" and isinstance(node.meta.get("val"), Tensor) and kind_of(node) in MADE_AGAIN
+    """Does a loop make the tensor, or is it a view or a split of one?"""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), TENSORS) and kind_of(node) in MADE_AGAIN
 
 
 def taken_whole(node: fx.Node) -> bool:
