@@ -67,24 +67,31 @@ def test_who_is_judged_together() -> None:
 
 
 class GPT(nn.Module):
-    """A layer as GPT-2 has it, or with one key for all heads and its rotary embedding."""
+    """A layer as GPT-2 has it ("plain"); with one key for all heads and its "rotary" embedding; with a "gate" on
+    attention that q's product makes, too; with "norms" of q and k; or with the MLP in "parallel", from one product."""
 
-    def __init__(self, rotary: bool = False) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.rotary = rotary
-        self.first, self.second = nn.LayerNorm(64), nn.LayerNorm(64)
-        self.qkv, self.o = nn.Linear(64, 96 if rotary else 192), nn.Linear(64, 64)
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.kind, self.first, self.second = kind, nn.LayerNorm(64), nn.LayerNorm(64)
+        self.sizes = {"rotary": [64, 16, 16], "gate": [64] * 4, "parallel": [64, 64, 64, 512]}.get(kind, [64] * 3)
+        self.qkv, self.o = nn.Linear(64, sum(self.sizes)), nn.Linear(64, 64)
+        wide = max(128, self.sizes[-1])
+        self.up, self.down, self.norm = nn.Linear(64, 128), nn.Linear(wide, 64), nn.RMSNorm(16, eps=1e-5)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(self.first(x)).split([64, 16, 16] if self.rotary else 64, -1)
-        q, k, v = (t.view(4, 80, -1, 16).transpose(1, 2) for t in parts)
-        if self.rotary:
+        q, k, v, *more = self.qkv(self.first(x)).split(self.sizes, -1)
+        q, k, v = (t.view(4, 80, -1, 16).transpose(1, 2) for t in (q, k, v))
+        if self.kind == "rotary":
             angles = torch.arange(80)[:, None] / 10.0 ** torch.arange(16)
             first, second = k.chunk(2, -1)
             k = k * angles.cos().bfloat16() + torch.cat((-second, first), -1) * angles.sin().bfloat16()
             k, v = k.expand(q.shape), v.expand(q.shape)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 80, 64))
+        if self.kind == "norms":
+            q, k = self.norm(q), self.norm(k)
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 80, 64)
+        if self.kind == "parallel":
+            return x + self.o(out) + self.down(F.gelu(more[0]))  # type: ignore[no-any-return]
+        x = x + self.o(out * torch.sigmoid(more[0]) if more else out)
         return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))  # type: ignore[no-any-return]
 
 
@@ -93,7 +100,7 @@ def judged(
     tmp_path: Path,
     look: Callable[[Contest, Group, Plan, bool], float],
     *,
-    rotary: bool = False,
+    kind: str = "plain",
 ) -> Report:
     """Rewrites a training graph on a machine that is pretended, where ours takes 1 ms and Inductor what `look` says. It
     is told whether other groups read sums of this one, that no law deferred."""
@@ -117,7 +124,7 @@ def judged(
     monkeypatch.setattr(Contest, "prepare", lambda *_: None)
     monkeypatch.setattr(Contest, "against", lambda *_: Outcome(0))
     torch.manual_seed(0)
-    model = nn.Sequential(GPT(rotary), GPT(rotary)).bfloat16()
+    model = nn.Sequential(GPT(kind), GPT(kind)).bfloat16()
     settings = Settings(target="sm_90a", cache_dir=str(tmp_path))
     contest = Contest(settings, torch.device("cpu"), print)
     capture(model, (torch.randn(4, 80, 64, dtype=torch.bfloat16),), {}, "train",
@@ -164,9 +171,9 @@ def outputs(graph: fx.Graph) -> int:
     return len(out.args[0])
 
 
-@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "rotary"])
 def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(
-    rotary: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The sums over gradients of q, k and v are part of the loop that puts these together: both sides run it, and the
     sums are as they were. It reads sines from memory, as the program does in the end."""
@@ -192,9 +199,32 @@ def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(
             seen.update(str(n.target) for graph in (small(plan, group, built, [])[0], ours) for n in graph.nodes)
         return 0.5 if makes else 2.0
 
-    judged(monkeypatch, tmp_path, look, rotary=rotary)
-    assert "aten.cat.default" in seen and ("aten.neg.default" in seen) is rotary
+    judged(monkeypatch, tmp_path, look, kind=kind)
+    assert "aten.cat.default" in seen and ("aten.neg.default" in seen) is (kind == "rotary")
     assert not seen & {"aten.cos.default", "aten.sin.default"}
+
+
+@pytest.mark.parametrize("kind", ["plain", "gate", "norms", "parallel"])
+def test_which_loops_take_sums(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None that an epilogue stands for, and none that runs before what is summed is there; parts of a split may go to
+    attention. Whatever loses, both sides can be written."""
+    taken, chance = set[str](), random.Random()
+
+    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+        supplied = {n for draft in plan.unique() for n in draft.supplies}
+        assert not supplied & {*group.taken}
+        for node in group.taken:
+            taken.add(str(node.target))
+            assert not any(n in supplied and n.target is not torch.ops.aten.view.default for n in group.loops)
+        for graph in (subgraph(group, plan)[0], *(small(plan, group, b, group.computed(b))[0] for b in group.builts)):
+            graph.lint()
+        return 0.5 if chance.random() < 0.3 else 2.0
+
+    for seed in range(2):
+        chance.seed(seed)
+        with monkeypatch.context() as patched:
+            judged(patched, tmp_path / str(seed), look, kind=kind)
+    assert taken == {"aten.cat.default"}
 
 
 def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ from coda_inductor.codegen import launch, legality, prebuild, record, store, tim
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.extract import computed, put_off, taken_in
+from coda_inductor.inductor.extract import computed, put_off
 from coda_inductor.inductor.group import Group, groups, hint, mask, readers
 from coda_inductor.inductor.joint import Verdict, laws_of
+from coda_inductor.inductor.loops import loops_of
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.outcome import TIMED, Outcome, borne, fully_timed, outcome_of, recorded, sure, timed, wins
 from coda_inductor.inductor.rehearsal import Programs, rehearse
@@ -54,7 +55,7 @@ class Known:
 
     plan: Plan
     keys: dict[int, str] = dataclasses.field(default_factory=dict)
-    taken: dict[int, tuple[list[fx.Node], set[fx.Node]]] = dataclasses.field(default_factory=dict)
+    loops: dict[int, tuple[list[fx.Node], set[fx.Node]]] = dataclasses.field(default_factory=dict)
     vectors: frozenset[Term] | None = None
 
 
@@ -241,11 +242,11 @@ class Contest:
         group = Group(
             members, self.device, hint(product.meta["val"].shape[0]), self._memory, self.before(plan, members)
         )
-        if len(members) == 1 and not deferred(plan, members):
+        if len(members) == 1 and not deferred(plan, members):  # `against` compares the others with loops of their own
             known = self.of(plan)
-            if group.mask not in known.taken:
-                known.taken[group.mask] = taken_in(plan, group)
-            group.taken, group.loops = known.taken[group.mask]
+            if group.mask not in known.loops:
+                known.loops[group.mask] = loops_of(plan, group)
+            group.taken, group.loops = known.loops[group.mask]
         return group
 
     def before(self, plan: Plan, members: list[Built]) -> frozenset[Term]:
@@ -344,9 +345,12 @@ def deferred(plan: Plan, members: list[Built]) -> int:
 
 def tied(readers: Sequence[Set[int]], some: Set[int]) -> Set[int]:
     """Some groups, and all that read sums of one of them, or make sums for one: they are judged together."""
-    found = {i for i, others in enumerate(readers) if i in some or others & some}
-    found |= {j for i in found for j in readers[i]}
-    return found if found == some else tied(readers, found)
+    found, before = some, None
+    while found != before:
+        before = found
+        found = {i for i, others in enumerate(readers) if i in before or others & before}
+        found |= {j for i in before for j in readers[i]}
+    return found
 
 
 def lost(outcomes: Iterable[Outcome]) -> dict[int, str]:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.lowering import HEAVY, base_of, elements
-from coda_inductor.inductor.memory import in_loop, taken_whole
-from coda_inductor.inductor.paths import hint, name_of
+from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
@@ -23,13 +21,11 @@ from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.softmax import written_out
-from coda_inductor.rewrite.sources import statistics
 
 if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group
 
 
-MANY = 4  # times as many elements as in a table, at least, in what reads it
 Program = tuple[fx.Graph, list[fx.Node]]
 """Some nodes of the user's graph as a graph, and the nodes whose tensors it reads."""
 
@@ -62,7 +58,7 @@ def laid_out(source: Source) -> str:
 def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tuple[fx.Graph, list[object]]:
     """The small computations that a Region needs, with the loops that take their sums, whose tensors follow; and the
     keys of what they read."""
-    new, copies, read = fx.Graph(), dict[object, Any](), list[object]()
+    new, copies, keys = fx.Graph(), dict[object, Any](), list[object]()
 
     def given(key: object) -> Any:
         if key not in copies:
@@ -72,8 +68,8 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
             if isinstance(key, fx.Node) and key in group.loops:
                 copies[key] = new.call_function(key.target, *fx.map_arg((key.args, key.kwargs), given))  # type: ignore[arg-type]
             else:
-                copies[key] = new.placeholder(f"given_{len(read)}")
-                read.append(key)
+                copies[key] = new.placeholder(f"given_{len(keys)}")
+                keys.append(key)
             if isinstance(like, Tensor):  # and no split
                 sizes = [hint(s) for s in like.shape], [hint(s) for s in like.stride()]
                 copies[key].meta["val"] = torch.empty_strided(*sizes, dtype=like.dtype, device="meta")
@@ -96,50 +92,12 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
     compute, others = built.region.compute, plan.combined - {c.term for c in wanted}
     vectors = Vectors(plan.program.lifted, call, sum_of, statistic, plan.pair, compute, others)
     new.output((*(vectors.write(c) for c in wanted), *map(given, group.taken)))
-    return new, read
+    return new, keys
 
 
 def computed(built: Built) -> list[Computed]:
     """The inputs of a Region that are computed, each once."""
     return [s for s in dict.fromkeys(built.inputs) if isinstance(s, Computed)]
-
-
-def taken_in(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
-    """(tensors whose loops make or read what the sums beside a Region are taken of, all that these loops compute): such
-    a sum is part of that loop, as Inductor fuses them, and costs what it reads beside. (Alone the sums over the
-    gradients of q, k and v took 100 us in GPT-2 XL's backward, of Regions that take 200, H200.)"""
-    sums = [s for b in group.builts for c in group.computed(b) for s in statistics(c.term) if s not in plan.combined]
-    pairs = [pair for s in dict.fromkeys(sums) if not plan.summed(s) and (pair := plan.pair(s)) is not None]
-    tensors = dict.fromkeys(base_of(t) for pair in pairs for t in pair.tensors)
-    late, taken, whole = plan.program.in_backward(group.builts[0].draft.space), list[fx.Node](), set[fx.Node]()
-    seen, todo = {*tensors}, [*tensors]
-    while todo:
-        node = todo.pop()
-        own = in_loop(node) and base_of(node) is node and taken_whole(node)
-        if own and g.is_backward(node) == late and not waits(plan, group.mask, node):
-            taken.append(node)
-            whole |= _loop(node)
-        if not own or node in tensors:
-            todo += [n for n in node.users if n not in seen and in_loop(n)]
-            seen |= {*todo}
-    return taken, whole
-
-
-def _loop(node: fx.Node) -> set[fx.Node]:
-    """What the loop that makes a tensor computes, and views of it; but not the few values that many elements read, as
-    sines: they lie in tables."""
-    found, todo = {node}, [node]
-    while todo:
-        reader = todo.pop()
-        few = 0 if name_of(reader) in HEAVY else elements(reader) // MANY  # which are parts that it puts together
-        inputs = [n for n in reader.all_input_nodes if n not in found and in_loop(n) and not taken_whole(n)]
-        todo += [n for n in inputs if elements(n) > few]
-        found |= {*todo}
-    views = [*found]
-    while views:
-        views = [n for v in views for n in v.users if n not in found and base_of(n) in found]
-        found |= {*views}
-    return found
 
 
 def subgraph(group: Group, plan: Plan) -> Program:

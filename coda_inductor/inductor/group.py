@@ -40,7 +40,8 @@ class Group:
     before: frozenset[Term] = frozenset()
     """Vectors of parameters that are there: a group of the backward finds those that the forward's epilogues read."""
     taken: Sequence[fx.Node] = ()
-    """Tensors whose loops take the sums that the group needs, and that both sides make therefore."""
+    """Tensors whose loops take the sums that the group needs, and that both sides make therefore (loops.py); of a
+    single Region without a law."""
     loops: AbstractSet[fx.Node] = frozenset()
     """All that these loops compute."""
     values: dict[object, Any] = field(default_factory=dict)

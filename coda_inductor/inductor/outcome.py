@@ -64,7 +64,7 @@ def borne(outcomes: Mapping[int, Outcome], losers: Iterable[int], readers: Seque
     """The losers that are kept all the same, because groups that read their sums win more than they lose: without
     these sums the readers would be others, or none. No gain bears two losses."""
     found, shared = set[int](), {i: frozenset({i}) for i, o in outcomes.items() if not o.loses}
-    for i in sorted(losers, reverse=True):  # who reads a reader's sums comes after it
+    for i in sorted(losers, reverse=True):  # who reads a reader's sums comes after it, as a rule
         party = frozenset({i}).union(*(shared[j] for j in readers[i] if j in shared))
         if len(party) > 1 and not together(outcomes[j] for j in party).loses:
             found.add(i)
