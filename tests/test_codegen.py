@@ -219,11 +219,8 @@ def test_helpers_are_accurate(name: str) -> None:
 )
 def test_where_a_shorter_tanh_will_do(uses: list[tuple[Any, ...]], short: bool) -> None:
     """Only where nothing sees it but beside 1, of which its error is the last digit."""
-    lets = (Let("t", "tanh", ("acc",)), *(Let(f"v{i}", op, args) for i, (op, *args) in enumerate(map(tuple, uses))))
-    region = small(
-        lets=tuple(dataclasses.replace(let, args=tuple(let.args)) for let in lets),
-        stores=(Store(lets[-1].name, "bf16"),),
-    )
+    lets = (Let("t", "tanh", ("acc",)), *(Let(f"v{i}", op, tuple(args)) for i, (op, *args) in enumerate(uses)))
+    region = small(lets=lets, stores=(Store(lets[-1].name, "bf16"),))
     assert ("tanh_beside_one" in source.render(region)) is short
     for seen in ({"stores": (Store("t", "bf16"),)}, {"reductions": (Reduction("t"),)}):
         assert "tanh_beside_one" not in source.render(dataclasses.replace(region, **seen))
