@@ -133,7 +133,8 @@ class Contest:
 
     def foresee(self, plan: Plan, banned: dict[int, str]) -> None:
         """Begins to compile the program that no law defers, for narrow winners to be compared with: what loses without
-        a law is `banned` by now, and while laws are measured the cores have nothing else to do."""
+        a law is `banned` by now (also what its readers will keep), and while laws are measured the cores have nothing
+        else to do."""
         if self._ahead.made:
             other = self.replanned(plan, banned, sum(1 << bit for bit in {f.product for f in plan.firings} - {-1}))
             every = groups(other, [build(other, draft) for draft in other.unique()])
@@ -221,8 +222,8 @@ class Contest:
     def jobs(self, plan: Plan, members: list[Built]) -> list[prebuild.Job]:
         """The kernels that tuning will ask for."""
         directory, found = store.open_store(self.settings.cache_dir), list[prebuild.Job]()
-        for region, tokens in {b.region: self.group(plan, [b]).tokens for b in members}.items():
-            size = legality.bucket(tokens)
+        for region, rows in {b.region: tokens(plan, b) for b in members}.items():
+            size = legality.bucket(rows)
             if record.remembered(directory, region, size) is None:
                 found += [prebuild.Job(region, config) for config in legality.candidates(region, size)]
         return found
@@ -236,13 +237,10 @@ class Contest:
 
     def group(self, plan: Plan, members: list[Built]) -> Group:
         """The members, at the size to measure at."""
-        product = plan.program.product(members[0].draft.space.accs[0]).node
         if self._memory is None or self._memory_of is not plan.program.lifted:
             self._memory, self._memory_of = Memory(plan.program.lifted.graph), plan.program.lifted
-        group = Group(
-            members, self.device, hint(product.meta["val"].shape[0]), self._memory, self.before(plan, members)
-        )
-        if len(members) == 1 and not deferred(plan, members):  # `against` compares the others with loops of their own
+        group = Group(members, self.device, tokens(plan, members[0]), self._memory, self.before(plan, members))
+        if len(members) == 1 and not deferred(plan, members):  # a law is also compared with a program of no such loops
             known = self.of(plan)
             if group.mask not in known.loops:
                 known.loops[group.mask] = loops_of(plan, group)
@@ -341,6 +339,12 @@ def deferred(plan: Plan, members: list[Built]) -> int:
     """The products of a group (a bit set) whose operands a law defers."""
     bits = {acc.bit for b in members for acc in b.draft.space.accs}
     return sum(1 << bit for bit in {f.product for f in plan.firings} & bits)
+
+
+def tokens(plan: Plan, built: Built) -> int:
+    """The rows of a Region, at the size to measure at. Raises Unsupported if that is not known."""
+    product = plan.program.product(built.draft.space.accs[0]).node
+    return hint(product.meta["val"].shape[0])
 
 
 def tied(readers: Sequence[Set[int]], some: Set[int]) -> Set[int]:

@@ -41,8 +41,8 @@ def loops_of(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
         return isinstance(node.meta["val"], Tensor) and (held or taken_whole(node) or node in supplied)
 
     written, computed = list[fx.Node](), set[fx.Node]()
-    seen = dict.fromkeys(t for both in tensors for t in both)
-    todo = [*seen]
+    summed = dict.fromkeys(t for both in tensors for t in both)
+    seen, todo = {*summed}, [*summed]
     while todo:
         node = todo.pop()
         own = in_loop(node) and base_of(node) is node and taken_whole(node)
@@ -50,10 +50,9 @@ def loops_of(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
         if own and g.is_backward(node) == late and not apart:
             written.append(node)
             computed |= _computed(node, lies)
-        if not own or any(node in both for both in tensors):
-            users = [n for n in node.users if n not in seen and in_loop(n)]
-            todo += users
-            seen |= dict.fromkeys(users)
+        if not own or node in summed:
+            todo += [n for n in node.users if n not in seen and in_loop(n)]
+            seen |= {*todo}
     return written, computed
 
 
