@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.ops import REGION
+from coda_inductor.inductor.repeats import read_repeats
 from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
@@ -75,6 +76,14 @@ class Emission:
         symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
         sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
         return self.call(node, aten.view.default, node, sizes)
+
+    def copied(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """node, in the shape of another, whatever its strides."""
+        value, wanted = g.tensor(node), g.tensor(like)
+        assert value is not None and wanted is not None
+        if not g.dense(node):
+            node = self.call(node, aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.reshape(node, list(wanted.shape))
 
     def _size(self, size: torch.SymInt) -> fx.Node:
         for node in self.graph.nodes:
@@ -177,18 +186,18 @@ class Emission:
                     f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}"
                 )
             if stored.again:
-                self._redirect(node, new, self.plan.again.waiting[node])
+                self.redirect(node, new, self.plan.again.waiting[node])
             else:
                 node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
 
-    def _redirect(self, node: fx.Node, new: fx.Node, readers: list[fx.Node]) -> None:
+    def redirect(self, node: fx.Node, new: fx.Node, readers: list[fx.Node]) -> None:
         """Gives the readers of a forward's node `new` in its place, also where they read a view of it."""
         for user in list(node.users):
             if user in readers:
                 user.replace_input_with(node, new)
             elif g.is_view(user):
                 args = fx.map_arg(user.args, lambda a: new if a is node else a)
-                self._redirect(user, self.call(new, user.target, *args, **user.kwargs), readers)
+                self.redirect(user, self.call(new, user.target, *args, **user.kwargs), readers)
 
 
 def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
@@ -209,6 +218,7 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
         pending = [b for b in pending if b not in ready]
     for built in sorted(builts, key=lambda b: not any(s.again for s in b.draft.supplies.values())):
         emission.supply(built)
+    read_repeats(graph, emission.call, emission.copied, emission.redirect)
     _unshare(emission, output)
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
