@@ -32,7 +32,7 @@ def read_repeats(graph: fx.Graph, call: Call, reshape: Reshape, redirect: Redire
         if dim is None or wanted is None:
             continue
         copy = list(views(wanted))[:-1]  # without the expand itself, that is
-        path = list(views(node.args[0]))  # type: ignore[arg-type]
+        path = list(views(node.args[0]))
         if loops := readers(path[-1], late):
             again = undone(wanted, copy, call, reshape)
             one = call(loops[0], aten.slice.Tensor, again, dim, 0, 1)
@@ -111,5 +111,5 @@ def permuted(view: fx.Node) -> list[int]:
     if view.target is aten.permute.default:
         return [d % value.dim() for d in view.args[1]]  # type: ignore[union-attr, operator, misc]
     a, b = view.args[1:] if view.target is aten.transpose.int else (0, -1)
-    order[a], order[b] = order[b], order[a]  # type: ignore[index, call-overload]
+    order[a], order[b] = order[b], order[a]  # type: ignore[index]
     return order
