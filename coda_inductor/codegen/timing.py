@@ -3,6 +3,7 @@ as a step of training keeps it; long calls under a load of their own that lasts.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
@@ -38,6 +39,7 @@ KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it,
 LONG_MS, LONG_SLACK = 8, 1.25
 STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 400, 3  # until then; a call's share from there; there and back, for ratios
 LONG_SETTLING = 0.75
+CLEAR = 1.06  # calls that lie so far apart, there and back, need no further pass: 1.02 decides, five deviations off
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
 # then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
@@ -181,20 +183,29 @@ def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL
 
 def steady(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[float]:
     """The ms of each call under a load that lasts: each is repeated alone, one call after the other and back again. Of
-    several passes the median counts. `about` says how long they take, roughly."""
-    order = [*range(len(calls)), *reversed(range(len(calls)))] * passes
+    several passes the median counts; calls that lie CLEAR apart need one. `about` says how long they take, roughly."""
+    order = [*range(len(calls)), *reversed(range(len(calls)))]
     rest_ms = LONG_SETTLING * LONG_SHARE_MS
     run_for(calls[-1], STEADY_MS, about[-1], least=math.ceil(STEADY_MS / about[-1]))
-    marks = [block(calls[i], rest_ms, LONG_SHARE_MS - rest_ms, about[i], least=1) for i in order]
-    torch.cuda.synchronize()
     times: list[list[float]] = [[] for _ in calls]
-    for i, (start, end, count) in zip(order, marks, strict=True):
-        times[i].append(start.elapsed_time(end) / count)
+    for _ in range(passes):
+        marks = [block(calls[i], rest_ms, LONG_SHARE_MS - rest_ms, about[i], least=1) for i in order]
+        torch.cuda.synchronize()
+        for i, (start, end, count) in zip(order, marks, strict=True):
+            times[i].append(start.elapsed_time(end) / count)
+        if apart(times):
+            break
     both = [[sum(pair) / 2 for pair in zip(t[::2], t[1::2], strict=True)] for t in times]  # there and back
     off = max(max(t) / min(t) - 1 for t in both)
     if off > LEVEL:
         log.info("the load did not hold: in %d passes a call's times differ by %.1f %%", passes, 100 * off)
     return [statistics.median(t) for t in both]
+
+
+def apart(times: Sequence[Sequence[float]]) -> bool:
+    """Are all times of each call CLEAR of all of every other's?"""
+    ordered = sorted(map(sorted, times))
+    return len(times) > 1 and all(low[-1] * CLEAR <= high[0] for low, high in itertools.pairwise(ordered))
 
 
 def block(

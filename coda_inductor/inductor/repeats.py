@@ -7,6 +7,7 @@ so that the tensor itself is not kept beside its copy: of Llama-1B 16 MiB a laye
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from torch import fx
@@ -24,8 +25,8 @@ Redirect = Callable[[fx.Node, fx.Node, list[fx.Node]], None]
 
 
 def read_repeats(graph: fx.Graph, call: Call, reshape: Reshape, redirect: Redirect) -> None:
-    """Lets the loops of a joint graph's backward read a repeated tensor's copy, where an operation of the backward needs
-    that anyway."""
+    """Lets loops of a joint graph's backward read a repeated tensor's copy, where an operation there needs that
+    anyway."""
     late = backward(graph)
     for node in [n for n in graph.nodes if late and n.target is aten.expand.default and n not in late]:
         dim, wanted = repeated(node), next(kept(node, late), None)
@@ -94,7 +95,7 @@ def cast_for(node: fx.Node, late: set[fx.Node]) -> bool:
 def undone(node: fx.Node, path: list[fx.Node], call: Call, reshape: Reshape) -> fx.Node:
     """The node, which has the elements of the first of the path, as the last of the path."""
     node = reshape(node, path[0])
-    for view, source in zip(path, path[1:], strict=False):
+    for view, source in itertools.pairwise(path):
         if view.target in (aten.permute.default, aten.transpose.int, aten.t.default):
             order = permuted(view)
             node = call(node, aten.permute.default, node, [order.index(d) for d in range(len(order))])
