@@ -180,7 +180,7 @@ def test_uuid_covers_settings_sources_and_versions(monkeypatch: pytest.MonkeyPat
     def uuid(**settings: Any) -> Any:
         return JointPass(Settings(**settings)).uuid()
 
-    monkeypatch.setattr(target, "version", lambda p: "1.0")
+    monkeypatch.setattr(target, "version_of", lambda p: "1.0")
     base = uuid()
     assert base == uuid() == uuid(cache_dir="/elsewhere")
     changes: list[dict[str, Any]] = [
@@ -191,7 +191,7 @@ def test_uuid_covers_settings_sources_and_versions(monkeypatch: pytest.MonkeyPat
     assert uuid(debug_dir="/somewhere") is None  # people want to read: nothing is taken from a cache
     for package in ("torch", "quack-kernels", "nvidia-cutlass-dsl"):
         with monkeypatch.context() as patch:
-            patch.setattr(target, "version", lambda p, package=package: "9.9" if p == package else "1.0")
+            patch.setattr(target, "version_of", lambda p, package=package: "9.9" if p == package else "1.0")
             assert uuid() != base
     monkeypatch.setattr(joint_pass, "sources_digest", lambda: "others")
     assert uuid() != base

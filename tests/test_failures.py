@@ -73,7 +73,7 @@ def test_missing_or_untested_library(
             raise metadata.PackageNotFoundError(name)
         return version if name == package and version else {"quack-kernels": "0.6.5"}.get(name, "4.8.1")
 
-    monkeypatch.setattr(target, "version", found)
+    monkeypatch.setattr(target, "version_of", found)
     monkeypatch.setattr(target, "installed", REAL_INSTALLED)
     left_to_inductor(f"every graph is left to Inductor: {said}")
     raised(monkeypatch, "Unsupported: ", said)
