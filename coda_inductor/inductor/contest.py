@@ -213,9 +213,12 @@ class Contest:
         return found
 
     def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, idle: bool = False) -> int:
-        """Begins to compile the kernels of what is not known; how many."""
+        """Begins to compile the kernels of what is not known; how many. In idle time one of alike groups speaks for all:
+        a group's key takes longer to find than it is worth there."""
         if self.settings.tune == "off":
             return 0
+        if idle:
+            candidates = [*{tuple(b.region for b in members): members for members in candidates}.values()]
         unknown = self.unknown(plan, candidates).values()
         return self._ahead.begin((job for members in unknown for job in self.jobs(plan, members)), idle=idle)
 
