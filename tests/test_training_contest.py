@@ -222,3 +222,21 @@ def test_no_more_is_kept_where_the_backward_is_left_to_inductor() -> None:
     rewrite = partial(rewrite_for, decide=forward_only)
     totals = explain(Gpt(), (ids,), {}, "train", Settings(target="sm_90a"), rewrite)["totals"]
     assert totals["regions"] >= 4 and totals["saved_bytes"] <= totals["saved_bytes_inductor"]
+
+
+def test_a_product_is_not_kept_with_its_bias_and_without() -> None:
+    """Of a norm that stays in the forward the backward's sums read the product that follows without its bias, and
+    GELU's derivative with it: the forward stores it once."""
+    stored = list[int]()
+
+    def undeferred(plan: Plan, builts: list[Built]) -> Verdict:
+        late = sum(1 << bit for bit in {f.product for f in plan.firings} - {-1} - set(plan.program.undeferred))
+        if not late:
+            mlp = [b for b in builts if b.region.n == 256 and not plan.program.in_backward(b.draft.space)]
+            stored.extend(len(b.region.stores) for b in mlp)
+        return Verdict({}, late)
+
+    ids = torch.zeros(4, 96, dtype=torch.long)
+    rewrite = partial(rewrite_for, decide=undeferred)
+    explain(Gpt(), (ids,), {}, "train", Settings(target="sm_90a"), rewrite)
+    assert stored == [2, 2]

@@ -213,8 +213,8 @@ class Contest:
         return found
 
     def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, idle: bool = False) -> int:
-        """Begins to compile the kernels of what is not known; how many. In idle time one of alike groups speaks for all:
-        a group's key takes longer to find than it is worth there."""
+        """Begins to compile the kernels of what is not known; how many. In idle time one of alike groups speaks for
+        all: a group's key takes longer to find than it is worth there."""
         if self.settings.tune == "off":
             return 0
         if idle:

@@ -56,6 +56,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             law, after = moments(program, before, laws)
             if after is before and TRIANGLE.name in laws:
                 law, after = TRIANGLE.name, triangle(program, before, ADJOINT.name in laws)
+                program.read_bare(_read(after) if after is not before else set())
             program.sums[before.args[0], t.over] = after
         for con in program.accumulators(after) if t.kind == "con" else ():
             program.products_of.setdefault((con.args[1], con.over), []).append(con)
@@ -76,6 +77,11 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
 def _plain(t: Term) -> bool:
     """Is t a product, with its bias at most? cuBLAS computes that as well."""
     return t.kind == "con" or (t.kind == "add" and all(a.kind in ("con", "leaf") for a in t.args))
+
+
+def _read(sums: Term) -> set[Term]:
+    """The products that these sums are taken of."""
+    return {f for s in statistics(sums) for f in factors(s.args[0]) if f.kind == "con"}
 
 
 def _undeferred(program: Program, readers: int, laws: frozenset[str]) -> bool:

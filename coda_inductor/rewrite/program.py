@@ -284,6 +284,14 @@ class Program:
         whole = [(terms.mul(terms.const(w), a), w, a) for a, w in pairs]
         return [(s, Fraction(1)) if s in self.gradients else (a, w) for s, w, a in whole]
 
+    def read_bare(self, products: set[Term]) -> None:
+        """A backward's sums read these products without their biases: they are stored so, and what the graph computes
+        with a bias is made of that, or the forward would store both."""
+        bare = {w for w in self.wholes if w.kind == "add" and not products.isdisjoint(w.args)}
+        if bare:
+            self.wholes -= bare
+            self._bases.clear()
+
     def bases(self, x: Term, space: Space) -> frozenset[Term]:
         """The tiles that x is made of by pointwise operations; a sum of several is one, a stream."""
         key = x, space.rows, space.columns, space.heads
