@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from codegen_cases import rotary, rotary_tables
 from compiling import REFERENCE, close, run
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from zoo import Decoder, Shape, token_ids
 
 from coda_inductor.codegen import legality, tiles
@@ -23,9 +23,13 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 from coda_inductor.explain import explain
+from coda_inductor.inductor.joint import Report, Verdict
+from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.patterns.terms import Terms
 from coda_inductor.rewrite.beside import through
+from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.draft import Conflict
+from coda_inductor.rewrite.plan import Plan
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 3, 8
 WIDTH = HEADS * SIZE
@@ -184,6 +188,29 @@ def test_they_can_be_switched_off() -> None:
         ran = run(model, ids, options=STRICT | options)
         close(ran.output, wanted)
         assert (ran.regions, sum(bool(site.region.half) for site in ran.reports[0].sites)) == ([count], halved)
+        said = [r for r in ran.reports[0].refused if "'halves' are switched off" in r.reason]
+        assert bool(said) is (halved == 0) and all("zoo.py" in r.source for r in said)
+
+
+def test_why_a_product_does_without_is_said() -> None:
+    """What is left to Inductor then was measured; its form was not the reason."""
+    reports = list[Report]()
+
+    def slower(plan: Plan, builts: list[Built]) -> Verdict:
+        bits = [acc.bit for b in builts if b.region.half for acc in b.draft.space.accs]
+        return Verdict({bit: f"measured slower: {bit}" for bit in bits})
+
+    def rewritten(graph: fx.Graph, settings: Settings) -> Report:
+        reports.append(rewrite_for(graph, settings, slower))
+        return reports[-1]
+
+    model = Decoder(Shape(rope=True)).double().eval()
+    explain(model, (token_ids(),), {}, "infer", Settings(target="reference"), rewritten)
+    (report,) = reports
+    reasons = {r.reason for r in report.refused}
+    assert report.sites and not any(site.region.half for site in report.sites)
+    assert sum("measured slower" in why for why in reasons) == 4
+    assert not any("two halves" in why for why in reasons)
 
 
 class Layer(nn.Module):

@@ -122,7 +122,7 @@ def rewrite(
 def _rewrite(
     graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
 ) -> Report:
-    made, builts, normalisers = _settled(graph, settings, legal, decide)
+    made, builts, normalisers, lost = _settled(graph, settings, legal, decide)
     lifted = made.program.lifted
     names = {n.name: n for n in graph.nodes}
     lines = {n.name: g.source_line(n) for n in graph.nodes}
@@ -130,7 +130,10 @@ def _rewrite(
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     made.firings += [normaliser.firing(made.program) for normaliser in normalisers]
     fired = _fired(made)
-    refused = tuple(Refusal(r.node.name, r.reason, lines[r.node.name]) for r in made.refused)
+    last = {n.name: deps.bit_length() - 1 for n, deps in lifted.deps.items()}  # the product that a node follows
+    refused = tuple(
+        Refusal(r.node.name, lost.get(last[r.node.name], r.reason), lines[r.node.name]) for r in made.refused
+    )
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
@@ -143,12 +146,13 @@ def _rewrite(
 
 def _settled(
     graph: fx.Graph, settings: Settings, legal: Callable[[Region], None], decide: Decide
-) -> tuple[Plan, list[Built], list[Normaliser]]:
-    """The plan of which nothing is illegal or loses, its Regions, and the normalisers that they take. One that none
-    takes, or whose Region is not kept, is first written as it was."""
+) -> tuple[Plan, list[Built], list[Normaliser], dict[int, str]]:
+    """The plan of which nothing is illegal or loses, its Regions, the normalisers that they take, and why products (by
+    bit) do without the halves of their heads. A normaliser that none takes, or whose Region is not kept, is first
+    written as it was."""
     laws = laws_of(settings)
     normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
-    banned, undeferred, unhalved = dict[int, str](), 0, frozenset[int]()
+    banned, undeferred, unhalved, without = dict[int, str](), 0, frozenset[int](), dict[int, str]()
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
         made = plan(lifted, laws, banned, undeferred, unhalved)
@@ -158,6 +162,7 @@ def _settled(
         halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}
         if lost := halved & verdict.banned.keys():  # the product may do without its heads' halves
             unhalved |= lost
+            without |= {bit: verdict.banned[bit] for bit in lost}
             banned |= {bit: why for bit, why in verdict.banned.items() if bit not in halved}
             undeferred |= verdict.undeferred
             continue
@@ -168,7 +173,7 @@ def _settled(
             lifted = lift(graph, rounding=settings.numerics == "strict")
             continue  # without it a Region may be legal, or win
         if verdict.settled:
-            return made, builts, normalisers
+            return made, builts, normalisers, without
         if not (verdict.banned.keys() - banned.keys() or verdict.undeferred & ~undeferred):
             raise BrokenInvariant("the verdicts do not settle")
         banned |= verdict.banned
