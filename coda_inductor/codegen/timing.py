@@ -183,7 +183,8 @@ def repeated(calls: Sequence[Call], about: Sequence[float], level: float = LEVEL
 
 def steady(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[float]:
     """The ms of each call under a load that lasts: each is repeated alone, one call after the other and back again. Of
-    several passes the median counts; calls that lie CLEAR apart need one. `about` says how long they take, roughly."""
+    several passes the median counts; once calls lie CLEAR apart none follows. `about` says how long they take,
+    roughly."""
     order = [*range(len(calls)), *reversed(range(len(calls)))]
     rest_ms = LONG_SETTLING * LONG_SHARE_MS
     run_for(calls[-1], STEADY_MS, about[-1], least=math.ceil(STEADY_MS / about[-1]))
@@ -198,7 +199,7 @@ def steady(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[f
     both = [[sum(pair) / 2 for pair in zip(t[::2], t[1::2], strict=True)] for t in times]  # there and back
     off = max(max(t) / min(t) - 1 for t in both)
     if off > LEVEL:
-        log.info("the load did not hold: in %d passes a call's times differ by %.1f %%", passes, 100 * off)
+        log.info("the load did not hold: in %d passes a call's times differ by %.1f %%", len(both[0]), 100 * off)
     return [statistics.median(t) for t in both]
 
 

@@ -22,9 +22,10 @@ from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
-from coda_inductor.rewrite import softmax
+from coda_inductor.rewrite import draft, softmax
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.draft import Computed
+from coda_inductor.rewrite.halves import WITHOUT
 from coda_inductor.rewrite.laws import LAWS, SOFTMAX
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
@@ -130,10 +131,7 @@ def _rewrite(
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     made.firings += [normaliser.firing(made.program) for normaliser in normalisers]
     fired = _fired(made)
-    last = {n.name: deps.bit_length() - 1 for n, deps in lifted.deps.items()}  # the product that a node follows
-    refused = tuple(
-        Refusal(r.node.name, lost.get(last[r.node.name], r.reason), lines[r.node.name]) for r in made.refused
-    )
+    refused = tuple(Refusal(r.node.name, _reason(made, r, lost), lines[r.node.name]) for r in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
@@ -157,7 +155,7 @@ def _settled(
     while True:
         made = plan(lifted, laws, banned, undeferred, unhalved)
         unhalved |= made.program.unhalved
-        builts = [build(made, draft) for draft in made.unique()]
+        builts = [build(made, d) for d in made.unique()]
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
         halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}
         if lost := halved & verdict.banned.keys():  # the product may do without its heads' halves
@@ -178,6 +176,15 @@ def _settled(
             raise BrokenInvariant("the verdicts do not settle")
         banned |= verdict.banned
         undeferred |= verdict.undeferred
+
+
+def _reason(made: Plan, refused: draft.Refusal, lost: dict[int, str]) -> str:
+    """Why a node is refused. Of heads whose halves a product (by bit) does without, that was `lost` for a reason of its
+    own."""
+    if refused.reason not in WITHOUT:
+        return refused.reason
+    hosts = made.program.new[made.program.lifted.term[refused.node]].hosts
+    return lost.get(hosts.bit_length() - 1, refused.reason)
 
 
 def _untaken(normalisers: list[Normaliser], builts: list[Built], banned: dict[int, str]) -> list[Normaliser]:

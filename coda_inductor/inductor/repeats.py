@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
+from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.lowering import kind_of
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
@@ -19,9 +20,10 @@ from coda_inductor.patterns.graph import aten, prims
 Call = Callable[..., fx.Node]
 """Emission.call: a new node, after another one's origin, with its target and arguments."""
 Reshape = Callable[[fx.Node, fx.Node], fx.Node]
-"""The first, in the shape of the second."""
+"""The first, dense, in the shape of the second."""
 Redirect = Callable[[fx.Node, fx.Node, list[fx.Node]], None]
 """Gives some readers of the first, also of its views, the second."""
+PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 def read_repeats(graph: fx.Graph, call: Call, reshape: Reshape, redirect: Redirect) -> None:
@@ -29,24 +31,24 @@ def read_repeats(graph: fx.Graph, call: Call, reshape: Reshape, redirect: Redire
     anyway."""
     late = backward(graph)
     for node in [n for n in graph.nodes if late and n.target is aten.expand.default and n not in late]:
-        dim, wanted = repeated(node), next(kept(node, late), None)
-        if dim is None or wanted is None:
+        dim, copy = repeated(node), next(copies(node, late), None)
+        if dim is None or copy is None:
             continue
-        copy = list(views(wanted))[:-1]  # without the expand itself, that is
-        path = list(views(node.args[0]))
-        if loops := readers(path[-1], late):
-            again = undone(wanted, copy, call, reshape)
-            one = call(loops[0], aten.slice.Tensor, again, dim, 0, 1)
-            redirect(path[-1], undone(one, path, call, reshape), loops)
+        source = list(views(node.args[0]))
+        if loops := readers(source[-1], late):
+            # The origin of the first new node is that of all: the reader's side and checkpoint, not the copy's.
+            read = call(loops[0], aten.alias.default, copy[0])
+            one = call(read, aten.slice.Tensor, undone(read, [*copy, node], call, reshape), dim, 0, 1)
+            redirect(source[-1], undone(one, source, call, reshape), loops)
 
 
 def backward(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on gradients of outputs, in whatever order they stand."""
+    """The operations that depend on gradients of outputs, in whatever order they stand."""
     todo = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
     late = set[fx.Node]()
     while todo:
         late.add(node := todo.pop())
-        todo += node.users.keys() - late
+        todo += [user for user in node.users if user not in late and user.op != "output"]
     return late
 
 
@@ -56,16 +58,19 @@ def repeated(node: fx.Node) -> int | None:
     if before is None or after is None or before.dim() != after.dim():
         return None
     found = [d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if str(a) != str(b)]
-    return found[0] if len(found) == 1 and before.shape[found[0]] == 1 else None
+    return found[0] if len(found) == 1 and str(before.shape[found[0]]) == "1" else None
 
 
-def kept(node: fx.Node, late: set[fx.Node]) -> Iterator[fx.Node]:
-    """The copies of the value, as it is or viewed, that operations of the backward need that are no loops."""
+def copies(node: fx.Node, late: set[fx.Node], path: tuple[fx.Node, ...] = ()) -> Iterator[tuple[fx.Node, ...]]:
+    """The ways from what operations of the backward need that are no loops, over views of which one is a copy, back to
+    the node, which is not in them. (Where one head serves all, an expand may be viewed without a copy.)"""
     for user in node.users:
-        if g.is_view(user) and user not in late:
-            if any(u in late and kind_of(u) == "extern" for u in user.users if u.op == "call_function"):
-                yield user
-            yield from kept(user, late)
+        if g.is_view(user) and user.target is not aten.expand.default and user not in late:
+            way = (user, *path)
+            needed = any(u in late and kind_of(u) == "extern" for u in user.users)
+            if needed and any(n.target is aten.clone.default for n in way):
+                yield way
+            yield from copies(user, late, way)
 
 
 def views(node: fx.Node) -> Iterator[fx.Node]:
@@ -93,15 +98,24 @@ def cast_for(node: fx.Node, late: set[fx.Node]) -> bool:
 
 
 def undone(node: fx.Node, path: list[fx.Node], call: Call, reshape: Reshape) -> fx.Node:
-    """The node, which has the elements of the first of the path, as the last of the path."""
-    node = reshape(node, path[0])
+    """The node, which is what the first of the path is, taken back over each of its views: what the last of it is,
+    dense. Raises BrokenInvariant if the sizes say otherwise."""
     for view, source in itertools.pairwise(path):
-        if view.target in (aten.permute.default, aten.transpose.int, aten.t.default):
+        same(node, view)
+        if view.target in PERMUTES:
             order = permuted(view)
             node = call(node, aten.permute.default, node, [order.index(d) for d in range(len(order))])
         else:
             node = reshape(node, source)
-    return node
+    same(node, path[-1])
+    return reshape(node, path[-1])
+
+
+def same(node: fx.Node, other: fx.Node) -> None:
+    """Raises BrokenInvariant unless both have the same sizes."""
+    sizes = [[str(s) for s in n.meta["val"].shape] for n in (node, other)]
+    if sizes[0] != sizes[1]:
+        raise BrokenInvariant(f"{node} is {sizes[0]}, {other} {sizes[1]}")
 
 
 def permuted(view: fx.Node) -> list[int]:

@@ -17,7 +17,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted, Product
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.halves import MIXED, Heads, Lane, heads, lanes
+from coda_inductor.rewrite.halves import MIXED, OTHERWISE, Heads, Lane, heads, lanes
 
 MAX_LANES = 2
 POINTWISE_KINDS = ("mul", "add", "fn")
@@ -261,7 +261,7 @@ class Program:
         if self.composed(x, space):
             return [a for a, _ in self.summands(x)]
         if self.natural(x, space.order, space.mask) is None and not self.storable(x, space):
-            raise Unsupported("a tile that it needs is not laid out as rows of tokens")
+            raise Unsupported(OTHERWISE)
         return []
 
     def composed(self, x: Term, space: Space) -> bool:
