@@ -26,9 +26,10 @@ WIDTH, NARROW = HEADS * SIZE, GROUPS * SIZE
 
 pytestmark = pytest.mark.usefixtures("uncached")
 
-
 Repeat = Callable[[Tensor], Tensor]
 """Of keys or values [batch, length, groups, size], those of every head [batch, heads, length, size]."""
+Made = Callable[[Tensor], Tensor]
+"""What values are made by, of the same shape; they are then read in two places."""
 
 
 def as_transformers(x: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def interleaved(x: Tensor) -> Tensor:
 class Attention(nn.Module):
     """A norm, then attention whose keys and values serve several heads each."""
 
-    def __init__(self, repeat: Repeat, groups: int = GROUPS, made: Repeat = torch.clone, eager: bool = False) -> None:
+    def __init__(self, repeat: Repeat, groups: int = GROUPS, made: Made | None = None, eager: bool = False) -> None:
         super().__init__()
         self.repeat, self.groups, self.made, self.eager = repeat, groups, made, eager
         self.norm = nn.RMSNorm(WIDTH)
@@ -66,13 +67,13 @@ class Attention(nn.Module):
         n = self.norm(x)
         q = self.q(n).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
         k, v = (w(n).unflatten(-1, (self.groups, SIZE)) for w in (self.k, self.v))
-        v = self.made(v)
+        v = self.made(v) if self.made else v
         keys, values = self.repeat(k), self.repeat(v)
         if self.eager:
             y = torch.matmul(torch.softmax(q @ keys.transpose(2, 3) / 4, -1), values)
         else:
             y = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-        flat = v.flatten(2).square().cumsum(1).sum(-1, keepdim=True) if self.made is not torch.clone else 0
+        flat = v.flatten(2).square().cumsum(1).sum(-1, keepdim=True) if self.made else 0
         out: Tensor = x + self.o(y.transpose(1, 2).flatten(2)) + 1e-2 * flat
         return out
 

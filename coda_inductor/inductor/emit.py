@@ -77,8 +77,8 @@ class Emission:
         sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
         return self.call(node, aten.view.default, node, sizes)
 
-    def copied(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """node, in the shape of another, whatever its strides."""
+    def dense_as(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """node, dense, in the shape of another."""
         value, wanted = g.tensor(node), g.tensor(like)
         assert value is not None and wanted is not None
         if not g.dense(node):
@@ -218,7 +218,7 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
         pending = [b for b in pending if b not in ready]
     for built in sorted(builts, key=lambda b: not any(s.again for s in b.draft.supplies.values())):
         emission.supply(built)
-    read_repeats(graph, emission.call, emission.copied, emission.redirect)
+    read_repeats(graph, emission.call, emission.dense_as, emission.redirect)
     _unshare(emission, output)
     stable_topological_sort(graph)
     graph.eliminate_dead_code()

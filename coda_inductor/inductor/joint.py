@@ -22,10 +22,11 @@ from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
-from coda_inductor.rewrite import draft, softmax
+from coda_inductor.rewrite import softmax
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.draft import Computed
-from coda_inductor.rewrite.halves import WITHOUT
+from coda_inductor.rewrite.draft import Refusal as Refused
+from coda_inductor.rewrite.halves import OF_HEADS
 from coda_inductor.rewrite.laws import LAWS, SOFTMAX
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
@@ -93,7 +94,7 @@ NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
 
 def is_joint(graph: fx.Graph) -> bool:
     """Does the graph hold a forward and its backward?"""
-    return any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes)
+    return any(map(g.is_tangent, graph.nodes))
 
 
 def rewrite(
@@ -123,7 +124,7 @@ def rewrite(
 def _rewrite(
     graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
 ) -> Report:
-    made, builts, normalisers, lost = _settled(graph, settings, legal, decide)
+    made, builts, normalisers, unhalved = _settled(graph, settings, legal, decide)
     lifted = made.program.lifted
     names = {n.name: n for n in graph.nodes}
     lines = {n.name: g.source_line(n) for n in graph.nodes}
@@ -131,7 +132,7 @@ def _rewrite(
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     made.firings += [normaliser.firing(made.program) for normaliser in normalisers]
     fired = _fired(made)
-    refused = tuple(Refusal(r.node.name, _reason(made, r, lost), lines[r.node.name]) for r in made.refused)
+    refused = tuple(Refusal(r.node.name, _reason(made, r, unhalved), lines[r.node.name]) for r in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
@@ -150,17 +151,17 @@ def _settled(
     written as it was."""
     laws = laws_of(settings)
     normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
-    banned, undeferred, unhalved, without = dict[int, str](), 0, frozenset[int](), dict[int, str]()
+    banned, undeferred, unhalved, why_unhalved = dict[int, str](), 0, frozenset[int](), dict[int, str]()
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
         made = plan(lifted, laws, banned, undeferred, unhalved)
         unhalved |= made.program.unhalved
-        builts = [build(made, d) for d in made.unique()]
+        builts = [build(made, draft) for draft in made.unique()]
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
         halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}
         if lost := halved & verdict.banned.keys():  # the product may do without its heads' halves
             unhalved |= lost
-            without |= {bit: verdict.banned[bit] for bit in lost}
+            why_unhalved |= {bit: verdict.banned[bit] for bit in lost}
             banned |= {bit: why for bit, why in verdict.banned.items() if bit not in halved}
             undeferred |= verdict.undeferred
             continue
@@ -171,20 +172,19 @@ def _settled(
             lifted = lift(graph, rounding=settings.numerics == "strict")
             continue  # without it a Region may be legal, or win
         if verdict.settled:
-            return made, builts, normalisers, without
+            return made, builts, normalisers, why_unhalved
         if not (verdict.banned.keys() - banned.keys() or verdict.undeferred & ~undeferred):
             raise BrokenInvariant("the verdicts do not settle")
         banned |= verdict.banned
         undeferred |= verdict.undeferred
 
 
-def _reason(made: Plan, refused: draft.Refusal, lost: dict[int, str]) -> str:
-    """Why a node is refused. Of heads whose halves a product (by bit) does without, that was `lost` for a reason of its
-    own."""
-    if refused.reason not in WITHOUT:
+def _reason(made: Plan, refused: Refused, unhalved: dict[int, str]) -> str:
+    """Why a node is refused. What heads are refused for whose product (by bit) is `unhalved` follows from why it is."""
+    if refused.reason not in OF_HEADS:
         return refused.reason
     hosts = made.program.new[made.program.lifted.term[refused.node]].hosts
-    return lost.get(hosts.bit_length() - 1, refused.reason)
+    return unhalved.get(hosts.bit_length() - 1, refused.reason)
 
 
 def _untaken(normalisers: list[Normaliser], builts: list[Built], banned: dict[int, str]) -> list[Normaliser]:

@@ -43,8 +43,9 @@ def read_repeats(graph: fx.Graph, call: Call, reshape: Reshape, redirect: Redire
 
 
 def backward(graph: fx.Graph) -> set[fx.Node]:
-    """The operations that depend on gradients of outputs, in whatever order they stand."""
-    todo = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+    """The operations that depend on gradients of outputs, in whatever order they stand. (Tags do not tell: what is made
+    of the forward's tensors for the backward has theirs.)"""
+    todo = list(filter(g.is_tangent, graph.nodes))
     late = set[fx.Node]()
     while todo:
         late.add(node := todo.pop())

@@ -19,7 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.inductor.lowering import Extern, Loop, Lowered, elements, is_tensor, lower, owner
 from coda_inductor.inductor.paths import Path
-from coda_inductor.patterns.graph import copied
+from coda_inductor.patterns.graph import copied, is_tangent
 
 FAR = 64
 """Inductor does not fuse kernels that are further apart than this."""
@@ -61,7 +61,7 @@ def kernels(graph: fx.Graph, halves: Halves | None = None) -> list[Kernel]:
 
 def partition(graph: fx.Graph) -> Halves | None:
     """Forward and backward of a joint graph, by Inductor's own min-cut; None if the graph is not joint."""
-    if not any(n.op == "placeholder" and "tangents" in str(n.target) for n in graph.nodes):
+    if not any(map(is_tangent, graph.nodes)):
         return None
     output = graph.output_node()
     described = output.meta["desc"]  # of every output; None for an input that gets no gradient
@@ -76,7 +76,7 @@ def saved(halves: Halves) -> dict[str, int]:
     """What the forward keeps for the backward, inputs and parameters apart: bytes by name."""
     forward, backward = halves
     inputs = {n.name for n in forward.nodes if n.op == "placeholder"}
-    kept = [n for n in backward.nodes if n.op == "placeholder" and "tangents" not in str(n.target) and is_tensor(n)]
+    kept = [n for n in backward.nodes if n.op == "placeholder" and not is_tangent(n) and is_tensor(n)]
     return {n.name: elements(n) * itemsize(n) for n in kept if n.name not in inputs}
 
 

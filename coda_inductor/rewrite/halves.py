@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Axes = tuple[int, ...]
 MIXED = "it combines features that are not two halves of the columns, nor of each head"
-OTHERWISE = "a tile that it needs is not laid out as rows of tokens"
-WITHOUT = frozenset({MIXED, OTHERWISE})
-"""What is said of heads whose halves a product does without."""
+NOT_ROWS = "a tile that it needs is not laid out as rows of tokens"
+OF_HEADS = frozenset({MIXED, NOT_ROWS})
+"""What a rotary embedding is refused for where its product does without the halves of heads."""
 
 
 @dataclass(frozen=True, slots=True)

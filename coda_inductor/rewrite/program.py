@@ -17,7 +17,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted, Product
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.halves import MIXED, OTHERWISE, Heads, Lane, heads, lanes
+from coda_inductor.rewrite.halves import MIXED, NOT_ROWS, Heads, Lane, heads, lanes
 
 MAX_LANES = 2
 POINTWISE_KINDS = ("mul", "add", "fn")
@@ -261,7 +261,7 @@ class Program:
         if self.composed(x, space):
             return [a for a, _ in self.summands(x)]
         if self.natural(x, space.order, space.mask) is None and not self.storable(x, space):
-            raise Unsupported(OTHERWISE)
+            raise Unsupported(NOT_ROWS)
         return []
 
     def composed(self, x: Term, space: Space) -> bool:
