@@ -161,7 +161,9 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     tiles = len(region.products) * rows * n * size[region.dtype]
     return {
         "id": site.name,
-        "products": [f"{p.name}: in{p.a} @ {right(region, i, f'in{p.b}')}" for i, p in enumerate(region.products)],
+        "products": [
+            f"{p.name}: in{a} @ {right(region, i, f'in{b}')}" for i, p in enumerate(region.products) for a, b in p.pairs
+        ],
         "m": site.m,
         "n": n,
         "k": max(p.k for p in region.products),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -116,6 +117,24 @@ def norm_gradients(n: int, k: int) -> Region:
     ))  # fmt: skip
 
 
+def summed(n: int, k: int) -> Region:
+    """The gradient of what keys and values both read: one accumulator of two products. K is a multiple of 64."""
+    return verify(Region(
+        n, "f16", (Product("acc", 0, 1, deep(k), "nk", (2, 3)),), (), (), (Store("acc", "f16"),), (Reduction("acc"),),
+    ))  # fmt: skip
+
+
+def summed_norm_backward(n: int, k: int) -> Region:
+    """A norm's backward behind gate and up: the sum of both their gradients in one accumulator."""
+    region = norm_gradients(n, k)
+    return verify(replace(region, products=(Product("acc", 2, 1, deep(k), "kn", (0, 3)),)))
+
+
+def deep(k: int) -> int:
+    """About k, as two products in one sum want it."""
+    return max(1, k // 64) * 64
+
+
 def swiglu_backward(n: int, k: int) -> Region:
     """The gradients of gate and up from that of their product, the product anew, and the dots that a norm's backward
     takes of them: three stores, two sums."""
@@ -201,7 +220,7 @@ def every_op(n: int, k: int) -> Region:
 
 CASES: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores, norm_backward, norm_gradients,
-    swiglu_backward, bias_sums, every_op, rotary, rotary_tables,
+    summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables,
 )  # fmt: skip
 OF_PAIRS = ("first", "second")
 
@@ -239,7 +258,8 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
 
 
 def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_first: bool = False) -> list[Tensor]:
-    """Matrices and operands, about 1 in size; token vectors are positive. `up_first`: the second weight lies lower."""
+    """Matrices and operands, about 1 in size; token vectors are positive. `up_first`: the second weight lies lower, but
+    of two products that are summed the left operands lie as they come."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -248,9 +268,14 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     dtype = DTYPES[region.dtype]
     matrices: dict[int, Tensor] = {}
     for p in region.products:
-        matrices[p.a] = normal(m, p.k).to(dtype)
-        weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
-        matrices[p.b] = (weight / p.k**0.5).to(dtype)
+        for a, b in p.pairs:
+            matrices[a] = normal(m, p.k).to(dtype)
+            weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
+            matrices[b] = (weight / p.k**0.5).to(dtype)
+    for side, turned in zip(zip(*region.products[0].pairs, strict=True), (False, up_first), strict=True):
+        if region.products[0].plus is not None:
+            order = side[::-1] if turned else side
+            matrices |= zip(order, torch.stack([matrices[i] for i in order]).unbind(), strict=True)
     if len(region.products) == 2 and not region.half:  # both weights inside one allocation, which fixes their order
         first, second = (p.b for p in (reversed(region.products) if up_first else region.products))
         both = torch.cat([matrices[first], matrices[second]])

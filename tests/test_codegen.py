@@ -74,7 +74,8 @@ def standin() -> dict[str, Any]:
     for kind in (*KINDS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
     names |= dict.fromkeys(OF_HALVES, lambda *_: None)
-    names["gemm_epilogue"] = names["two_products"] = lambda **given: lambda fn: (fn, given)
+    for decorator in ("gemm_epilogue", "two_products", "summed_products"):
+        names[decorator] = lambda **given: lambda fn: (fn, given)
     return names
 
 
@@ -95,7 +96,8 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
         heads = x.unflatten(0, (-1, 2, region.half))
         return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
-    products = [inputs[p.a].float() @ inputs[p.b].float().t() for p in region.products]
+    each = [torch.stack([inputs[a].float() @ inputs[b].float().t() for a, b in p.pairs]) for p in region.products]
+    products = [x.sum(0) for x in each]
     if region.half:
         products = [x.t() for x in halves(products[0].t())]
     m = products[0].shape[0]
@@ -103,8 +105,8 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
     values: dict[str, Any] = {}
     for slot, o, x in zip(source.slots(region).operands, region.operands, inputs[region.matrices :], strict=True):
         if region.half and o.extent != "token":
-            each = [t.float().t() for t in halves(x)] if x.dim() == 1 else [x[:, i::2].float() for i in (0, 1)]
-            values[slot] = Pair(*(hang(t.expand(m, -1).repeat(1, region.n // t.shape[-1])) for t in each))
+            lanes = [t.float().t() for t in halves(x)] if x.dim() == 1 else [x[:, i::2].float() for i in (0, 1)]
+            values[slot] = Pair(*(hang(t.expand(m, -1).repeat(1, region.n // t.shape[-1])) for t in lanes))
             continue
         shape = {"token": (-1, 1), "feature": (1, -1), "tile": (m + HANGING, -1)}[o.extent]
         padded = hang(x)
@@ -399,7 +401,7 @@ def test_launch_mends_or_falls_back_with_one_warning(tmp_path: Path, monkeypatch
         k(inputs, [out])
     assert torch.equal(out, interpret(region, inputs)[0])
     inputs[2] = inputs[1]  # one weight twice: no distance to encode
-    with pytest.warns(RuntimeWarning, match="two weights"):
+    with pytest.warns(RuntimeWarning, match="two matrices"):
         k(inputs, [out])
     assert torch.equal(out, interpret(region, inputs)[0])
     k(inputs, [out])  # counted, not warned about again

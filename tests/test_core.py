@@ -248,6 +248,13 @@ MALFORMED: list[tuple[str, Region, str]] = [
         "share a matrix contract [16, 32]",
     ),
     ("shared b", changed(products=(Product("p", 0, 2, 16, "nk"), Product("q", 1, 2, 8, "nk"))), "contract [8, 16]"),
+    ("a sum of one product", changed(products=(Product("gate", 0, 1, 16, "nk", (0, 2)),)), "a sum of products of"),
+    ("squares summed", changed(products=(Product("gate", 0, 1, 16, "nk", (2, 2)),)), "a matrix multiplied by itself"),
+    (
+        "a sum and another",
+        changed(products=(Product("gate", 0, 1, 16, "nk", (2, 3)), Product("up", 0, 4, 16, "nk"))),
+        "2 products in a tile that sums two",
+    ),
     ("layout", changed(products=(Product("gate", 0, 1, 16, "kk"),)), "layout 'kk' of gate's weight"),  # type: ignore[arg-type]
     ("axis", changed(reductions=(Reduction("y2", "K"),)), "sums over ['K'], only N and M are known"),  # type: ignore[arg-type]
     ("dtype", changed(dtype="fp8"), "dtype 'fp8' is none of bf16, f16, f32, f64"),

@@ -184,8 +184,8 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
 
 
 # Of norms that take a mean away, of backwards, and of losses (test_softmax.py). Tables are in test_tables.py, too,
-# and halves of heads in test_halves.py.
-ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "halves"}
+# halves of heads in test_halves.py, and two products in one sum in test_summed.py.
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "halves", "summed"}
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))

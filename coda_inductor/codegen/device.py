@@ -1,4 +1,5 @@
-"""What quack 0.6.5 lacks: masked sums, a feature vector for two lanes, two products in one tile, halves of heads.
+"""What quack 0.6.5 lacks: masked sums, a feature vector for two lanes, two products in one tile or in one accumulator,
+halves of heads.
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """
@@ -10,9 +11,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import ColVecReduce, RowVecLoad, RowVecReduce, Scalar, TileStore
+
+TILE_K = 64  # legality.TILE_K
 
 
 class _Masked:
@@ -129,6 +132,62 @@ class TwoProductsMod(EpiMod):  # type: ignore[misc]
 def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int = 0) -> Any:
     """Decorator for the epilogue of two products, as quack's `gemm_epilogue` is for one."""
     return lambda fn: TwoProductsMod(fn, half=half, outputs=outputs, ops=ops, reduces=reduces)
+
+
+class _Summed:
+    """Mixed into a GEMM class: A and B, each given as the lower of two tensors, are read with K as (64, K / 64, 2),
+    the second tensor `a_apart` or `b_apart` elements away: one TMA descriptor spans both, and the mainloop runs through
+    2 K. Strides are positive, so where the tensors of A lie in the other order than those of B (`crossed` is 1, not 0),
+    B is read from its second half on."""
+
+    def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):  # type: ignore[no-untyped-def]
+        mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
+            mA, mB, mD, mC, epilogue_args, append_batch_if_2d
+        )
+        return _twice(mA, epilogue_args.a_apart), _twice(mB, epilogue_args.b_apart), mD, mC, epilogue_args
+
+    def epi_get_smem_tensors(self, params, storage):  # type: ignore[no-untyped-def]
+        self._crossed = params.crossed  # the first that a kernel asks of its epilogue, before its warps part
+        return super().epi_get_smem_tensors(params, storage)  # type: ignore[misc]
+
+    def load_tma(self, pipeline, producer_state, copy_fns, k_tile_cnt, k_tile_start=0):  # type: ignore[no-untyped-def]
+        copy_a, copy_b, *_ = copy_fns
+        later = self._crossed * (k_tile_cnt // 2)
+
+        def copy_b_later(k_tile: Any, *args: Any, **kwargs: Any) -> None:
+            k_tile = k_tile + later
+            copy_b(cutlass.select_(k_tile < k_tile_cnt, k_tile, k_tile - k_tile_cnt), *args, **kwargs)
+
+        return super().load_tma(  # type: ignore[misc]
+            pipeline, producer_state, [copy_a, copy_b_later], k_tile_cnt, k_tile_start
+        )
+
+
+def _twice(matrix: Any, apart: Any) -> Any:
+    """[rows, K, 1] as [rows, (64, K / 64, 2), 1], `apart` elements (a multiple of 8, as TMA encodes strides) apart."""
+    (rows, k, l), (stride, stride_k, stride_l) = matrix.shape, matrix.stride  # noqa: E741
+    strides = (stride, (stride_k, TILE_K * stride_k, cute.assume(apart, divby=8)), stride_l)
+    return cute.make_tensor(matrix.iterator, cute.make_layout((rows, (TILE_K, k // TILE_K, 2), l), stride=strides))
+
+
+class SummedProductsMod(EpiMod):  # type: ignore[misc]
+    """An epilogue over the sum of two products; every class that it mints reads two tensors as A and two as B."""
+
+    def __init__(self, fn: Any, **options: Any) -> None:
+        apart = (Scalar("a_apart", Int64), Scalar("b_apart", Int64), Scalar("crossed", Int32))
+        super().__init__(fn, extra_ops=apart, **options)
+
+    def _mint(self, *mint_key: Any) -> type:
+        minted = super()._mint(*mint_key)
+        summed: dict[type, type] = self.__dict__.setdefault("_summed", {})
+        if minted not in summed:
+            summed[minted] = type(f"{minted.__name__}_summed", (_Summed, minted), {"__module__": __name__})
+        return summed[minted]
+
+
+def summed_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
+    """Decorator for the epilogue of a sum of two products, as quack's `gemm_epilogue` is for one."""
+    return lambda fn: SummedProductsMod(fn, outputs=outputs, ops=ops, reduces=reduces)
 
 
 def along_n(epilogue_args: Any) -> bool:

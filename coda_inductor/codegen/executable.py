@@ -65,6 +65,8 @@ class Executable:
         products = region.products[::-1] if swapped else region.products
         self._a, self._b, self._second = products[0].a, products[0].b, products[-1].b
         self._offset = place.get("lane_offset")
+        self._plus = products[0].plus
+        self._apart = [place[field] for field in ("a_apart", "b_apart", "crossed") if self._plus]
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
@@ -87,6 +89,11 @@ class Executable:
             for (field, _), partial in zip(sums, partials.unbind(), strict=True):
                 fields[field] = partial
             finish.append((FINISH[of], partials, 1 if over_m else 2, [outs[i] for _, i in sums]))
+        if self._plus is not None:
+            a, a_apart, a_turned = _spanned(a, inputs[self._plus[0]])
+            b, b_apart, b_turned = _spanned(b, inputs[self._plus[1]])
+            for field, value in zip(self._apart, (a_apart, b_apart, int(a_turned != b_turned)), strict=True):
+                fields[field] = value
         if self._offset is not None:
             # From the first weight to the second, in elements; both are 16-bit.
             fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
@@ -112,6 +119,12 @@ class Executable:
             return out
         store_dtype = DTYPES[self.region.stores[i].dtype]
         return torch.empty((like.shape[0], self.region.width), dtype=store_dtype, device=like.device)
+
+
+def _spanned(x: Tensor, y: Tensor) -> tuple[Tensor, int, bool]:
+    """(that of two tensors which lies first, how many of its elements, of 16 bits, later the other starts, is it y)."""
+    apart = (y.data_ptr() - x.data_ptr()) // 2
+    return (x, apart, False) if apart > 0 else (y, -apart, True)
 
 
 def _one_tensor(rows: Sequence[Tensor | None]) -> Tensor | None:

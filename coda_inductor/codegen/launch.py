@@ -31,7 +31,7 @@ LAUNCHES: collections.Counter[str] = collections.Counter()
 FALLBACKS: collections.Counter[str] = collections.Counter()
 """Launches that did not run as one kernel on the tensors given, by reason; each reason is warned about once."""
 
-REACH = 1 << 40  # bytes between two weights that one TMA descriptor can span; beyond, the hardware wraps silently
+REACH = 1 << 40  # bytes between two matrices that one TMA descriptor can span; beyond, the hardware wraps silently
 
 
 class Kernel:
@@ -44,9 +44,10 @@ class Kernel:
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
         self._compiled: dict[tuple[Config, bool], Any] = {}
-        two = len(region.products) == 2 and not region.half
-        self._pair = tuple(p.b for p in region.products) if two else None
-        self._a = region.products[0].a
+        first, *others = region.products
+        self._lanes = [(first.b, p.b) for p in others if not region.half]  # whose order in memory a kernel is made for
+        self._spanned = self._lanes or ([] if first.plus is None else [*zip(*first.pairs, strict=True)])
+        self._a = first.a
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if
@@ -73,13 +74,12 @@ class Kernel:
                 inputs = [aligned(t) for t in inputs]
                 break
         swapped = False
-        if self._pair is not None:
-            gate, up = inputs[self._pair[0]], inputs[self._pair[1]]
-            distance = up.data_ptr() - gate.data_ptr()
-            if not 0 < abs(distance) < REACH or gate.stride() != up.stride():
-                self.fall_back(inputs, outs, "two weights too far apart, or of different pitch")
+        for i, j in self._spanned:
+            distance = inputs[j].data_ptr() - inputs[i].data_ptr()
+            if not 0 < abs(distance) < REACH or inputs[i].stride() != inputs[j].stride():
+                self.fall_back(inputs, outs, "two matrices too far apart, or of different pitch")
                 return
-            swapped = distance < 0
+            swapped = distance < 0 and bool(self._lanes)
         if config is not None:
             compiled = self.compiled(config, swapped=swapped)
         else:

@@ -43,7 +43,8 @@ def _large(region: Region) -> tuple[Config, ...]:
         return HEAVY
     if region.half:
         return HEADS
-    deep = min(region.n, region.products[0].k) >= DEEP_LEAST and is_legal(region, DEEP[1])
+    p = region.products[0]
+    deep = min(region.n, p.k * len(p.pairs)) >= DEEP_LEAST and is_legal(region, DEEP[1])
     return DEEP if deep else LARGE
 
 
@@ -93,6 +94,9 @@ def require_shape(region: Region) -> None:
     _need(len(region.products) <= 2, f"{len(region.products)} products share the tile, two at most")
     if len(region.products) == 2:
         _require_lanes(region)
+    if region.products[0].plus is not None:
+        k = region.products[0].k
+        _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
 
 
 def _require_lanes(region: Region) -> None:

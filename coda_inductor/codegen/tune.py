@@ -143,7 +143,7 @@ def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]
 def _some_rows(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:
     """(the Region without sums over M, some rows, the inputs in these rows)."""
     rows = _sampled(inputs[region.products[0].a].shape[0], inputs[0].device)
-    by_row = {p.a for p in region.products}
+    by_row = {a for p in region.products for a, _ in p.pairs}
     by_row |= {i for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
     given = [x[rows] if i in by_row else x for i, x in enumerate(inputs)]
     return replace(region, reductions=tuple(r for r in region.reductions if r.over == "N")), rows, given
@@ -152,7 +152,7 @@ def _some_rows(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor
 def _some_columns(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:
     """(the sums over M of some columns, these columns, the inputs in them)."""
     columns = _sampled(region.n, inputs[0].device)
-    dim = {p.b: 0 if p.b_layout == "nk" else 1 for p in region.products}
+    dim = {b: 0 if p.b_layout == "nk" else 1 for p in region.products for _, b in p.pairs}
     dim |= {i: -1 for i, o in enumerate(region.operands, region.matrices) if o.extent != "token"}
     given = [x.index_select(dim[i], columns) if i in dim else x for i, x in enumerate(inputs)]
     totals = tuple(r for r in region.reductions if r.over == "M")

@@ -121,7 +121,7 @@ def _facts(name: str, site: Site, rows: int, settings: Settings, made: Mapping[J
         "m": site.m,
         "n": region.n,
         "k": max(p.k for p in region.products),
-        "products": len(region.products),
+        "products": sum(len(p.pairs) for p in region.products),
         "source": site.source,
         "kernel": module.removeprefix(PREFIX),
         "path": str(path) if path and path.exists() else None,

@@ -24,9 +24,11 @@ def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
     matrices, operands = inputs[: region.matrices], inputs[region.matrices :]
     values: dict[str, Tensor | float] = {}
     for lane, p in enumerate(region.products):
-        b = matrices[p.b].to(region.compute)
-        b = b.unflatten(0, (-1, 2, region.half))[:, lane].flatten(0, 1) if region.half else b
-        values[p.name] = matrices[p.a].to(region.compute) @ (b.t() if p.b_layout == "nk" else b)
+        for x, w in p.pairs:
+            b = matrices[w].to(region.compute)
+            b = b.unflatten(0, (-1, 2, region.half))[:, lane].flatten(0, 1) if region.half else b
+            out = matrices[x].to(region.compute) @ (b.t() if p.b_layout == "nk" else b)
+            values[p.name] = values[p.name] + out if p.name in values else out
     for o, tensor in zip(region.operands, operands, strict=True):
         value = tensor.to(region.compute)
         if region.half and o.extent in ("feature", "table"):

@@ -33,7 +33,8 @@ class Product:
 
     A is row-major. `b_layout` "nk" means that the tensor B is [N, K] (nn.Linear's weight), "kn" that it is [K, N]
     (Conv1D's); both with their last dimension contiguous. `a` and `b` index the operation's matrix inputs: products
-    that share an `a` share its tensor.
+    that share an `a` share its tensor. `plus`: the accumulator also adds A @ B of two further matrices (their indices)
+    of the same sizes and layouts, as the gradient of what gate and up both read does.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Product:
     b: int
     k: int
     b_layout: Literal["nk", "kn"]
+    plus: tuple[int, int] | None = None
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(a, b) of each product that is added up."""
+        return ((self.a, self.b),) if self.plus is None else ((self.a, self.b), self.plus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,7 @@ class Region:
     @property
     def matrices(self) -> int:
         """How many of the inputs are matrices."""
-        return 1 + max(max(p.a, p.b) for p in self.products)
+        return 1 + max(max(pair) for p in self.products for pair in p.pairs)
 
     @property
     def width(self) -> int:
@@ -138,7 +145,7 @@ def parse(text: str) -> Region:
     return Region(
         n=d["n"],
         dtype=d["dtype"],
-        products=tuple(Product(**p) for p in d["products"]),
+        products=tuple(Product(**{**p, "plus": tuple(p["plus"]) if p.get("plus") else None}) for p in d["products"]),
         operands=tuple(Operand(**o) for o in d["operands"]),
         lets=tuple(Let(x["name"], x["op"], tuple(x["args"])) for x in d["lets"]),
         stores=tuple(Store(**s) for s in d["stores"]),

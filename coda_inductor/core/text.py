@@ -17,8 +17,8 @@ def show(region: Region, m: str = "M") -> str:
     """One line per product, operand, statement, store and reduction."""
     lines = []
     for lane, p in enumerate(region.products):
-        b = right(region, lane, f"in{p.b}")
-        lines.append(f"{p.name}[{m}, {region.n}] = in{p.a} @ {b}  (K={p.k}, {region.dtype})")
+        made = " + ".join(f"in{a} @ {right(region, lane, f'in{b}')}" for a, b in p.pairs)
+        lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={p.k}, {region.dtype})")
     for i, o in enumerate(region.operands, region.matrices):
         shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}
         shape = shapes.get(o.extent, f"[{m}, {region.n}]")

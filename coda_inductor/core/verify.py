@@ -20,15 +20,9 @@ def verify(region: Region) -> Region:
     check(bool(region.products), "no product")
     check(bool(region.stores or region.reductions), "nothing leaves it")
     check(region.n > 0 and all(p.k > 0 for p in region.products), f"n={region.n}, k={[p.k for p in region.products]}")
-    used = {i for p in region.products for i in (p.a, p.b)}
-    check(used == set(range(region.matrices)), f"matrices {sorted(used)} are not 0..{region.matrices - 1}")
-    check(all(p.a != p.b for p in region.products), "a matrix multiplied by itself")
+    _verify_products(region, check)
     if region.half:
         _verify_halves(region, check)
-    for p in region.products:
-        check(p.b_layout in ("nk", "kn"), f"layout {p.b_layout!r} of {p.name}'s weight is neither nk nor kn")
-        ks = {q.k for q in region.products if q.a == p.a or q.b == p.b}
-        check(len(ks) == 1, f"products that share a matrix contract {sorted(ks)}")
     for dtype in (region.dtype, *(o.dtype for o in region.operands), *(s.dtype for s in region.stores)):
         check(dtype in DTYPES, f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     tiles, defined, pairs = set(), set(), set()
@@ -69,6 +63,21 @@ def verify(region: Region) -> Region:
     for value in [s.value for s in region.stores] + seconds + [r.value for r in region.reductions]:
         check(value in tiles, f"{value!r} leaves the region but is not a tile")
     return region
+
+
+def _verify_products(region: Region, check: Callable[[bool, str], None]) -> None:
+    """Matrices of the sizes that their products share, and of two that are summed, four of them."""
+    pairs = [pair for p in region.products for pair in p.pairs]
+    used = {i for pair in pairs for i in pair}
+    check(used == set(range(region.matrices)), f"matrices {sorted(used)} are not 0..{region.matrices - 1}")
+    check(all(a != b for a, b in pairs), "a matrix multiplied by itself")
+    if any(p.plus for p in region.products):
+        check(len(region.products) == 1, f"{len(region.products)} products in a tile that sums two")
+        check(len(used) == 4, f"a sum of products of {pairs}")
+    for p in region.products:
+        check(p.b_layout in ("nk", "kn"), f"layout {p.b_layout!r} of {p.name}'s weight is neither nk nor kn")
+        ks = {q.k for q in region.products if q.a == p.a or q.b == p.b}
+        check(len(ks) == 1, f"products that share a matrix contract {sorted(ks)}")
 
 
 def _verify_halves(region: Region, check: Callable[[bool, str], None]) -> None:

@@ -145,7 +145,8 @@ class Contest:
         program = plan.program
         before = sum(1 << bit for bit in program.undeferred)
         laws = laws_of(self.settings)
-        return search.plan(program.lifted, laws, program.banned | banned, before | undeferred, program.unhalved)
+        alike = program.unhalved, program.unsummed
+        return search.plan(program.lifted, laws, program.banned | banned, before | undeferred, *alike)
 
     def better_undeferred(self, plan: Plan, close: dict[int, list[Built]]) -> int:
         """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands: a norm

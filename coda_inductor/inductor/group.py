@@ -185,7 +185,7 @@ def readers(every: Sequence[list[Built]]) -> list[set[int]]:
 
 def mask(builts: list[Built]) -> int:
     """Their products, as a bit set."""
-    return functools.reduce(int.__or__, (b.draft.space.mask for b in builts), 0)
+    return functools.reduce(int.__or__, (b.mask for b in builts), 0)
 
 
 def outputs(built: Built) -> list[object]:

@@ -152,17 +152,20 @@ def _settled(
     laws = laws_of(settings)
     normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
     banned, undeferred, unhalved, why_unhalved = dict[int, str](), 0, frozenset[int](), dict[int, str]()
+    unsummed = frozenset[int]()
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
-        made = plan(lifted, laws, banned, undeferred, unhalved)
+        made = plan(lifted, laws, banned, undeferred, unhalved, unsummed)
         unhalved |= made.program.unhalved
         builts = [build(made, draft) for draft in made.unique()]
         verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
-        halved = {acc.bit for b in builts if b.region.half for acc in b.draft.space.accs}
-        if lost := halved & verdict.banned.keys():  # the product may do without its heads' halves
-            unhalved |= lost
-            why_unhalved |= {bit: verdict.banned[bit] for bit in lost}
-            banned |= {bit: why for bit, why in verdict.banned.items() if bit not in halved}
+        halved = _lost(verdict, [b for b in builts if b.region.half])
+        summed = _lost(verdict, [b for b in builts if b.added is not None])
+        if lost := halved | summed:  # the product may do without its heads' halves, or without another's sums
+            unhalved |= halved
+            unsummed |= summed
+            why_unhalved |= {bit: verdict.banned[bit] for bit in halved}
+            banned |= {bit: why for bit, why in verdict.banned.items() if bit not in lost}
             undeferred |= verdict.undeferred
             continue
         if (verdict.settled or verdict.banned) and (untaken := _untaken(normalisers, builts, verdict.banned)):
@@ -177,6 +180,12 @@ def _settled(
             raise BrokenInvariant("the verdicts do not settle")
         banned |= verdict.banned
         undeferred |= verdict.undeferred
+
+
+def _lost(verdict: Verdict, builts: list[Built]) -> frozenset[int]:
+    """The products of those of these Regions that lost."""
+    bits = {bit for b in builts for bit in range(b.mask.bit_length()) if b.mask >> bit & 1}
+    return frozenset(bits & verdict.banned.keys())
 
 
 def _reason(made: Plan, refused: Refused, unhalved: dict[int, str]) -> str:
@@ -197,6 +206,7 @@ def _untaken(normalisers: list[Normaliser], builts: list[Built], banned: dict[in
 LAW_NAMES = frozenset(law.name for law in LAWS)
 KINDS = {
     "pair": "two products in one tile, as gate and up",
+    "summed": "two products in one sum, as the gradients of what gate and up read",
     "halves": "the halves of each head side by side, as for rotary embeddings",
     "statistic": "an epilogue that also sums, over its rows as for a norm or over the tokens",
     "pointwise": "any other epilogue",
@@ -216,6 +226,8 @@ def kind(region: Region) -> str:
     """The region's kind, as _DISABLE and _ONLY name it."""
     if region.half:
         return "halves"
+    if region.products[0].plus is not None:
+        return "summed"
     return "pair" if len(region.products) > 1 else "statistic" if region.reductions else "pointwise"
 
 
@@ -264,7 +276,7 @@ def _site(
 
 def _absorb(sites: list[Site], builts: list[Built], gone: list[str], deps: dict[str, int]) -> list[Site]:
     """Shares the vanished nodes out: each went into the last Region on which it depends."""
-    masks = [built.draft.space.mask for built in builts]
+    masks = [built.mask for built in builts]
     mine: list[list[str]] = [[] for _ in sites]
     for name in gone:
         owners = [i for i, mask in enumerate(masks) if deps[name] & mask]

@@ -32,8 +32,8 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
 
 def _require_shapes(r: Region, inputs: list[Tensor]) -> None:
     """Raises BrokenInvariant, while compiling, for inputs that are not what the Region says. Static sizes only."""
-    wanted = {p.a: (1, p.k) for p in r.products}
-    wanted |= {p.b: (1, p.k if p.b_layout == "nk" else r.n) for p in r.products}
+    wanted = {a: (1, p.k) for p in r.products for a, _ in p.pairs}
+    wanted |= {b: (1, p.k if p.b_layout == "nk" else r.n) for p in r.products for _, b in p.pairs}
     sizes = {"feature": (0, r.width), "tile": (1, r.n), "table": (1, 2 * r.half)}
     wanted |= {i: sizes[o.extent] for i, o in enumerate(r.operands, r.matrices) if o.extent != "token"}
     for i, (dim, size) in wanted.items():
@@ -60,4 +60,4 @@ STORED = torch.ops.coda.stored.default
 def _flops(inputs: list[torch.Size], region: str, target: str, *_: object, **__: object) -> int:
     """What the partitioner weighs against memory, under an activation memory budget."""
     r = parse(region)
-    return sum(2 * inputs[p.a][0] * r.n * p.k for p in r.products)
+    return sum(2 * inputs[a][0] * r.n * p.k for p in r.products for a, _ in p.pairs)

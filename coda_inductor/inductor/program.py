@@ -81,8 +81,9 @@ class Derived:
     @classmethod
     def of(cls, plan: Plan, builts: list[Built]) -> Derived:
         loads = []
-        for draft in (b.draft for b in builts):
-            loads.append(plan.loads(draft, *draft.values))
+        for b in builts:
+            read = plan.loads(b.draft, *b.draft.values).items()
+            loads.append({x: source for x, source in read if x is not b.added})
         return cls(plan, builts, loads)
 
 
@@ -155,15 +156,15 @@ class Listing:
                 if (result := results.get(j + len(built.draft.stores))) is not None:
                     self.names[result] = f"s{i}{_suffix(j, len(built.draft.sums))}"
                     self.by_term[t] = self.names[result]
-            for j, acc in enumerate(built.draft.space.accs):
-                self.by_term[acc] = f"acc{i}{_suffix(j, len(built.draft.space.accs))}"
+            for j, acc in enumerate(built.products):
+                self.by_term[acc] = f"acc{i}{_suffix(j, len(built.products))}"
             for x, source in derived.loads[self.regions.index(step)].items():
                 if isinstance(source, Computed):
                     self.by_term[x] = self._input(step, built, source)
             for node, stored in built.draft.supplies.items():
                 self.supplied[node.name] = results[built.draft.stores.index(stored)]
         products = derived.plan.program.lifted.products
-        made = {acc.bit: self.by_term[acc].rstrip("ab") for b in derived.builts for acc in b.draft.space.accs}
+        made = {acc.bit: self.by_term[acc].rstrip("ab") for b in derived.builts for acc in b.products}
         made |= {bit: self.names[p.node] for bit, p in products.items() if bit not in made and p.node in self.names}
         for t in derived.plan.program.lifted.terms:
             lanes = "".join(f"[{i}]" for _, i in t.lanes)
@@ -234,13 +235,14 @@ class Listing:
         built, site = self.derived.builts[at], self.report.sites[at]
         draft, region = built.draft, built.region
         names = {x: self._input(step, built, s) for x, s in self.derived.loads[at].items()}
-        names |= {acc: self.by_term[acc] for acc in draft.space.accs}
+        names |= {acc: self.by_term[acc] for acc in built.products}
+        each = [(i, p.k, *pair) for i, p in enumerate(region.products) for pair in p.pairs]
         products = [
             {
-                "name": self.by_term[acc], "a": self._input(step, built, built.inputs[p.a]),
-                "b": right(region, i, self._input(step, built, built.inputs[p.b])), "k": str(p.k),
+                "name": self.by_term[acc], "a": self._input(step, built, built.inputs[a]),
+                "b": right(region, i, self._input(step, built, built.inputs[b])), "k": str(k),
             }
-            for i, (acc, p) in enumerate(zip(draft.space.accs, region.products, strict=True))
+            for acc, (i, k, a, b) in zip(built.products, each, strict=True)
         ]  # fmt: skip
         results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
         stores, sums = [], []

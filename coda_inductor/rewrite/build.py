@@ -6,6 +6,7 @@ equal layers give equal Regions.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -20,6 +21,7 @@ from coda_inductor.rewrite.draft import Computed, Draft, Loaded, Stored
 from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import weight_of
+from coda_inductor.rewrite.summed import addend
 
 Value = str | float
 EXTENTS = ("scalar", "token", "feature", "table", "tile")
@@ -54,17 +56,30 @@ Source = Loaded | Weight | Table
 
 @dataclass(slots=True)
 class Built:
-    """A Region, its inputs in order, and what each output is: the drafts' stores, then its sums."""
+    """A Region, its inputs in order, and what each output is: the drafts' stores, then its sums. `added` is the product
+    that its accumulator sums up with its own."""
 
     region: Region
     inputs: list[Source]
     draft: Draft
+    added: Term | None = None
+
+    @property
+    def products(self) -> list[Term]:
+        """The products that it computes: its accumulators, and what is added to one."""
+        return [*self.draft.space.accs, *([] if self.added is None else [self.added])]
+
+    @property
+    def mask(self) -> int:
+        """These products, as a bit set."""
+        return functools.reduce(int.__or__, (acc.hosts for acc in self.products))
 
 
 @dataclass(slots=True)
 class _Writer:
     plan: Plan
     draft: Draft
+    added: Term | None
     lets: list[Let] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
@@ -185,6 +200,8 @@ class _Writer:
     def _add(self, t: Term) -> Value:
         out: Value | None = None
         for a, w in sorted(self.plan.program.summands(t), key=lambda aw: self._rank(aw[0])):
+            if a is self.added:  # the accumulator holds it
+                continue
             x = self.value(a)
             if out is not None and w == -1:
                 out = self.let("sub", out, x)
@@ -202,7 +219,7 @@ class _Writer:
 
 def build(plan: Plan, draft: Draft) -> Built:
     """Writes the Region of a draft and verifies it."""
-    writer = _Writer(plan, draft)
+    writer = _Writer(plan, draft, addend(plan, draft))
     total = plan.program.lifted.reading.axes.total
     half = total(draft.space.heads.minor).static if draft.space.heads else 0
     assert half is not None
@@ -210,14 +227,14 @@ def build(plan: Plan, draft: Draft) -> Built:
     matrices: list[Source] = []
     products = []
     for i, acc in enumerate(draft.space.accs):
-        product = plan.program.product(acc)
-        a, b = plan.operand(acc), _weight(plan, draft, acc)
-        for m in (a, b):
-            if m not in matrices:
-                matrices.append(m)
-        k = total(acc.over).static
+        placed = []
+        for con in (acc, writer.added) if writer.added is not None else (acc,):
+            pair = plan.operand(con), _weight(plan, draft, con)
+            matrices += [m for m in pair if m not in matrices]
+            placed.append((matrices.index(pair[0]), matrices.index(pair[1])))
+        k, layout = total(acc.over).static, weight_of(plan.program.product(acc))[1]
         assert k is not None
-        products.append(Product(f"acc{i}", matrices.index(a), matrices.index(b), k, weight_of(product)[1]))  # type: ignore[arg-type]
+        products.append(Product(f"acc{i}", *placed[0], k, layout, *placed[1:]))  # type: ignore[arg-type]
         writer.values[acc] = f"acc{i}"
     stores = tuple(writer.store(s) for s in draft.stores)
     rows = set(draft.space.rows)
@@ -228,7 +245,7 @@ def build(plan: Plan, draft: Draft) -> Built:
     n = total(draft.space.columns).static
     assert n is not None
     region = Region(n, writer._dtype(), tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums, half)
-    return Built(verify(region), [*matrices, *writer.sources], draft)
+    return Built(verify(region), [*matrices, *writer.sources], draft, writer.added)
 
 
 def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]]:

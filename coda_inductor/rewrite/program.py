@@ -65,13 +65,15 @@ class Program:
     """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
 
     `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
-    stays as the user wrote it; `unhalved` those whose heads are not halved.
+    stays as the user wrote it; `unhalved` those whose heads are not halved, `unsummed` those to whose sums no other
+    product is added.
     """
 
     lifted: Lifted
     banned: dict[int, str] = field(default_factory=dict)
     undeferred: frozenset[int] = frozenset()
     unhalved: frozenset[int] = frozenset()
+    unsummed: frozenset[int] = frozenset()
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
     products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)

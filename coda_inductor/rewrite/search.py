@@ -23,12 +23,15 @@ def plan(
     banned: dict[int, str] | None = None,
     undeferred: int = 0,
     unhalved: frozenset[int] = frozenset(),
+    unsummed: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
-    of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `unhalved` ones are not halved."""
+    of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `unhalved` ones are not halved; to the
+    sums of `unsummed` ones no other product is added."""
     bans, never, crowded = dict(banned or {}), frozenset[fx.Node](), 0
     while True:  # each round adds to one of five finite sets, or is the last
-        program = Program(lifted, bans, frozenset(i for i in lifted.products if undeferred >> i & 1), unhalved)
+        as_written = frozenset(i for i in lifted.products if undeferred >> i & 1)
+        program = Program(lifted, bans, as_written, unhalved, unsummed)
         made = Plan(program, derive(program, laws), again=Again(never), crowded=crowded)
         try:
             made.run()

@@ -22,6 +22,8 @@ from codegen_cases import (
     rotary_tables,
     scores,
     softmax_sum,
+    summed,
+    summed_norm_backward,
     swiglu,
     swiglu_backward,
     weighted_sums,
@@ -53,7 +55,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 
 
 EVERYWHERE = (
-    norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, swiglu_backward, bias_sums,
+    norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, summed, summed_norm_backward,
+    swiglu_backward, bias_sums,
 )  # fmt: skip
 TILES = tuple(dict.fromkeys(tiles.LARGE + tiles.DEEP))
 
@@ -70,7 +73,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def lane_orders(region: Region) -> tuple[bool, ...]:
-    return (False, True)[: 1 if region.half else len(region.products)]
+    return (False, True)[: 1 if region.half else sum(len(p.pairs) for p in region.products)]
 
 
 def verdict(region: Region, inputs: list[Tensor], outs: list[Tensor]) -> dict[int, float]:

@@ -1,0 +1,222 @@
+"""Two products in one sum: which epilogues take another product into their accumulator, and how it is launched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from codegen_cases import random_inputs, summed, summed_norm_backward
+from compiling import REFERENCE, close, run
+from evaluate import captured
+from torch import Tensor, nn
+from zoo import Decoder, Shape, token_ids
+
+from coda_inductor.codegen import executable, launch, legality
+from coda_inductor.codegen.executable import Executable, Parts
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import DTYPES, Region, parse
+from coda_inductor.core.settings import Settings
+from coda_inductor.core.text import show
+from coda_inductor.inductor.joint import Verdict
+from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.plan import Plan
+
+STRICT = REFERENCE | {"strict": True}
+TILE = Config(128, 128, 1, 2, True)
+
+pytestmark = pytest.mark.usefixtures("uncached")
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def given() -> dict[str, Tensor]:
+    """Two left operands and a third, with weights of both layouts; `tall` sums over more."""
+    shapes = {"x": (300, 16), "y": (300, 16), "z": (300, 16), "w": (16, 24), "v": (16, 24), "u": (16, 24)}
+    return {name: drawn(*shape) for name, shape in (shapes | {"wt": (24, 16), "tall": (300, 8), "t": (8, 24)}).items()}
+
+
+GRAPHS: dict[str, tuple[Callable[..., Any], int]] = {
+    "added": (lambda i: (i["x"] @ i["w"] + i["y"] @ i["v"]).relu(), 1),
+    "and nothing else": (lambda i: i["x"] @ i["w"] + i["y"] @ i["v"], 1),
+    "of linear layers": (lambda i: F.linear(i["x"], i["wt"]).add(F.linear(i["y"], i["wt"] + 1)).relu(), 1),
+    "both taken away": (lambda i: (1 - i["x"] @ i["w"] - i["y"] @ i["v"]).relu(), 1),
+    "of three": (lambda i: (i["x"] @ i["w"] + i["y"] @ i["v"] + i["z"] @ i["u"]).relu(), 1),
+    "twice, in one sum": (lambda i: ((s := i["x"] @ i["w"] + i["y"] @ i["v"]).relu(), s.tanh()), 1),
+    "one taken away": (lambda i: (i["x"] @ i["w"] - i["y"] @ i["v"]).relu(), 0),
+    "one doubled": (lambda i: (i["x"] @ i["w"] + 2 * (i["y"] @ i["v"])).relu(), 0),
+    "one through more": (lambda i: ((i["x"] @ i["w"]).tanh() + i["y"] @ i["v"]).relu(), 0),
+    "the other read as well": (lambda i: ((p := i["x"] @ i["w"]), (p + i["y"] @ i["v"]).relu()), 0),
+    "its tile read as well": (lambda i: ((p := i["x"] @ i["w"]).t(), (p + i["y"] @ i["v"]).relu()), 0),
+    "and multiplied": (lambda i: ((p := i["x"] @ i["w"]) + i["y"] @ i["v"]) * p, 0),
+    "the first again": (lambda i: (i["x"] @ i["w"] + (q := i["y"] @ i["v"])).relu() * q, 0),
+    "other depths": (lambda i: (i["tall"] @ i["t"] + i["y"] @ i["v"]).relu(), 0),
+    "other layouts": (lambda i: (i["x"] @ i["wt"].t() + i["y"] @ i["v"]).relu(), 0),
+    "of one left operand": (lambda i: (i["x"] @ i["w"] + i["x"] @ i["v"]).relu(), 0),
+    "of one weight": (lambda i: (i["x"] @ i["w"] + i["y"] @ i["w"]).relu(), 0),
+    "an operand with gaps": (lambda i: (i["x"] @ i["w"] + i["gaps"] @ i["v"]).relu(), 0),
+}
+
+
+def sums(regions: list[Region]) -> int:
+    return sum(p.plus is not None for r in regions for p in r.products)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_which_products_meet_in_one_accumulator(name: str) -> None:
+    function, wanted = GRAPHS[name]
+    inputs = given() | {"gaps": drawn(300, 40)[:, :16]}
+
+    def called(*tensors: Tensor) -> Any:
+        return function(dict(zip(inputs, tensors, strict=True)))
+
+    ran = run(called, *inputs.values(), options=STRICT)
+    found, right = ran.output, function(inputs)
+    for mine, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, right)), strict=True):
+        close(mine, theirs)
+    assert sums([site.region for report in ran.reports for site in report.sites]) == wanted
+
+
+class Attending(nn.Module):
+    """Grouped heads behind a norm, and a gated MLP behind another."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(32, eps=1e-5), nn.RMSNorm(32, eps=1e-5)
+        self.q, self.k, self.v = (nn.Linear(32, n, bias=False) for n in (32, keys, keys))
+        self.o, self.down = nn.Linear(32, 32, bias=False), nn.Linear(48, 32, bias=False)
+        self.gate, self.up = (nn.Linear(32, 48, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.first(x)
+        q, k, v = (w(n).unflatten(-1, (-1, 8)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        n = self.second(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("keys", [16, 32])
+def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int) -> None:
+    """Of gate and up, and of keys and values; the queries' then adds to a tile."""
+    model, x = Attending(keys).double(), drawn(4, 80, 32).requires_grad_()
+    ran = run(model, x, grad=True, options=STRICT)
+    eager = model(x)
+    wanted = torch.autograd.grad(eager.square().sum(), [x, *model.parameters()])
+    found = torch.autograd.grad(ran.output.square().sum(), [x, *model.parameters()])
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
+    regions = [site.region for report in ran.reports for site in report.sites]
+    assert sums(regions) == 2
+    texts = [show(r) for r in regions if r.products[0].plus is not None]
+    assert all(text.count(" @ ") == 2 and "per tile" not in text.split("\n")[1] for text in texts)
+
+
+def test_one_that_loses_is_two_products_again() -> None:
+    """Neither is left to Inductor for it."""
+    rounds = list[list[Region]]()
+
+    def slower(plan: Plan, builts: list[Built]) -> Verdict:
+        rounds.append([b.region for b in builts])
+        lost = [acc.bit for b in builts if b.added is not None for acc in b.draft.space.accs]
+        return Verdict(dict.fromkeys(lost, "measured slower"))
+
+    (module,) = captured(lambda x, y, w, v: (x @ w + y @ v).relu(), *list(given().values())[:2], *both())
+    report = rewrite_for(module.graph, Settings(target="reference"), slower)
+    assert [sums(regions) for regions in rounds] == [1, 0]
+    assert [o.extent for o in rounds[1][0].operands] == ["tile"] and len(report.sites) == 1
+
+
+def both() -> list[Tensor]:
+    return [drawn(16, 24), drawn(16, 24)]
+
+
+@pytest.mark.parametrize(("options", "wanted"), [({"disable": "summed"}, 0), ({"only": "summed"}, 1), ({}, 1)])
+def test_they_can_be_switched_off(options: dict[str, str], wanted: int) -> None:
+    x, y = drawn(300, 16), drawn(300, 16)
+    w, v = both()
+    ran = run(lambda *i: (i[0] @ i[2] + i[1] @ i[3]).relu(), x, y, w, v, options=STRICT | options)
+    close(ran.output, (x @ w + y @ v).relu())
+    regions = [site.region for report in ran.reports for site in report.sites]
+    assert len(regions) == 1 and sums(regions) == wanted
+
+
+def test_strict_numerics_round_each_product() -> None:
+    ran = run(lambda *i: (i[0] @ i[2] + i[1] @ i[3]).relu(), *(x.bfloat16() for x in (drawn(300, 16), drawn(300, 16))),
+              *(x.bfloat16() for x in both()), options=STRICT | {"numerics": "strict"})  # fmt: skip
+    assert sums([site.region for report in ran.reports for site in report.sites]) == 0
+
+
+def test_a_decoder_sums_in_each_layer() -> None:
+    model, ids = Decoder(Shape(rope=True)).double(), token_ids()
+    ran = run(lambda ids: model(ids).square().sum(), ids, grad=True, options=STRICT)
+    assert sums([site.region for report in ran.reports for site in report.sites]) == 4
+
+
+@pytest.mark.parametrize("k", [64, 96])
+def test_depths_that_tiles_divide_are_legal(k: int) -> None:
+    region = summed(256, 128)
+    region = dataclasses.replace(region, products=(dataclasses.replace(region.products[0], k=k),))
+    if k % 64:
+        with pytest.raises(Unsupported, match="not a multiple of 64"):
+            legality.check(region)
+        return
+    legality.check(region)
+    assert parse(region.text) == region
+
+
+@pytest.mark.parametrize("a_turned", [False, True])
+@pytest.mark.parametrize("b_turned", [False, True])
+@pytest.mark.parametrize("make", [summed, summed_norm_backward])
+def test_what_a_kernel_is_told_spans_both_tensors(
+    make: Callable[[int, int], Region], a_turned: bool, b_turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever lies first: the two products are read back from the addresses, and give the Region's sum."""
+    region, asked = make(64, 128), list[tuple[Any, ...]]()
+    p = region.products[0]
+    inputs = random_inputs(region, 40, "cpu")
+    for side, turned in zip(zip(*p.pairs, strict=True), (a_turned, b_turned), strict=True):
+        order = side[::-1] if turned else side
+        for i, x in zip(order, torch.stack([inputs[j] for j in order]).unbind(), strict=True):
+            inputs[i] = x
+    fields = ("a_apart", "b_apart", "crossed", "x1", "x2", "x3", "x4", "c", "r0", "r1")
+    monkeypatch.setattr(executable, "resident", lambda config: 1)
+    kernel = Executable(region, TILE, Parts(lambda *given: asked.append(given), fields, 8, None))
+    outs = [torch.empty(40, 64, dtype=DTYPES[s.dtype]) for s in region.stores]
+    kernel(inputs, outs + [torch.empty(0) for _ in region.reductions])
+    ((a, b, *_),) = asked
+    a_apart, b_apart, crossed = asked[0][4][:3]
+    assert a_apart > 0 and b_apart > 0 and crossed == (a_turned != b_turned)
+    both = [x.as_strided((2, *x.shape), (apart, *x.stride())) for x, apart in ((a, a_apart), (b, b_apart))]
+    weights = both[1].flip(0) if crossed else both[1]
+    weights = weights.transpose(1, 2) if p.b_layout == "nk" else weights
+    found = (both[0].float() @ weights.float()).sum(0)
+    bare = dataclasses.replace(region, operands=(), lets=(), stores=(), reductions=region.reductions[-1:])
+    bare = dataclasses.replace(bare, stores=(dataclasses.replace(region.stores[0], value="acc", dtype="f32"),))
+    torch.testing.assert_close(found, interpret(bare, inputs[: region.matrices])[0])
+
+
+def test_tensors_that_no_descriptor_spans_run_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another pitch, or the same twice."""
+    launch.FALLBACKS.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
+    region = summed(64, 64)
+    kernel, inputs = launch.kernel(region.text, str(tmp_path / "kernels")), random_inputs(region, 8, "cpu")
+    for i, other in ((2, torch.randn(8, 128).half()[:, :64]), (3, inputs[1])):
+        changed = [other if j == i else x for j, x in enumerate(inputs)]
+        outs = [torch.empty(8, 64, dtype=torch.half), torch.empty(8)]
+        with pytest.warns(RuntimeWarning, match="two matrices") if i == 2 else contextlib.nullcontext():
+            kernel(changed, outs)
+        for out, wanted in zip(outs, interpret(region, changed), strict=True):
+            assert torch.equal(out, wanted)
+    assert sum(launch.FALLBACKS.values()) == 2
