@@ -25,8 +25,7 @@ from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
-from coda_inductor.inductor.joint import Verdict
-from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.joint import Verdict, rewrite
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -122,19 +121,26 @@ def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int) ->
     assert all(text.count(" @ ") == 2 and "per tile" not in text.split("\n")[1] for text in texts)
 
 
-def test_one_that_loses_is_two_products_again() -> None:
-    """Neither is left to Inductor for it."""
+@pytest.mark.parametrize("illegal", [False, True])
+def test_one_that_no_kernel_can_do_is_two_products_again(illegal: bool) -> None:
+    """One that loses is left to Inductor: two products apart take longer."""
     rounds = list[list[Region]]()
+
+    def legal(region: Region) -> None:
+        if illegal and region.products[0].plus is not None:
+            raise Unsupported("a sum of two")
 
     def slower(plan: Plan, builts: list[Built]) -> Verdict:
         rounds.append([b.region for b in builts])
-        lost = [acc.bit for b in builts if b.added is not None for acc in b.draft.space.accs]
-        return Verdict(dict.fromkeys(lost, "measured slower"))
+        return Verdict({acc.bit: "measured slower" for b in builts if b.added for acc in b.products})
 
     (module,) = captured(lambda x, y, w, v: (x @ w + y @ v).relu(), *list(given().values())[:2], *both())
-    report = rewrite_for(module.graph, Settings(target="reference"), slower)
-    assert [sums(regions) for regions in rounds] == [1, 0]
-    assert [o.extent for o in rounds[1][0].operands] == ["tile"] and len(report.sites) == 1
+    report = rewrite(module.graph, Settings(target="reference"), legal=legal, decide=slower)
+    assert [sums(regions) for regions in rounds] == ([0] if illegal else [1, 0])
+    assert len(report.sites) == illegal and all(r.reason == "measured slower" for r in report.refused)
+    assert bool(report.refused) is not illegal
+    if illegal:
+        assert [o.extent for o in rounds[0][0].operands] == ["tile"]
 
 
 def both() -> list[Tensor]:

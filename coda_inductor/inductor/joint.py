@@ -158,10 +158,12 @@ def _settled(
         made = plan(lifted, laws, banned, undeferred, unhalved, unsummed)
         unhalved |= made.program.unhalved
         builts = [build(made, draft) for draft in made.unique()]
-        verdict = Verdict(illegal) if (illegal := _illegal(builts, legal, settings)) else decide(made, builts)
+        illegal = _illegal(builts, legal, settings)
+        verdict = Verdict(illegal) if illegal else decide(made, builts)
         halved = _lost(verdict, [b for b in builts if b.region.half])
-        summed = _lost(verdict, [b for b in builts if b.added is not None])
-        if lost := halved | summed:  # the product may do without its heads' halves, or without another's sums
+        # Two products apart took 1 to 3 % longer than in one sum (H200, bench/results/summed.jsonl): what lost is lost.
+        summed = _lost(Verdict(illegal), [b for b in builts if b.added is not None])
+        if lost := halved | summed:  # the product may do without its heads' halves, or without another in its sum
             unhalved |= halved
             unsummed |= summed
             why_unhalved |= {bit: verdict.banned[bit] for bit in halved}
