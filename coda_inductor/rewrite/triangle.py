@@ -33,6 +33,9 @@ def triangle(program: Program, red: Term, adjoint: bool) -> Term:
     factor, parts = found[0]
     q = {f: p for f, p in powers.items() if f is not factor}
     out = []
+    if (before := _before_the_last(program, q, parts, over)) is not None:
+        out.append(terms.mul(terms.const(number(x)), before[0]))
+        parts = [part for part in parts if part not in before[1]]
     for part, w in parts:
         if part.kind == "con":
             taken = _taken(program, q, part, over, adjoint)
@@ -42,6 +45,28 @@ def triangle(program: Program, red: Term, adjoint: bool) -> Term:
             return red
         out += [terms.mul(terms.const(w * number(x)), t) for t in taken]
     return terms.add(*out)
+
+
+def _before_the_last(
+    program: Program, q: Factors, parts: Weighted, over: tuple[int, ...]
+) -> tuple[Term, Weighted] | None:
+    """Of several products that add up, the last one's epilogue has the row late; the others' sum of q times them can be
+    taken where they are added. That reads q once, where the triangle reads two tensors beside attention for each:
+    (that sum, the parts that it is of) where these are wider."""
+    terms, total = program.lifted.terms, program.lifted.reading.axes.total
+    products = [(c, w) for c, w in parts if c.kind == "con"]
+    last = max(c.bit for c, _ in products)
+    early = [(c, w) for c, w in products if c.bit != last]
+    depths, width = [total(c.over).static for c, _ in early], total(over).static
+    if any(c.args[0].hosts for c, _ in early) or width is None or None in depths:
+        return None  # an epilogue has it, and q W, at hand
+    if 2 * sum(depths) <= width:  # type: ignore[arg-type]
+        return None
+    added = terms.add(*(c for c, _ in early), signs=[w for _, w in early])
+    s = terms.red(
+        "sum", terms.mul(added, *(terms.power(f, p) for f, p in q.items())), over, program.lifted.extents(over)
+    )
+    return (s, early) if s.kind == "red" and _summable(program, s) else None
 
 
 def _made_earlier(
