@@ -21,7 +21,7 @@ from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.schedule import partition, saved
 
-BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 128, 4, 2, 16
+BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 128, 8, 2, 16  # of wider keys and values the sums are taken elsewhere
 WIDTH, NARROW = HEADS * SIZE, GROUPS * SIZE
 
 pytestmark = pytest.mark.usefixtures("uncached")

@@ -89,10 +89,11 @@ def test_which_products_meet_in_one_accumulator(name: str) -> None:
 class Attending(nn.Module):
     """Grouped heads behind a norm, and a gated MLP behind another."""
 
-    def __init__(self, keys: int) -> None:
+    def __init__(self, keys: int, bias: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.RMSNorm(32, eps=1e-5), nn.RMSNorm(32, eps=1e-5)
-        self.q, self.k, self.v = (nn.Linear(32, n, bias=False) for n in (32, keys, keys))
+        self.q, self.v = (nn.Linear(32, n, bias=bias) for n in (32, keys))
+        self.k = nn.Linear(32, keys, bias=False)  # its gradient would be 0
         self.o, self.down = nn.Linear(32, 32, bias=False), nn.Linear(48, 32, bias=False)
         self.gate, self.up = (nn.Linear(32, 48, bias=False) for _ in range(2))
 
@@ -105,10 +106,12 @@ class Attending(nn.Module):
         return x + self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("keys", [16, 32])
-def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int) -> None:
-    """Of gate and up, and of keys and values; the queries' then adds to a tile."""
-    model, x = Attending(keys).double(), drawn(4, 80, 32).requires_grad_()
+@pytest.mark.parametrize(("keys", "bias", "summed"), [(8, False, 0), (16, False, 1), (32, False, 1), (32, True, 0)])
+def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int, bias: bool, summed: int) -> None:
+    """Of gate and up, and of keys and values; the queries' then adds to a tile. There the norm's statistic of keys and
+    values is `summed` as well, if they are so wide that a pass beside attention would read more (and none reads them
+    anyway, for the gradients of biases)."""
+    model, x = Attending(keys, bias).double(), drawn(4, 80, 32).requires_grad_()
     ran = run(model, x, grad=True, options=STRICT)
     eager = model(x)
     wanted = torch.autograd.grad(eager.square().sum(), [x, *model.parameters()])
@@ -117,6 +120,8 @@ def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int) ->
         close(mine, theirs)
     regions = [site.region for report in ran.reports for site in report.sites]
     assert sums(regions) == 2
+    over_rows = [any(s.is_row_sum for s in r.reductions) for r in regions if r.products[0].plus is not None]
+    assert sum(over_rows) == summed
     texts = [show(r) for r in regions if r.products[0].plus is not None]
     assert all(text.count(" @ ") == 2 and "per tile" not in text.split("\n")[1] for text in texts)
 

@@ -58,8 +58,10 @@ def _before_the_last(
     last = max(c.bit for c, _ in products)
     early = [(c, w) for c, w in products if c.bit != last]
     depths, width = [total(c.over).static for c, _ in early], total(over).static
-    if any(c.args[0].hosts for c, _ in early) or width is None or None in depths:
-        return None  # an epilogue has it, and q W, at hand
+    if any(c.args[0].hosts or c.args[0] in program.lifted.summed for c, _ in early):
+        return None  # an epilogue has it, and q W, at hand, or a pass reads it anyway, for the gradient of a bias
+    if width is None or None in depths:
+        return None
     if 2 * sum(depths) <= width:  # type: ignore[arg-type]
         return None
     added = terms.add(*(c for c, _ in early), signs=[w for _, w in early])
