@@ -25,7 +25,7 @@ from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
-from coda_inductor.inductor.joint import Verdict, rewrite
+from coda_inductor.inductor.joint import Report, Verdict, rewrite
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -126,26 +126,36 @@ def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int, bi
     assert all(text.count(" @ ") == 2 and "per tile" not in text.split("\n")[1] for text in texts)
 
 
-@pytest.mark.parametrize("illegal", [False, True])
-def test_one_that_no_kernel_can_do_is_two_products_again(illegal: bool) -> None:
-    """One that loses is left to Inductor: two products apart take longer."""
+def test_one_that_no_kernel_can_do_is_two_products_again() -> None:
+    rounds, report = derived(legal=one_product, slower=lambda b: False)
+    assert [sums(regions) for regions in rounds] == [0] and len(report.sites) == 1
+    assert [o.extent for o in rounds[0][0].operands] == ["tile"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_one_that_loses_may_win_with_nothing_beside_the_sum(again: bool) -> None:
+    """If that loses as well, both products are left to Inductor."""
+    rounds, report = derived(legal=lambda region: None, slower=lambda b: again or bool(b.region.lets))
+    assert [sums(regions) for regions in rounds] == [1, 1, *([0] if again else [])]
+    assert [len(r.lets) for r in (rounds[0][0], rounds[1][0])] == [1, 0]
+    assert len(report.sites) == (not again) and {r.reason for r in report.refused} == {"measured slower"}
+
+
+def one_product(region: Region) -> None:
+    if region.products[0].plus is not None:
+        raise Unsupported("a sum of two")
+
+
+def derived(legal: Callable[[Region], None], slower: Callable[[Built], bool]) -> tuple[list[list[Region]], Report]:
+    """The Regions of each round in which `slower` ones lose, and what came of it."""
     rounds = list[list[Region]]()
 
-    def legal(region: Region) -> None:
-        if illegal and region.products[0].plus is not None:
-            raise Unsupported("a sum of two")
-
-    def slower(plan: Plan, builts: list[Built]) -> Verdict:
+    def decide(plan: Plan, builts: list[Built]) -> Verdict:
         rounds.append([b.region for b in builts])
-        return Verdict({acc.bit: "measured slower" for b in builts if b.added for acc in b.products})
+        return Verdict({acc.bit: "measured slower" for b in builts if b.added and slower(b) for acc in b.products})
 
     (module,) = captured(lambda x, y, w, v: (x @ w + y @ v).relu(), *list(given().values())[:2], *both())
-    report = rewrite(module.graph, Settings(target="reference"), legal=legal, decide=slower)
-    assert [sums(regions) for regions in rounds] == ([0] if illegal else [1, 0])
-    assert len(report.sites) == illegal and all(r.reason == "measured slower" for r in report.refused)
-    assert bool(report.refused) is not illegal
-    if illegal:
-        assert [o.extent for o in rounds[0][0].operands] == ["tile"]
+    return rounds, rewrite(module.graph, Settings(target="reference"), legal=legal, decide=decide)
 
 
 def both() -> list[Tensor]:

@@ -145,7 +145,7 @@ class Contest:
         program = plan.program
         before = sum(1 << bit for bit in program.undeferred)
         laws = laws_of(self.settings)
-        alike = program.unhalved, program.unsummed
+        alike = program.unhalved, program.unsummed, program.only_summed
         return search.plan(program.lifted, laws, program.banned | banned, before | undeferred, *alike)
 
     def better_undeferred(self, plan: Plan, close: dict[int, list[Built]]) -> int:

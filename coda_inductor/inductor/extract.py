@@ -156,7 +156,10 @@ def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], li
     nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
     deps, mask = plan.program.lifted.deps, group.mask
     late = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
-    left = {held for n in late if n.users.keys() - needed for held in group.memory.of(n)}
+    # (Two products that are added up: the sum is part of the loop that reads it, and of no time of its own.)
+    sums = {node for b in group.builts if b.only_sums for node in b.draft.supplies}
+    read = {n: n.all_input_nodes if n in sums else group.memory.of(n) for n in late if n.users.keys() - needed}
+    left = {held for nodes in read.values() for held in nodes}
     return needed, given, [*again, *(n for n in late if n in left), *group.taken]
 
 

@@ -152,22 +152,24 @@ def _settled(
     laws = laws_of(settings)
     normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
     banned, undeferred, unhalved, why_unhalved = dict[int, str](), 0, frozenset[int](), dict[int, str]()
-    unsummed = frozenset[int]()
+    unsummed, only_summed = frozenset[int](), dict[int, str]()
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
-        made = plan(lifted, laws, banned, undeferred, unhalved, unsummed)
+        made = plan(lifted, laws, banned, undeferred, unhalved, unsummed, only_summed)
         unhalved |= made.program.unhalved
         builts = [build(made, draft) for draft in made.unique()]
         illegal = _illegal(builts, legal, settings)
         verdict = Verdict(illegal) if illegal else decide(made, builts)
-        halved = _lost(verdict, [b for b in builts if b.region.half])
-        # Two products apart took 1 to 3 % longer than in one sum (H200, bench/results/summed.jsonl): what lost is lost.
-        summed = _lost(Verdict(illegal), [b for b in builts if b.added is not None])
-        if lost := halved | summed:  # the product may do without its heads' halves, or without another in its sum
-            unhalved |= halved
-            unsummed |= summed
-            why_unhalved |= {bit: verdict.banned[bit] for bit in halved}
-            banned |= {bit: why for bit, why in verdict.banned.items() if bit not in lost}
+        halved = _lost(verdict.banned, [b for b in builts if b.region.half])
+        apart = _lost(illegal, [b for b in builts if b.added is not None])
+        bare = _lost(verdict.banned, [b for b in builts if b.added is not None and not b.only_sums and not illegal])
+        if halved or apart or bare:
+            # It may win without the halves of its heads, with no other product in its sum, or with nothing beside the
+            # sum. (As two products, with the rest, it lost where it did as one: Llama 1B and width 8192, at 43c6b12.)
+            unhalved, unsummed = unhalved | halved.keys(), unsummed | apart.keys()
+            only_summed |= bare
+            why_unhalved |= halved
+            banned |= {bit: why for bit, why in verdict.banned.items() if bit not in halved | apart | bare}
             undeferred |= verdict.undeferred
             continue
         if (verdict.settled or verdict.banned) and (untaken := _untaken(normalisers, builts, verdict.banned)):
@@ -184,10 +186,10 @@ def _settled(
         undeferred |= verdict.undeferred
 
 
-def _lost(verdict: Verdict, builts: list[Built]) -> frozenset[int]:
-    """The products of those of these Regions that lost."""
-    bits = {bit for b in builts for bit in range(b.mask.bit_length()) if b.mask >> bit & 1}
-    return frozenset(bits & verdict.banned.keys())
+def _lost(banned: dict[int, str], builts: list[Built]) -> dict[int, str]:
+    """The products, by bit, of those of these Regions that lost, with the reason."""
+    bits = {acc.bit for b in builts for acc in b.products}
+    return {bit: why for bit, why in banned.items() if bit in bits}
 
 
 def _reason(made: Plan, refused: Refused, unhalved: dict[int, str]) -> str:

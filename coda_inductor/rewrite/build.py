@@ -70,6 +70,12 @@ class Built:
         return [*self.draft.space.accs, *([] if self.added is None else [self.added])]
 
     @property
+    def only_sums(self) -> bool:
+        """Does it add two products up and nothing else?"""
+        r = self.region
+        return self.added is not None and not (r.operands or r.lets or r.reductions)
+
+    @property
     def mask(self) -> int:
         """These products, as a bit set."""
         return functools.reduce(int.__or__, (acc.hosts for acc in self.products))

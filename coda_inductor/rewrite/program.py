@@ -66,7 +66,7 @@ class Program:
 
     `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
     stays as the user wrote it; `unhalved` those whose heads are not halved, `unsummed` those to whose sums no other
-    product is added.
+    product is added, and `only_summed` those whose epilogues do nothing else, with the reason.
     """
 
     lifted: Lifted
@@ -74,6 +74,7 @@ class Program:
     undeferred: frozenset[int] = frozenset()
     unhalved: frozenset[int] = frozenset()
     unsummed: frozenset[int] = frozenset()
+    only_summed: dict[int, str] = field(default_factory=dict)
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
     products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
@@ -224,6 +225,9 @@ class Program:
         """Can the epilogue of `space` make t? Raises Unsupported with the first condition that fails."""
         if space.heads is not None and space.heads.lane not in t.axes:
             raise Unsupported(MIXED)
+        bit, added = space.accs[-1].bit, t.args if t.kind == "add" else (t,)
+        if bit in self.only_summed and any(a.kind != "con" for a in added):
+            raise Unsupported(self.only_summed[bit])
         seen, todo = set[Term](), self.parts(t, space)
         while todo:
             x = todo.pop()

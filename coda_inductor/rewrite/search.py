@@ -24,14 +24,16 @@ def plan(
     undeferred: int = 0,
     unhalved: frozenset[int] = frozenset(),
     unsummed: frozenset[int] = frozenset(),
+    only_summed: dict[int, str] | None = None,
 ) -> Plan:
     """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
     of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `unhalved` ones are not halved; to the
-    sums of `unsummed` ones no other product is added."""
+    sums of `unsummed` ones no other product is added, and epilogues of `only_summed` ones do nothing else, for the
+    given reasons."""
     bans, never, crowded = dict(banned or {}), frozenset[fx.Node](), 0
     while True:  # each round adds to one of five finite sets, or is the last
         as_written = frozenset(i for i in lifted.products if undeferred >> i & 1)
-        program = Program(lifted, bans, as_written, unhalved, unsummed)
+        program = Program(lifted, bans, as_written, unhalved, unsummed, only_summed or {})
         made = Plan(program, derive(program, laws), again=Again(never), crowded=crowded)
         try:
             made.run()
