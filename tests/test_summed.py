@@ -57,6 +57,11 @@ GRAPHS: dict[str, tuple[Callable[..., Any], int]] = {
     "one through more": (lambda i: ((i["x"] @ i["w"]).tanh() + i["y"] @ i["v"]).relu(), 0),
     "the other read as well": (lambda i: ((p := i["x"] @ i["w"]), (p + i["y"] @ i["v"]).relu()), 0),
     "its tile read as well": (lambda i: ((p := i["x"] @ i["w"]).t(), (p + i["y"] @ i["v"]).relu()), 0),
+    "read by a loop that stays": (lambda i: (((p := i["x"] @ i["w"]) * 2).softmax(1), (p + i["y"] @ i["v"]).relu()), 0),
+    "read by a sum that stays": (lambda i: ((p := i["x"] @ i["w"]).tanh().amax(1), (p + i["y"] @ i["v"]).relu()), 0),
+    "of a weight and its view": (lambda i: (i["x"] @ i["w"] + i["y"] @ i["w"].view(16, 24)).relu(), 0),
+    "of a slice, twice": (lambda i: (i["x"] @ i["big"][:16] + i["y"] @ i["big"][0:16, :]).relu(), 0),
+    "of two slices": (lambda i: (i["x"] @ i["big"][:16] + i["y"] @ i["big"][16:]).relu(), 1),
     "and multiplied": (lambda i: ((p := i["x"] @ i["w"]) + i["y"] @ i["v"]) * p, 0),
     "the first again": (lambda i: (i["x"] @ i["w"] + (q := i["y"] @ i["v"])).relu() * q, 0),
     "other depths": (lambda i: (i["tall"] @ i["t"] + i["y"] @ i["v"]).relu(), 0),
@@ -74,7 +79,7 @@ def sums(regions: list[Region]) -> int:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_which_products_meet_in_one_accumulator(name: str) -> None:
     function, wanted = GRAPHS[name]
-    inputs = given() | {"gaps": drawn(300, 40)[:, :16]}
+    inputs = given() | {"gaps": drawn(300, 40)[:, :16], "big": drawn(32, 24)}
 
     def called(*tensors: Tensor) -> Any:
         return function(dict(zip(inputs, tensors, strict=True)))
@@ -141,12 +146,30 @@ def test_one_that_loses_may_win_with_nothing_beside_the_sum(again: bool) -> None
     assert len(report.sites) == (not again) and {r.reason for r in report.refused} == {"measured slower"}
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y, w, v: ((s := x @ w + y @ v).relu(), s.sum(0)),  # as the gradient of a bias
+        lambda x, y, w, v: (2 * (x @ w) + 2 * (y @ v)).relu(),
+        lambda x, y, w, v: (-(x @ w) - y @ v).relu(),
+    ],
+)
+def test_whatever_loses_there_is_an_end(function: Callable[..., Any]) -> None:
+    """Also where the sum alone is not all that the second round's epilogue does."""
+    rounds, report = derived(legal=lambda region: None, slower=lambda b: True, function=function)
+    assert len(rounds) <= 4 and not sums(rounds[-1]) and not any(site.region.products[0].plus for site in report.sites)
+
+
 def one_product(region: Region) -> None:
     if region.products[0].plus is not None:
         raise Unsupported("a sum of two")
 
 
-def derived(legal: Callable[[Region], None], slower: Callable[[Built], bool]) -> tuple[list[list[Region]], Report]:
+def derived(
+    legal: Callable[[Region], None],
+    slower: Callable[[Built], bool],
+    function: Callable[..., Any] = lambda x, y, w, v: (x @ w + y @ v).relu(),
+) -> tuple[list[list[Region]], Report]:
     """The Regions of each round in which `slower` ones lose, and what came of it."""
     rounds = list[list[Region]]()
 
@@ -154,7 +177,7 @@ def derived(legal: Callable[[Region], None], slower: Callable[[Built], bool]) ->
         rounds.append([b.region for b in builts])
         return Verdict({acc.bit: "measured slower" for b in builts if b.added and slower(b) for acc in b.products})
 
-    (module,) = captured(lambda x, y, w, v: (x @ w + y @ v).relu(), *list(given().values())[:2], *both())
+    (module,) = captured(function, *list(given().values())[:2], *both())
     return rounds, rewrite(module.graph, Settings(target="reference"), legal=legal, decide=decide)
 
 

@@ -162,7 +162,8 @@ def _settled(
         verdict = Verdict(illegal) if illegal else decide(made, builts)
         halved = _lost(verdict.banned, [b for b in builts if b.region.half])
         apart = _lost(illegal, [b for b in builts if b.added is not None])
-        bare = _lost(verdict.banned, [b for b in builts if b.added is not None and not b.only_sums and not illegal])
+        wide = [b for b in builts if b.added is not None and not b.only_sums]
+        bare = {bit: why for bit, why in _lost(verdict.banned, wide).items() if not illegal and bit not in only_summed}
         if halved or apart or bare:
             # It may win without the halves of its heads, with no other product in its sum, or with nothing beside the
             # sum. (As two products, with the rest, it lost where it did as one: Llama 1B and width 8192, at 43c6b12.)

@@ -71,16 +71,36 @@ def _fits(plan: Plan, draft: Draft, con: Term) -> bool:
     a, c = plan.operand(acc), plan.operand(con)
     if not isinstance(a, fx.Node) or not isinstance(c, fx.Node) or len({a, b, c, d}) < 4 or layout != other_layout:
         return False
+    if _starts(a) == _starts(c) or _starts(b) == _starts(d):
+        return False  # no distance to encode
     alike = g.tensor(a).dtype == g.tensor(c).dtype  # type: ignore[union-attr]
-    return alike and all(map(g.dense, (a, b, c, d))) and _alone(plan, draft, other.node)
+    return alike and all(map(g.dense, (a, b, c, d))) and _alone(plan, other.node)
 
 
-def _alone(plan: Plan, draft: Draft, node: fx.Node) -> bool:
-    """Does all that reads the node happen in the draft's epilogue?"""
+def _starts(node: fx.Node) -> tuple[fx.Node, str]:
+    """Where a tensor starts: the node that owns its memory, and how far into it."""
+    value = g.tensor(node)
+    assert value is not None
+    return g.root(node, _shares_memory), str(value.storage_offset())
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Is the node a view of any kind, a slice, say, of its first argument?"""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _alone(plan: Plan, node: fx.Node) -> bool:
+    """Does nothing read the node, when the epilogues have made what they supply? Loops compute what is not kept."""
+    drafts = {id(d): d for d in plan.drafts.values() if not plan.bare(d)}.values()
+    made = {n for d in drafts for n in (*(n for n, s in d.supplies.items() if not s.again), *d.totals)}
     todo = list(node.users)
+    seen = set(todo)
     for reader in todo:  # which grows
-        if g.is_view(reader):
-            todo += reader.users
-        elif reader in plan.kept and reader not in draft.supplies:
+        if reader in made:
+            continue
+        if reader in plan.kept and not g.is_view(reader):
             return False
+        todo += reader.users.keys() - seen
+        seen |= reader.users.keys()
     return True
