@@ -89,10 +89,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
 
 
 def test_every_case_compiles_in_its_legal_tiles(rows: list[dict[str, object]]) -> None:
-    assert len({row["case"] for row in rows}) == 16
+    assert len({row["case"] for row in rows}) == len(CASES) + 1
     for row in rows[:-1]:
         assert isinstance(row["stack"], int), row
         assert ("lane_offset" in str(row["fields"])) == (row["case"] in ("swiglu", "lane_sums"))
+        assert ("a_apart" in str(row["fields"])) == (row["case"] in ("summed", "summed_norm_backward"))
 
 
 def test_the_stage_model_is_quacks(rows: list[dict[str, object]]) -> None:
