@@ -273,7 +273,7 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
             weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
             matrices[b] = (weight / p.k**0.5).to(dtype)
     for side, turned in zip(zip(*region.products[0].pairs, strict=True), (False, up_first), strict=True):
-        if region.products[0].plus is not None:
+        if region.summed:
             order = side[::-1] if turned else side
             matrices |= zip(order, torch.stack([matrices[i] for i in order]).unbind(), strict=True)
     if len(region.products) == 2 and not region.half:  # both weights inside one allocation, which fixes their order

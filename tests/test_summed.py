@@ -73,7 +73,7 @@ GRAPHS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 def sums(regions: list[Region]) -> int:
-    return sum(p.plus is not None for r in regions for p in r.products)
+    return sum(r.summed for r in regions)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -125,9 +125,9 @@ def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int, bi
         close(mine, theirs)
     regions = [site.region for report in ran.reports for site in report.sites]
     assert sums(regions) == 2
-    over_rows = [any(s.is_row_sum for s in r.reductions) for r in regions if r.products[0].plus is not None]
+    over_rows = [any(s.is_row_sum for s in r.reductions) for r in regions if r.summed]
     assert sum(over_rows) == summed
-    texts = [show(r) for r in regions if r.products[0].plus is not None]
+    texts = [show(r) for r in regions if r.summed]
     assert all(text.count(" @ ") == 2 and "per tile" not in text.split("\n")[1] for text in texts)
 
 
@@ -157,11 +157,11 @@ def test_one_that_loses_may_win_with_nothing_beside_the_sum(again: bool) -> None
 def test_whatever_loses_there_is_an_end(function: Callable[..., Any]) -> None:
     """Also where the sum alone is not all that the second round's epilogue does."""
     rounds, report = derived(legal=lambda region: None, slower=lambda b: True, function=function)
-    assert len(rounds) <= 4 and not sums(rounds[-1]) and not any(site.region.products[0].plus for site in report.sites)
+    assert len(rounds) <= 4 and not sums(rounds[-1]) and not any(site.region.summed for site in report.sites)
 
 
 def one_product(region: Region) -> None:
-    if region.products[0].plus is not None:
+    if region.summed:
         raise Unsupported("a sum of two")
 
 

@@ -66,7 +66,7 @@ class Executable:
         self._a, self._b, self._second = products[0].a, products[0].b, products[-1].b
         self._offset = place.get("lane_offset")
         self._plus = products[0].plus
-        self._apart = [place[field] for field in ("a_apart", "b_apart", "crossed") if self._plus]
+        self._spans = [place[field] for field in source.SPANS] if region.summed else []
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
@@ -92,7 +92,7 @@ class Executable:
         if self._plus is not None:
             a, a_apart, a_turned = _spanned(a, inputs[self._plus[0]])
             b, b_apart, b_turned = _spanned(b, inputs[self._plus[1]])
-            for field, value in zip(self._apart, (a_apart, b_apart, int(a_turned != b_turned)), strict=True):
+            for field, value in zip(self._spans, (a_apart, b_apart, int(a_turned != b_turned)), strict=True):
                 fields[field] = value
         if self._offset is not None:
             # From the first weight to the second, in elements; both are 16-bit.

@@ -95,7 +95,7 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
     values |= {slot: _blank("f32", 8, 8) for slot in names.sums}
     if len(region.products) == 2 and not region.half:
         values["lane_offset"] = 0
-    values |= dict.fromkeys(("a_apart", "b_apart", "crossed"), 0) if source.summed(region) else {}
+    values |= dict.fromkeys(source.SPANS, 0) if region.summed else {}
     matrix = _blank(region.dtype, 8, 8)
     with _objects_in(objects):
         try:

@@ -46,7 +46,7 @@ class Kernel:
         self._compiled: dict[tuple[Config, bool], Any] = {}
         first, *others = region.products
         self._lanes = [(first.b, p.b) for p in others if not region.half]  # whose order in memory a kernel is made for
-        self._spanned = self._lanes or ([] if first.plus is None else [*zip(*first.pairs, strict=True)])
+        self._spanned = [*zip(*first.pairs, strict=True)] if region.summed else self._lanes
         self._a = first.a
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:

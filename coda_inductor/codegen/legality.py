@@ -94,7 +94,7 @@ def require_shape(region: Region) -> None:
     _need(len(region.products) <= 2, f"{len(region.products)} products share the tile, two at most")
     if len(region.products) == 2:
         _require_lanes(region)
-    if region.products[0].plus is not None:
+    if region.summed:
         k = region.products[0].k
         _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
 

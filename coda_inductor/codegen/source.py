@@ -56,6 +56,8 @@ HELPERS = {
 OPS_OF_EXTENT = {
     "token": "ColVecLoad", "feature": "RowVecLoad", "tile": "TileLoad", "table": "RotaryCosSinTMALoad",
 }  # fmt: skip
+# What the kernel of two summed products is told of their matrices (device._Summed).
+SPANS = ("a_apart", "b_apart", "crossed")
 SINKS = {("sum", "N"): "ColVecReduce", ("sum", "M"): "RowVecReduce", ("logsumexp", "N"): "OnlineLSEReduce"}
 
 
@@ -77,11 +79,6 @@ def slots(region: Region) -> Slots:
     operands = tuple("c" if single and tiles[:1] == [i] else f"x{i}" for i in range(len(region.operands)))
     stores = tuple("D" if single and i == 0 else f"y{i}" for i in range(len(region.stores)))
     return Slots(operands, stores, tuple(f"r{i}" for i in range(len(region.reductions))))
-
-
-def summed(region: Region) -> bool:
-    """Does one accumulator add up two products?"""
-    return region.products[0].plus is not None
 
 
 def second(slot: str) -> str:
@@ -128,7 +125,7 @@ def render(region: Region, *, swapped: bool = False) -> str:
     return TEMPLATE.format(
         device=device_digest(),
         helpers=f"\n\n{helpers}" if helpers else "",
-        decorator="two_products" if pair else "summed_products" if summed(region) else "gemm_epilogue",
+        decorator="two_products" if pair else "summed_products" if region.summed else "gemm_epilogue",
         outputs=f"({outputs})",
         ops=f"{{{', '.join(pins)}}}",
         sums=f"{{{', '.join(sums)}}}",

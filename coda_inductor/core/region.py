@@ -119,6 +119,11 @@ class Region:
         return 1 + max(max(pair) for p in self.products for pair in p.pairs)
 
     @property
+    def summed(self) -> bool:
+        """Does its one accumulator add up two products?"""
+        return self.products[0].plus is not None
+
+    @property
     def width(self) -> int:
         """The columns of what is stored."""
         return 2 * self.n if self.half else self.n

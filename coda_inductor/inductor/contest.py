@@ -108,7 +108,7 @@ class Contest:
                     raise
                 failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
                 self.failed(failure)
-                failed |= {acc.bit: failure.what for b in members for acc in b.draft.space.accs}
+                failed |= {acc.bit: failure.what for b in members for acc in b.products}
         return self.decide(plan, candidates, outcomes, failed)
 
     def decide(

@@ -231,7 +231,7 @@ def kind(region: Region) -> str:
     """The region's kind, as _DISABLE and _ONLY name it."""
     if region.half:
         return "halves"
-    if region.products[0].plus is not None:
+    if region.summed:
         return "summed"
     return "pair" if len(region.products) > 1 else "statistic" if region.reductions else "pointwise"
 

@@ -47,7 +47,7 @@ class Lifted:
     leaves: dict[str, fx.Node] = field(default_factory=dict)
     bits: int = 0
     read: tuple[Term, ...] = ()
-    summed: frozenset[Term] = frozenset()
+    totalled: frozenset[Term] = frozenset()
     """What the graph adds up over some of its axes."""
     lying: dict[fx.Node, tuple[tuple[int, ...], bool]] = field(default_factory=dict)
     """How nodes lie, once somebody has asked: Program.lies."""
@@ -82,7 +82,7 @@ def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
             deps |= term.deps
         lifted.deps[node] = deps
     lifted.read = tuple(lifted.terms)
-    lifted.summed = frozenset(t.args[0] for t in lifted.read if t.kind == "red" and t.name == "sum")
+    lifted.totalled = frozenset(t.args[0] for t in lifted.read if t.kind == "red" and t.name == "sum")
     return lifted
 
 

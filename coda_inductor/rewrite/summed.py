@@ -92,8 +92,8 @@ def _shares_memory(node: fx.Node) -> bool:
 
 def _alone(plan: Plan, node: fx.Node) -> bool:
     """Does nothing read the node, when the epilogues have made what they supply? Loops compute what is not kept."""
-    drafts = {id(d): d for d in plan.drafts.values() if not plan.bare(d)}.values()
-    made = {n for d in drafts for n in (*(n for n, s in d.supplies.items() if not s.again), *d.totals)}
+    drafts = plan.unique()
+    made = {n for d in drafts for n, s in d.supplies.items() if not s.again}.union(*(d.totals for d in drafts))
     todo = list(node.users)
     seen = set(todo)
     for reader in todo:  # which grows

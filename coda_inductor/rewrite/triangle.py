@@ -58,7 +58,7 @@ def _before_the_last(
     last = max(c.bit for c, _ in products)
     early = [(c, w) for c, w in products if c.bit != last]
     depths, width = [total(c.over).static for c, _ in early], total(over).static
-    if any(c.args[0].hosts or c.args[0] in program.lifted.summed for c, _ in early):
+    if any(c.args[0].hosts or c.args[0] in program.lifted.totalled for c, _ in early):
         return None  # an epilogue has it, and q W, at hand, or a pass reads it anyway, for the gradient of a bias
     if width is None or None in depths:
         return None
