@@ -21,7 +21,7 @@ from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
-from coda_inductor.inductor import joint_pass
+from coda_inductor.inductor import joint_pass, rehearsal
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
 
@@ -153,8 +153,20 @@ def begun(
     return made
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..., Any] = Interpreted) -> None:
-    """A machine that generates kernels, on the CPU: all but the compiler and the clock is real. Fused always wins."""
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a contest has Inductor compile, runs as it is: that took half of the time of such tests."""
+    monkeypatch.setattr(rehearsal, "_compile", lambda module, tensors: module)
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    build: Callable[..., Any] = Interpreted,
+    *,
+    inductor: bool = False,
+) -> None:
+    """A machine that generates kernels, on the CPU: all but the compiler and the clock is real, and what a contest has
+    `inductor` compile, if told: the model itself is compiled anyway. Fused always wins."""
 
     def timed(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[Times]:
         for call in calls:
@@ -170,6 +182,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, build: Callable[..
     monkeypatch.setattr(prebuild, "begin", begun)
     monkeypatch.setattr(prebuild, "warm_up", lambda: None)
     monkeypatch.setattr(timing, "compared", timed)
+    if not inductor:
+        uncompiled(monkeypatch)
     monkeypatch.setattr(launch, "KERNELS", {})
     door = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(Compiled=build))
     monkeypatch.setattr(launch, "importlib", door)

@@ -11,14 +11,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: threads of 
 
 import pytest
 import torch
-import torch._inductor.config
 from hypothesis import settings
+from quick import quick
 
 from coda_inductor.codegen import library
 from coda_inductor.core import errors
 
-# Inductor writes and compiles scalar loops instead of scalar and vector ones: 109 s for 135 (44 tests of training).
-torch._inductor.config.cpp.simdlen = 1
+quick()
 gc.set_threshold(50_000, 20, 100)  # graphs are many small objects that live long: 100 s for 109
 library.made_by()  # kept for the process: of the true versions, before a test pretends others
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=False)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import torch
 from codegen_cases import token_scale
 from compiling import REFERENCE, half, pretend, run, streams
+from processes import Script
 
 from coda_inductor.codegen import target
 from coda_inductor.codegen.prebuild import Job, prebuild
@@ -50,19 +48,15 @@ class Process:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def start(self, package: Path = HERE.parent, name: str = "out", **options: Any) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(package), str(HERE), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor")}
-        arguments = [json.dumps(options), str(self.directory / name), str(self.directory)]
-        return subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *arguments],
-            cwd=self.directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+    def start(self, package: Path = HERE.parent, name: str = "out", **options: Any) -> Script:
+        arguments = json.dumps(options), str(self.directory / name), str(self.directory)
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor")}
+        return Script(SCRIPT, *arguments, package=package, cwd=self.directory, environment=cache)
 
-    def read(self, process: subprocess.Popen[str], name: str = "out") -> dict[str, Any]:
-        out, err = process.communicate()
-        assert process.returncode == 0, err
-        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    def read(self, script: Script, name: str = "out") -> dict[str, Any]:
+        done = script.done()
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found | {"output": torch.load(self.directory / name)}
 
     def __call__(self, **options: Any) -> dict[str, Any]:
@@ -238,11 +232,9 @@ JOB = Job(token_scale(64, 32), Config(128, 128, 1, 1, True))
 @compiles
 def test_kernel_compiled_by_two_processes_and_broken(tmp_path: Path) -> None:
     """It is compiled once, and found again; a broken object or module is made again."""
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    store, environment = tmp_path / "kernels", os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, "-c", BUILD, str(store)]
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in "ab"]
-    assert [p.communicate()[0].strip() for p in both] == ["{}", "{}"]
+    store = tmp_path / "kernels"
+    both = [Script(BUILD, str(store)) for _ in "ab"]
+    assert [script.done().stdout.strip() for script in both] == ["{}", "{}"]
     made = objects(store)
     ((kernel, _),) = made.items()
     size = kernel.stat().st_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import Script
 
 from coda_inductor import __version__, cli
 from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported
@@ -231,12 +231,12 @@ def test_a_model_without_a_product_is_said_to_have_none(here: Path, capsys: pyte
 
 @pytest.fixture
 def command(here: Path) -> Callable[..., str]:
-    """Runs the command in its own process, as a user does."""
+    """Runs the command in its own process, as a user does (but for importing torch)."""
 
     def run(*arguments: str) -> str:
-        ours = Path(cli.__file__).resolve().parent.parent  # where the tests run without an installed package
-        process = [sys.executable, "-m", "coda_inductor.cli", *arguments]
-        return subprocess.check_output(process, text=True, cwd=here, env={**os.environ, "PYTHONPATH": str(ours)})
+        done = Script("from coda_inductor import cli\nraise SystemExit(cli.main())", *arguments, cwd=here).done()
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import half, pretend, run, streams
+from compiling import half, pretend, run, streams, uncompiled
 from test_training_device import Layer
 from torch import Tensor, fx
 
@@ -39,7 +39,7 @@ T = torch.rand(320, dtype=torch.bfloat16)
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The keys of the contests that were held, or found on disk."""
-    pretend(monkeypatch, tmp_path)
+    pretend(monkeypatch, tmp_path, inductor=True)
     asked: list[str] = []
     say = Contest.say
 
@@ -112,9 +112,10 @@ def test_a_group_that_the_change_does_not_reach_keeps_its_key(keys: list[str]) -
 
 @pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_deeper_model_has_no_more_contests(keys: list[str], grad: bool) -> None:
+def test_a_deeper_model_has_no_more_contests(keys: list[str], monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
     """The mean of a residual stream has an addend for each layer before it: what a layer reads is the sum of all but
     its own."""
+    uncompiled(monkeypatch)
     found = []
     for depth in (4, 5):
         keys.clear()
@@ -253,7 +254,7 @@ def test_what_is_a_record() -> None:
 @pytest.mark.usefixtures("uncached")
 def test_weights_may_be_slices_of_any_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Their strides are then symbols."""
-    pretend(monkeypatch, tmp_path)
+    pretend(monkeypatch, tmp_path, inductor=True)
     wide = [torch.randn(128, 200, dtype=torch.bfloat16) for _ in "ab"]
     for w in wide:
         torch._dynamo.mark_dynamic(w, 1)

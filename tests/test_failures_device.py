@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("uncached")
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path)
+    pretend(monkeypatch, tmp_path, inductor=True)
 
 
 # ---- the architecture
@@ -249,7 +249,7 @@ def test_memory_for_some_regions_and_not_for_others(monkeypatch: pytest.MonkeyPa
 def test_without_a_contest_no_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the warning proposes helps."""
 
-    pretend(monkeypatch, tmp_path)
+    pretend(monkeypatch, tmp_path, inductor=True)
     monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
     for where in (in_timing, in_a_sample, in_outputs, in_inductors_compile):
         where(monkeypatch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from processes import python
 
 from coda_inductor.core.errors import CodaError
 from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings, default_cache
@@ -139,9 +139,7 @@ def test_check_kinds_suggests_the_nearest() -> None:
 @pytest.mark.parametrize("variable", ["CODA_INDUCTOR_DISABLE", "CODA_INDUCTOR_ONLY"])
 def test_a_wrong_law_is_said_where_torch_compile_is_called(variable: str) -> None:
     code = "import torch; torch.compile(lambda x: x, backend='coda')"
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {variable: "gauge,triangel", "PYTHONPATH": path}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    said = python(code, **{variable: "gauge,triangel"})
     assert said.returncode == 1 and "did you mean 'triangle'" in said.stderr
 
 

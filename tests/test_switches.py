@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import INNER, REFERENCE, Centred, half, pretend, run, streams
+from processes import python
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -21,24 +19,7 @@ from coda_inductor.core.settings import SettingError, Settings
 from coda_inductor.inductor.joint import NAMES, kind
 from coda_inductor.inductor.joint_pass import REPORTS, JointPass
 
-HERE = Path(__file__).resolve().parent
-
-
 pytestmark = pytest.mark.usefixtures("uncached")
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script in a process of its own, which sees the package and the helpers of these tests."""
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-    )
-
-
-UNCACHED = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
 
 # ---- off means off
@@ -86,11 +67,11 @@ def test_neither_off_nor_the_reference_loads_the_compiler(tmp_path: Path) -> Non
         ("reference", "0 [3] []", {"CODA_INDUCTOR_TARGET": "reference"}),
         ("auto", "1 [] []" if not torch.cuda.is_available() else "", {}),
     ):
-        done = python(PROCESS.replace("FILE", repr(str(tmp_path / name))), **UNCACHED, **environment)
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / f"{name}_cached")
+        done = python(PROCESS.replace("FILE", repr(str(tmp_path / name))), **environment)
         assert said in done.stdout, done.stdout + done.stderr
         outputs[name] = torch.load(tmp_path / name)
-    with torch._inductor.config.patch({"cpp.simdlen": None}):  # as in a process that is not of these tests
-        wanted = run(half(), *streams(), backend="inductor").output
+    wanted = run(half(), *streams(), backend="inductor").output
     assert torch.equal(outputs["off"], wanted) and torch.equal(outputs["auto"], wanted)
     assert torch.allclose(outputs["reference"], wanted, rtol=1e-12)
 
@@ -250,21 +231,29 @@ def test_log_shows_regions_and_refusals(caplog: pytest.LogCaptureFixture) -> Non
     assert "3 regions, " in text and "store v" in text and "refused: " in text
 
 
-def test_torch_logs_knows_our_name() -> None:
-    code = "from compiling import *\nrun(half(), *streams(), options=REFERENCE)"
-    done = python(code, TORCH_LOGS="+coda_inductor", **UNCACHED)
+def test_torch_logs_knows_our_name(tmp_path: Path) -> None:
+    code = """
+import torch._logging._internal
+torch._logging._internal._init_logs()  # TORCH_LOGS, as when torch is imported
+from compiling import *
+run(half(), *streams(), options=REFERENCE)
+"""
+    done = python(code, TORCH_LOGS="+coda_inductor", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert "3 regions, " in done.stderr and "# r0 " in done.stderr and "(K=64, f64)" in done.stderr, done.stderr[-2000:]
 
 
 def test_tlparse_artifact_for_every_graph(tmp_path: Path) -> None:
     code = """
+import sys, torch._logging._internal
+torch._logging._internal.LOG_TRACE_HANDLER.root_dir = sys.argv[1]  # TORCH_TRACE, when torch is imported
 from compiling import *
 run(half(), *streams(), options=REFERENCE)
 run(half(), *streams())
 run(torch.sin, streams()[0], options=REFERENCE)
 """
-    python(code, TORCH_TRACE=str(tmp_path), **UNCACHED)
-    text = "".join(p.read_text() for p in tmp_path.iterdir())
+    done = python(code, str(tmp_path / "trace"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cached"))
+    assert done.returncode == 0, done.stderr
+    text = "".join(p.read_text() for p in (tmp_path / "trace").iterdir())
     assert text.count('"name": "coda_regions"') >= 2
     assert "load " in text and "left to Inductor: no matrix product" in text
 
