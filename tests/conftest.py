@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: threads of theirs would wait for each other's
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,6 +56,7 @@ def uncached() -> Iterator[None]:
 
 
 LONG = ("codegen_compile", "caches", "without", "generate", "training_bf16", "coverage", "contest", "training_device")
+TOGETHER = {"lift": "laws", "verdicts": "laws"}  # they read the same graphs, whose capture takes 80 s: one worker
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,3 +68,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As --dist loadfile, but for TOGETHER."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    def file(nodeid: str) -> str:
+        stem = Path(nodeid.split("::")[0]).stem.removeprefix("test_")
+        return TOGETHER.get(stem, stem)
+
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = file
+    return scheduler if config.getvalue("dist") == "loadfile" else None

@@ -34,9 +34,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 
 SCRIPT = """
-import json, sys, time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import json, sys
 from pathlib import Path
 import quack.gemm_sm90
 chosen = []
@@ -57,16 +55,12 @@ for i, make in enumerate(cases.CASES):
     region = make(4096, 4096)
     pair = len(region.products) == 2
     tiles = (Config(128, 256, 1, 2, False), Config(128, 192, 2, 1, True, "n"), Config(64, 64, 1, 1, False))
-    for config in dict.fromkeys((tiles[i % 3], legality.candidates(region, 8192)[0])):
-        if not legality.is_legal(region, config):
-            continue
-        began = time.perf_counter()
-        kernel = Compiled(region, config, Path(sys.argv[1]), swapped=pair and config.pingpong)
-        model = legality.stages(region, config)
-        print(json.dumps({"case": make.__name__, "config": str(config), "stack": kernel.stack, "found": chosen[-1],
-                          "model": [model.ab, model.store if region.stores else chosen[-1][1], model.load],
-                          "fields": kept(region, config, pair and config.pingpong)["fields"],
-                          "s": time.perf_counter() - began}))
+    config = tiles[i % 3] if legality.is_legal(region, tiles[i % 3]) else legality.candidates(region, 8192)[0]
+    kernel = Compiled(region, config, Path(sys.argv[1]), swapped=pair and config.pingpong)
+    model = legality.stages(region, config)
+    print(json.dumps({"case": make.__name__, "config": str(config), "stack": kernel.stack, "found": chosen[-1],
+                      "model": [model.ab, model.store if region.stores else chosen[-1][1], model.load],
+                      "fields": kept(region, config, pair and config.pingpong)["fields"]}))
 count = len(chosen)
 Compiled(cases.norm_producer(1000, 64), Config(128, 256, 1, 2, False), Path(sys.argv[1]))
 print(json.dumps({"case": "other extents", "compiled": len(chosen) - count}))
@@ -88,7 +82,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_every_case_compiles_in_its_legal_tiles(rows: list[dict[str, object]]) -> None:
+def test_every_case_compiles(rows: list[dict[str, object]]) -> None:
+    """In one legal tile; tests/gpu/test_kernels.py takes them through the others."""
     assert len({row["case"] for row in rows}) == len(CASES) + 1
     for row in rows[:-1]:
         assert isinstance(row["stack"], int), row
