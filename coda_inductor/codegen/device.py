@@ -6,7 +6,8 @@ Imported by generated modules, so it imports the compiler. Its content is part o
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -112,21 +113,31 @@ class HalfStore(TileStore):  # type: ignore[misc]
         return super().to_params(gemm, SimpleNamespace(**{self.name: halves}))  # type: ignore[no-any-return]
 
 
-class TwoProductsMod(EpiMod):  # type: ignore[misc]
-    """An epilogue over pairs (first product, second product); every class it mints reads B in two lanes: of two weights
-    or, with `half`, of one."""
+class _Mixed(EpiMod):  # type: ignore[misc]
+    """An epilogue whose GEMM classes, each minted once, have `mixin` with `fields` mixed in."""
 
-    def __init__(self, fn: Any, *, half: int = 0, **options: Any) -> None:
-        super().__init__(fn, mode="acc_pair", extra_ops=() if half else (Scalar("lane_offset", Int64),), **options)
-        self.half = half
+    mixin: type
+    suffix: str
+    fields: Mapping[str, Any] = MappingProxyType({})
 
     def _mint(self, *mint_key: Any) -> type:
         minted = super()._mint(*mint_key)
-        lanes: dict[type, type] = self.__dict__.setdefault("_lanes", {})
-        if minted not in lanes:
-            fields = {"__module__": __name__, "half": self.half}
-            lanes[minted] = type(f"{minted.__name__}_lanes{self.half or ''}", (_Lanes, minted), fields)
-        return lanes[minted]
+        mixed: dict[type, type] = self.__dict__.setdefault("_mixed", {})
+        if minted not in mixed:
+            fields = {"__module__": __name__, **self.fields}
+            mixed[minted] = type(f"{minted.__name__}_{self.suffix}", (self.mixin, minted), fields)
+        return mixed[minted]
+
+
+class TwoProductsMod(_Mixed):
+    """An epilogue over pairs (first product, second product), which reads B in two lanes: of two weights or, with
+    `half`, of one."""
+
+    mixin = _Lanes
+
+    def __init__(self, fn: Any, *, half: int = 0, **options: Any) -> None:
+        super().__init__(fn, mode="acc_pair", extra_ops=() if half else (Scalar("lane_offset", Int64),), **options)
+        self.suffix, self.fields = f"lanes{half or ''}", {"half": half}
 
 
 def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int = 0) -> Any:
@@ -170,19 +181,14 @@ def _twice(matrix: Any, apart: Any) -> Any:
     return cute.make_tensor(matrix.iterator, cute.make_layout((rows, (TILE_K, k // TILE_K, 2), l), stride=strides))
 
 
-class SummedProductsMod(EpiMod):  # type: ignore[misc]
-    """An epilogue over the sum of two products; every class that it mints reads two tensors as A and two as B."""
+class SummedProductsMod(_Mixed):
+    """An epilogue over the sum of two products, which reads two tensors as A and two as B."""
+
+    mixin, suffix = _Summed, "summed"
 
     def __init__(self, fn: Any, **options: Any) -> None:
         apart = (Scalar("a_apart", Int64), Scalar("b_apart", Int64), Scalar("crossed", Int32))
         super().__init__(fn, extra_ops=apart, **options)
-
-    def _mint(self, *mint_key: Any) -> type:
-        minted = super()._mint(*mint_key)
-        summed: dict[type, type] = self.__dict__.setdefault("_summed", {})
-        if minted not in summed:
-            summed[minted] = type(f"{minted.__name__}_summed", (_Summed, minted), {"__module__": __name__})
-        return summed[minted]
 
 
 def summed_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
