@@ -55,12 +55,12 @@ def uncached() -> Iterator[None]:
         yield
 
 
-LONG = ("codegen_compile", "caches", "without", "generate", "training_bf16", "coverage", "contest", "training_device")
+LONG = ("codegen_compile", "training_bf16", "training_models", "whole_graphs", "coverage", "generate", "without")
 TOGETHER = {"lift": "laws", "verdicts": "laws"}  # they read the same graphs, whose capture takes 80 s: one worker
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of a minute and more come first: a worker that meets one last leaves the others without work."""
+    """Files of half a minute and more come first: a worker that meets one last leaves the others without work."""
     first = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: first.get(item.path.stem, len(LONG)))
     if torch.cuda.is_available():

@@ -161,13 +161,15 @@ from codegen_cases import norm_backward, swiglu
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.prebuild import Job, begin
 regions = [make(256, k) for make in (norm_backward, swiglu) for k in (64, 128)]
-begin([Job(r, c) for r in regions for c in legality.candidates(r, 8192)], sys.argv[1])
-time.sleep(float(sys.argv[2]))
-sys.exit(3)
+for seconds in (0, 0.001, 0.01, 0.5):
+    if not (child := os.fork()):
+        begin([Job(r, c) for r in regions for c in legality.candidates(r, 8192)], sys.argv[1])
+        time.sleep(seconds)
+        sys.exit(3)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    for seconds in ("0", "0.001", "0.01", "0.5"):
-        done = python(code, str(tmp_path / "kernels"), seconds)
-        assert done.returncode == 3, done.stderr[-3000:]
+    done = python(code, str(tmp_path / "kernels"))
+    assert done.stdout.split() == ["3"] * 4, done.stderr[-3000:]
 
 
 def amid(job: Job, store: str, act: Callable[[int, int], object]) -> dict[Job, str]:
@@ -259,10 +261,18 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_a_kept_kernel_needs_no_compiler(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What is kept of a small kernel and of a heavy one, not to be written to."""
+    small, heavy = (tmp_path_factory.mktemp(name) for name in ("small", "heavy"))
+    for folder, job in zip((small, heavy), kernels_of(token_scale(256, 64), norm_backward(256, 64)), strict=True):
+        assert prebuild([job], str(folder), workers=1) == {}
+    return small, heavy
+
+
+def test_a_kept_kernel_needs_no_compiler(stores: tuple[Path, Path]) -> None:
     """Another process loads it as it was; without a GPU it is not launched, but what it takes is known to it."""
-    region, config = norm_backward(256, 64), Config(128, 128, 2, 1, True)
-    assert prebuild([Job(region, config)], str(tmp_path / "kernels"), workers=1) == {}
+    config = Config(128, 128, 2, 1, True)
     code = """
 import sys
 from pathlib import Path
@@ -277,17 +287,17 @@ try:
 except TypeError as error:
     print(error)
 """
-    done = python(code, str(tmp_path / "kernels"))
+    done = python(code, str(stores[1]))
     assert done.returncode == 0, done.stderr[-3000:]
-    (kept,) = tmp_path.rglob(library.KEPT)
+    (kept,) = stores[1].rglob(library.KEPT)
     assert done.stdout.startswith(f"{json.loads(kept.read_text())['stack']} {config}\n")
     assert "scheduler_args: Tuple[int32, None, int32, None, None, None]" in done.stdout
 
 
-def test_what_is_not_as_it_was_kept_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_as_it_was_kept_is_not_loaded(tmp_path: Path, stores: tuple[Path, Path]) -> None:
     region, config, store = token_scale(256, 64), Config(128, 128, 2, 1, True), tmp_path / "kernels"
     assert library.load(region, config, store) is None
-    assert prebuild([Job(region, config)], str(store), workers=1) == {}
+    shutil.copytree(stores[0], store)
     (kept,), (linked,) = store.rglob(library.KEPT), store.rglob("*.so")
     assert library.load(region, config, store) is not None
     assert library.load(region, config, store, swapped=True) is not None  # of one product: the same module
@@ -373,8 +383,9 @@ def test_what_quack_would_tell_apart_lies_apart(
     assert len(found) > 3 and all(len(requests) == 1 for requests in found.values())
 
 
-def test_both_layouts_of_a_weight_are_kept(tmp_path: Path) -> None:
+def test_both_layouts_of_a_weight_are_kept(tmp_path: Path, stores: tuple[Path, Path]) -> None:
     """nn.Linear's and Conv1D's beside each other, in one graph of GPT-2; the module is the same."""
+    shutil.copytree(stores[0], tmp_path, dirs_exist_ok=True)
     region, config = token_scale(256, 64), Config(128, 128, 2, 1, True)
     (product,) = region.products
     turned = replace(region, products=(replace(product, b_layout="kn"),))
@@ -387,11 +398,9 @@ def test_both_layouts_of_a_weight_are_kept(tmp_path: Path) -> None:
             found._run()
 
 
-def test_each_library_calls_its_own(tmp_path: Path) -> None:
+def test_each_library_calls_its_own(stores: tuple[Path, Path]) -> None:
     """All have the same exported names: also where one is open to all, as after LD_PRELOAD, none binds to another."""
-    jobs = kernels_of(token_scale(256, 64), norm_backward(256, 64))
-    assert prebuild(jobs, str(tmp_path), workers=2) == {}
-    one, other = map(str, tmp_path.rglob("*.so"))
+    one, other = (str(library) for store in stores for library in store.rglob("*.so"))
     code = """
 import ctypes, sys
 import torch, tvm_ffi

@@ -62,6 +62,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
     "tied and twice": (Tied, False, 9),
     "checkpointed": (Checkpointed, True, 12),
 }
+BY_INDUCTOR = ("pre-rms-True", "post-layer-False", "checkpointed")  # the others' graphs are interpreted
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +76,7 @@ def test_gradients_equal_eagers(name: str) -> None:
     ids = isinstance(model, Tied)
     xs = [torch.randint(0, 30, (2, 6)) if ids else torch.randn(2, 6, D, dtype=torch.float64) for _ in range(2)]
     wanted = [steps(model, model, xs, wants)]
-    with strict_reference():
+    with strict_reference(run=name in BY_INDUCTOR):
         REPORTS.clear()
         found = steps(torch.compile(model, backend="coda"), model, xs, wants)
     assert [len(r.sites) for r in REPORTS] == [regions]
@@ -90,7 +91,7 @@ def test_the_triangle_is_a_switch() -> None:
     model, x = stack("pre", "rms", True)().double(), torch.randn(2, 6, D, dtype=torch.float64)
     laws = []
     for off in ("", "triangle"):
-        with strict_reference():
+        with strict_reference(run=False):
             REPORTS.clear()
             out = steps(torch.compile(model, backend="coda", options={"disable": off}), model, [x], True)
         laws.append("triangle" in {law for site in REPORTS[-1].sites for law in site.laws})

@@ -44,7 +44,7 @@ def regions(reports: list[Report]) -> tuple[int, int]:
     return len(sites), sum("bilinearity" in site.laws for site in sites)
 
 
-BY_INDUCTOR = [c for c in CASES if c.shape.norm != "hf" or c.name.startswith(("mlp", "grouped", "activation: "))][:24]
+BY_INDUCTOR = [c for c in CASES if c.shape.norm != "hf" or c.name.startswith(("mlp", "grouped", "activation: "))][:16]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
