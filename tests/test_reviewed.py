@@ -98,3 +98,18 @@ def test_one_token(shape: tuple[int, ...]) -> None:
 def test_a_symbolic_width() -> None:
     with torch._dynamo.config.patch(assume_static_by_default=False):
         check(lambda x, w, v: F.linear(F.silu(F.linear(x, w)), v) + x, X, W, W2)
+
+
+def test_attention_of_one_head_by_two_products() -> None:
+    """Its result lies as the next product reads it. Inductor takes any view of it for the end of a pattern of attention,
+    of four dimensions."""
+    x, w = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, 8, dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w[i]).view(2, 6, 1, 8).transpose(1, 2) for i in range(3))
+        a = torch.softmax(q @ k.transpose(-2, -1) / 3, -1) @ v
+        return F.gelu(F.linear(a.transpose(1, 2).reshape(2, 6, 8), W)) + x
+
+    for run in (False, True):
+        found, (report,) = compiled(f, x, run=run)
+        assert error(found, f(x)) < 1e-12 and report.sites

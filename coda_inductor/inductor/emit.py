@@ -74,8 +74,15 @@ class Emission:
         if [str(s) for s in value.shape] == [str(s) for s in shape]:
             return node
         symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
-        sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
-        return self.call(node, aten.view.default, node, sizes)
+        return self.view(
+            node, [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
+        )
+
+    def view(self, node: fx.Node, sizes: Sequence[int | fx.Node]) -> fx.Node:
+        """node, viewed in a shape. To Inductor's patterns of attention a `view` of a bmm, to whatever sizes, is their
+        result of four dimensions."""
+        target = aten.reshape.default if node.target is aten.bmm.default else aten.view.default
+        return self.call(node, target, node, sizes)
 
     def dense_as(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """node, dense, in the shape of another."""
@@ -112,7 +119,7 @@ class Emission:
         value = g.tensor(node)
         assert value is not None
         fits = value.dim() == len(shape) and (len(shape) == 1 or str(value.shape[1]) == str(shape[1]))
-        return node if fits else self.call(node, aten.view.default, node, shape)
+        return node if fits else self.view(node, shape)
 
     def _table(self, table: Table, built: Built) -> fx.Node:
         """The pairs of a table, side by side, for every token. Its line is that of the first Region that reads it: its
