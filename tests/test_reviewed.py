@@ -101,8 +101,8 @@ def test_a_symbolic_width() -> None:
 
 
 def test_attention_of_one_head_by_two_products() -> None:
-    """Its result lies as the next product reads it. Inductor takes any view of it for the end of a pattern of attention,
-    of four dimensions."""
+    """Its result lies as the next product reads it. Inductor takes any view of it for the end of a pattern of
+    attention, of four dimensions."""
     x, w = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(3, 8, 8, dtype=torch.float64)
 
     def f(x: Tensor) -> Tensor:

@@ -74,9 +74,8 @@ class Emission:
         if [str(s) for s in value.shape] == [str(s) for s in shape]:
             return node
         symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
-        return self.view(
-            node, [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
-        )
+        sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
+        return self.view(node, sizes)
 
     def view(self, node: fx.Node, sizes: Sequence[int | fx.Node]) -> fx.Node:
         """node, viewed in a shape. To Inductor's patterns of attention a `view` of a bmm, to whatever sizes, is their
