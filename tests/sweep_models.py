@@ -50,7 +50,8 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "Mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, "StableLm": KV, "Starcoder2": KV,
     "Olmo": {}, "Olmo2": {}, "Olmoe": EXPERTS, "Cohere": KV, "Cohere2": KV, "Granite": KV, "Nemotron": KV,
     "Persimmon": {}, "BioGpt": {}, "Glm": HEAD, "Glm4": HEAD, "SmolLM3": KV, "Helium": HEAD,
-    "DeepseekV3": MLA | EXPERTS, "Exaone4": KV, "SeedOss": HEAD, "HunYuanDenseV1": HEAD, "Ernie4_5": HEAD, "Arcee": KV,
+    "DeepseekV3": MLA | EXPERTS, "Exaone4": KV, "GptOss": HEAD | EXPERTS,
+    "SeedOss": HEAD, "HunYuanDenseV1": HEAD, "Ernie4_5": HEAD, "Arcee": KV,
     "Lfm2": KV | {"layer_types": ["conv", "full_attention"]}, "Mamba": {"state_size": 8},
     "Jamba": KV | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
 }  # fmt: skip
