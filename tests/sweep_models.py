@@ -66,7 +66,8 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "Bart": ("ForConditionalGeneration", TEXT | ENCODER_DECODER),
     "Pegasus": ("ForConditionalGeneration", TEXT | ENCODER_DECODER),
     "SiglipVision": ("Model", IMAGE), "CLIPVision": ("Model", IMAGE), "ViT": ("Model", IMAGE), "DeiT": ("Model", IMAGE),
-    "Dinov2": ("Model", IMAGE | {"mlp_ratio": 2}), "DINOv3ViT": ("Model", IMAGE), "Beit": ("Model", IMAGE),
+    "Dinov2": ("Model", IMAGE | {"mlp_ratio": 2}), "DINOv3ViT": ("Model", IMAGE | {"pos_embed_rescale": None}),
+    "Beit": ("Model", IMAGE),
     "VitDet": ("Model", IMAGE), "Segformer": ("Model", IMAGE | STAGES), "PvtV2": ("Model", IMAGE | STAGES),
     "ConvNext": ("Model", IMAGE | {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1], "patch_size": 4}),
     "Swin": ("Model", IMAGE | {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2,
@@ -96,7 +97,7 @@ def widen() -> None:
 
 
 def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model without dropout, with gains and biases that are drawn, and its inputs."""
+    """A model without anything random, with gains and biases that are drawn, and its inputs."""
     import transformers
 
     head, given = MODELS[name]
