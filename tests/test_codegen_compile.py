@@ -48,21 +48,25 @@ from coda_inductor.codegen import legality, library
 from coda_inductor.codegen.kernel import Compiled, without_gpu
 from coda_inductor.codegen.tiles import Config
 without_gpu()
+HEAVIEST = (cases.norm_gradients, cases.swiglu_backward)
 def kept(region, config, swapped):
     place = library.folder(region, config, Path(sys.argv[1]), swapped=swapped)
     return json.loads((place / library.KEPT).read_text())
 for i, make in enumerate(cases.CASES):
     region = make(4096, 4096)
     pair = len(region.products) == 2
-    tiles = (Config(128, 256, 1, 2, False), Config(128, 192, 2, 1, True, "n"), Config(64, 64, 1, 1, False))
-    config = tiles[i % 3] if legality.is_legal(region, tiles[i % 3]) else legality.candidates(region, 8192)[0]
+    first = legality.candidates(region, 8192)[0]
+    tiles = (Config(128, 256, 1, 2, False), Config(128, 192, 2, 1, True, "n"), first, Config(64, 64, 1, 1, False))
+    config = tiles[i % 4] if legality.is_legal(region, tiles[i % 4]) and make not in HEAVIEST else first
     kernel = Compiled(region, config, Path(sys.argv[1]), swapped=pair and config.pingpong)
     model = legality.stages(region, config)
     print(json.dumps({"case": make.__name__, "config": str(config), "stack": kernel.stack, "found": chosen[-1],
                       "model": [model.ab, model.store if region.stores else chosen[-1][1], model.load],
                       "fields": kept(region, config, pair and config.pingpong)["fields"]}))
+    if make is cases.norm_producer:
+        used = config
 count = len(chosen)
-Compiled(cases.norm_producer(1000, 64), Config(128, 256, 1, 2, False), Path(sys.argv[1]))
+Compiled(cases.norm_producer(1000, 64), used, Path(sys.argv[1]))
 print(json.dumps({"case": "other extents", "compiled": len(chosen) - count}))
 """
 
@@ -83,7 +87,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
 
 
 def test_every_case_compiles(rows: list[dict[str, object]]) -> None:
-    """In one legal tile; tests/gpu/test_kernels.py takes them through the others."""
+    """In one legal tile each, by turns; on a GPU tests/gpu/test_kernels.py runs them in others."""
     assert len({row["case"] for row in rows}) == len(CASES) + 1
     for row in rows[:-1]:
         assert isinstance(row["stack"], int), row
@@ -161,15 +165,17 @@ from codegen_cases import norm_backward, swiglu
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.prebuild import Job, begin
 regions = [make(256, k) for make in (norm_backward, swiglu) for k in (64, 128)]
+codes = []
 for seconds in (0, 0.001, 0.01, 0.5):
     if not (child := os.fork()):
         begin([Job(r, c) for r in regions for c in legality.candidates(r, 8192)], sys.argv[1])
         time.sleep(seconds)
         sys.exit(3)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert codes == [3] * 4, codes
 """
     done = python(code, str(tmp_path / "kernels"))
-    assert done.stdout.split() == ["3"] * 4, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def amid(job: Job, store: str, act: Callable[[int, int], object]) -> dict[Job, str]:

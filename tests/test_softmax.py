@@ -101,7 +101,7 @@ def test_the_normaliser_is_that_of_the_stored_scores() -> None:
 
 def test_through_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other side of the contest is what the user wrote: a maximum and a sum, no operation of ours."""
-    pretend(monkeypatch, tmp_path)
+    pretend(monkeypatch, tmp_path, inductor=True)
     compiled = list[str]()
     from coda_inductor.inductor import rehearsal
 

@@ -214,7 +214,7 @@ class Vectors:
         order: Order = tuple(i for d in self.lifted.reading.roots(node) for i in d)
         if token:
             order = (TOKENS,) if order else ()
-            out = self.call(node, aten.view.default, node, [-1] if order else [])
+            out = self.call(node, aten.reshape.default, node, [-1] if order else [])
         else:
             sizes = self.lifted.extents(order)
             out = self.call(node, aten.reshape.default, node, [sizes[i] for i in order])
