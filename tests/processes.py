@@ -13,8 +13,6 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from types import MappingProxyType
 
-from quick import quick
-
 HERE = Path(__file__).resolve().parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch._inductor.compile_fx", "pytest"])
@@ -47,14 +45,13 @@ class Script:
         package: Path = HERE.parent,
         cwd: Path | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
-        quickly: bool = True,
     ) -> None:
         self.said = tempfile.TemporaryDirectory()
         self.streams = [Path(self.said.name) / name for name in ("out", "err")]
         for stream in self.streams:
             stream.touch()
         environment = {**os.environ, **search(package), **environment}
-        given = code, arguments, environment, cwd or Path.cwd(), self.streams, quickly
+        given = code, arguments, environment, cwd or Path.cwd(), self.streams
         self.process = SERVER.Process(target=_script, args=given, daemon=True)  # not waited for if a test has failed
         self.process.start()
 
@@ -77,9 +74,7 @@ def python(code: str, *arguments: str, **environment: str) -> CompletedProcess[s
     return Script(code, *arguments, environment=environment).done()
 
 
-def _script(
-    code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, streams: list[Path], quickly: bool
-) -> None:
+def _script(code: str, arguments: tuple[str, ...], environment: dict[str, str], cwd: Path, streams: list[Path]) -> None:
     for descriptor, stream in zip((1, 2), streams, strict=True):
         with stream.open("w") as file:
             os.dup2(file.fileno(), descriptor)
@@ -89,6 +84,4 @@ def _script(
     os.chdir(cwd)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)[:2]
     sys.argv = ["-c", *arguments]
-    if quickly:
-        quick()
     exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})

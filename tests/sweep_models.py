@@ -3,8 +3,8 @@
     python tests/sweep_models.py [NAME ...]
 
 Prints for each the largest error of an output or a gradient, relative to its tensor's largest value, in training and in
-inference, and the Regions of its graphs. Ten minutes for all on one core; the suite has a few of them. What a model
-computes in float32 it computes in float64 here.
+inference, and the Regions of its graphs. Some ten minutes for all on one core; the suite has a few of them. What a
+model computes in float32 it computes in float64 here.
 """
 
 from __future__ import annotations

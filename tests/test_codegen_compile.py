@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from codegen_cases import CASES, norm_backward, swiglu, token_scale
+from processes import fresh
 
 from coda_inductor.codegen import launch, legality, library, target
 from coda_inductor.codegen import prebuild as prebuild_module
@@ -77,11 +78,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": path}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("kernels"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = fresh(SCRIPT, str(tmp_path_factory.mktemp("kernels")), QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a")
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -174,7 +171,7 @@ for seconds in (0, 0.001, 0.01, 0.5):
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 assert codes == [3] * 4, codes
 """
-    done = python(code, str(tmp_path / "kernels"))
+    done = fresh(code, str(tmp_path / "kernels"))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -254,17 +251,9 @@ def fork(server, worker):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert t.amid(heavy, store, fork) == {}
 """
-    done = python(code, str(tmp_path / "kernels"))
+    done = fresh(code, str(tmp_path / "kernels"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(list(tmp_path.rglob("*.o"))) == 2
-
-
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs code that finds this folder."""
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +282,7 @@ try:
 except TypeError as error:
     print(error)
 """
-    done = python(code, str(stores[1]))
+    done = fresh(code, str(stores[1]))
     assert done.returncode == 0, done.stderr[-3000:]
     (kept,) = stores[1].rglob(library.KEPT)
     assert done.stdout.startswith(f"{json.loads(kept.read_text())['stack']} {config}\n")
@@ -447,5 +436,5 @@ from codegen_cases import token_scale
 launcher(token_scale(64, 64).text)
 assert not sys.modules.keys() & {"quack", "cutlass"}
 """
-    done = python(code)
+    done = fresh(code)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import INNER, REFERENCE, Centred, half, pretend, run, streams
-from processes import Script, python
+from processes import python
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -71,7 +71,7 @@ def test_neither_off_nor_the_reference_loads_the_compiler(tmp_path: Path) -> Non
     ):
         backend = "inductor" if name == "inductor" else "coda"
         code = PROCESS.replace("FILE", repr(str(tmp_path / name)))
-        done = Script(code, backend, environment=environment, quickly=False).done()
+        done = python(code, backend, **environment)
         assert said in done.stdout, done.stdout + done.stderr
         outputs[name] = torch.load(tmp_path / name)
     wanted = outputs["inductor"]
@@ -111,10 +111,8 @@ def test_wrong_variable_is_said_by_torch_compile_itself() -> None:
     )
     assert "compiled" not in done.stdout
     last = done.stderr.strip().splitlines()[-1]
-    assert (
-        done.returncode == 1
-        and "unknown environment variable 'CODA_INDUCTOR_TUNES' (did you mean 'CODA_INDUCTOR_TUNE'?)" in last
-    )
+    assert "unknown environment variable 'CODA_INDUCTOR_TUNES' (did you mean 'CODA_INDUCTOR_TUNE'?)" in last
+    assert done.returncode == 1
 
 
 def test_variable_that_became_wrong_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +240,8 @@ def test_torch_logs_knows_our_name(tmp_path: Path) -> None:
 import torch._logging._internal
 torch._logging._internal._init_logs()  # TORCH_LOGS, as when torch is imported
 from compiling import *
+from quick import quick
+quick()
 run(half(), *streams(), options=REFERENCE)
 """
     done = python(code, TORCH_LOGS="+coda_inductor", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
@@ -258,6 +258,8 @@ def test_tlparse_artifact_for_every_graph(tmp_path: Path) -> None:
 import sys, torch._logging._internal
 torch._logging._internal.LOG_TRACE_HANDLER.root_dir = sys.argv[1]  # TORCH_TRACE, when torch is imported
 from compiling import *
+from quick import quick
+quick()
 run(half(), *streams(), options=REFERENCE)
 run(half(), *streams())
 run(torch.sin, streams()[0], options=REFERENCE)
