@@ -415,6 +415,11 @@ class OutOfMemory(Interpreted):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+class Illegal(Interpreted):
+    def __call__(self, inputs: Any, outs: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 class Nan(Interpreted):
     """A kernel that writes nothing."""
 
@@ -459,10 +464,6 @@ def test_one_kernel_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_error_while_tuning_that_nobody_expects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An illegal address, say: nothing that runs after it can be believed, so the whole graph is left."""
-
-    class Illegal(Interpreted):
-        def __call__(self, inputs: Any, outs: Any) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     pretend(monkeypatch, tmp_path, Illegal)
     left_to_inductor("RuntimeError: CUDA error: an illegal memory access")

@@ -113,10 +113,9 @@ class JointPass(CustomGraphPass):
         self.unsettled |= bug
         hint = BUG if bug else STRICTLY if self.settings.strict else QUIETLY
         failure = type(ours)(ours.what, where=ours.where or line_of(graph), hint=ours.hint or hint)
-        failure.__cause__ = error
         if self.settings.strict:
-            raise failure
-        log.info("%s is left to Inductor", what, exc_info=failure)
+            raise failure from error
+        log.info("%s is left to Inductor", what, exc_info=error)  # what is returned does not hold it, nor its frames
         warn(f"{what} is left to Inductor: {failure}")
         return failure
 

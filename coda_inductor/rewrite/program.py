@@ -89,7 +89,7 @@ class Program:
     """Sums before and after the adjoint, in the order of its uses."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
-    _spaces: dict[Term, Space | Unsupported] = field(default_factory=dict)
+    _spaces: dict[Term, Space | str] = field(default_factory=dict)
     _bases: dict[tuple[Term, Axes, Axes, Heads | None], frozenset[Term]] = field(default_factory=dict)
     _tiles: dict[tuple[Term, Axes, Axes, Heads | None], bool] = field(default_factory=dict)
     _lanes: dict[tuple[Axes, Heads], dict[Term, Lane]] = field(default_factory=dict)
@@ -144,10 +144,10 @@ class Program:
             try:
                 self._spaces[t] = self._space(t)
             except Unsupported as why:
-                self._spaces[t] = why
+                self._spaces[t] = why.what  # the error itself would keep every frame that called us alive
         found = self._spaces[t]
-        if isinstance(found, Unsupported):
-            raise found.with_traceback(None)
+        if isinstance(found, str):
+            raise Unsupported(found)
         return found
 
     def _space(self, t: Term) -> Space:

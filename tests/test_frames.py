@@ -1,0 +1,95 @@
+"""A compile keeps nothing of who asked for it. Dynamo's optimizer for DistributedDataParallel compiles a model in parts,
+and a local variable's end tells it that a part is done: where an error that we caught kept that frame, the next part
+failed, with torch's default buckets."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import Centred, Half, Interpreted, half, pretend, run, streams
+from evaluate import strict_reference
+from test_failures import Illegal, OutOfMemory, build_fails
+from torch import Tensor, fx, nn
+
+from coda_inductor.backend import coda
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor import joint_pass
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.usefixtures("uncached", "uncollected")
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Only what nothing refers to is freed, and at once."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Local:
+    """What a frame holds."""
+
+
+class Caller:
+    """A backend that calls ours. `kept` counts those of its frames that outlive the call."""
+
+    def __init__(self) -> None:
+        self.locals = list[weakref.ref[Local]]()
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        local = Local()
+        self.locals.append(weakref.ref(local))
+        return coda(gm, inputs)
+
+    @property
+    def kept(self) -> int:
+        assert self.locals
+        return sum(local() is not None for local in self.locals)
+
+
+class Part(nn.Module):
+    """What a bucket may hold: the end of one layer and the begin of the next."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = Half(width), Centred(width)
+
+    def forward(self, attention: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(attention, residual)
+        return h, self.second(h)
+
+
+@pytest.mark.parametrize("make", [lambda: half(), lambda: Part(64).double()], ids=["half", "part"])
+def test_a_compile_in_which_nothing_fails(make: Callable[[], nn.Module]) -> None:
+    caller = Caller()
+    with strict_reference(run=False):
+        torch.compile(make(), backend=caller)(*streams())
+    assert not caller.kept
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Unsupported])
+def test_a_pass_that_fails(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def rewrite(*_: Any) -> Any:
+        raise kind("it fails")
+
+    monkeypatch.setenv("CODA_INDUCTOR_TARGET", "reference")
+    monkeypatch.setattr(joint_pass, "rewrite", rewrite)
+    caller = Caller()
+    assert len(run(half(), *streams(), backend=caller)) == 1
+    assert not caller.kept
+
+
+@pytest.mark.parametrize("build", [Interpreted, build_fails, OutOfMemory, Illegal])
+def test_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Any) -> None:
+    pretend(monkeypatch, tmp_path, build)
+    caller = Caller()
+    assert len(run(half(BF16), *streams(BF16), backend=caller)) == (build is not Interpreted)
+    assert not caller.kept
