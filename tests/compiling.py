@@ -76,7 +76,7 @@ class Ran(list[str]):
         return [len(report.sites) for report in self.reports]
 
 
-def run(model: Callable[..., Any], *args: Any, backend: str = "coda", grad: bool = False, **compile_with: Any) -> Ran:
+def run(model: Callable[..., Any], *args: Any, backend: Any = "coda", grad: bool = False, **compile_with: Any) -> Ran:
     """Compiles and calls. Nothing that Dynamo or Inductor remembers from before is used."""
     torch._dynamo.reset()
     REPORTS.clear()

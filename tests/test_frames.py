@@ -1,6 +1,6 @@
-"""A compile keeps nothing of who asked for it. Dynamo's optimizer for DistributedDataParallel compiles a model in parts,
-and a local variable's end tells it that a part is done: where an error that we caught kept that frame, the next part
-failed, with torch's default buckets."""
+"""A compile keeps nothing of who asked for it. Dynamo's optimizer for DistributedDataParallel compiles a model bucket
+by bucket, and the end of a local variable tells it that one is done: where an error that we caught kept that frame, the
+next bucket failed."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 from torch import fx
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.utils._pytree import tree_map_only
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.ops import REGION
+from coda_inductor.inductor.order import collectives, sort
 from coda_inductor.inductor.repeats import read_repeats
 from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.vectors import Vectors
@@ -207,13 +207,13 @@ class Emission:
 
 
 def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
-    """Writes all Regions, sorts, and drops what nobody reads any more."""
+    """Writes all Regions, sorts, and drops what nobody reads any more. Raises Unsupported as `sort` does."""
     lifted, graph = plan.program.lifted, plan.program.lifted.graph
     if not builts:
         return
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     emission = Emission(graph, target, output, plan)
-    strides = Strides(graph)
+    strides, ordered = Strides(graph), collectives(graph)
     pending = list(builts)
     while pending:
         ready = [b for b in pending if all(_known(emission, s) for s in b.inputs)]
@@ -226,8 +226,7 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
         emission.supply(built)
     read_repeats(graph, emission.call, emission.dense_as, emission.redirect)
     _unshare(emission, output)
-    stable_topological_sort(graph)
-    graph.eliminate_dead_code()
+    sort(graph, ordered)
     strides.restore(emission.call)
     graph.lint()
 

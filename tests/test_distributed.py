@@ -1,0 +1,205 @@
+"""Two ranks on one machine train a Llama-style model, with the wrappers that people use: losses and all gradients are
+eager's on one rank. The collectives are gloo's, on the CPU; the Regions run on torch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from compiling import Norm
+from processes import Script
+from torch import Tensor, nn
+
+RANKS, BATCH, TOKENS = 2, 2, 8
+WIDTH, HEADS, VOCABULARY = 32, 4, 48
+EXACT = 1e-10
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in "qkvo")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2, self.attention, self.mlp = Norm(WIDTH), Norm(WIDTH), Attention(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block(), Block()])
+        self.norm, self.head = Norm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+# ---- what a rank does
+
+
+def data_parallel(model: Any) -> Any:
+    """Four buckets, which Dynamo compiles one by one."""
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 10  # type: ignore[attr-defined]
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.06)
+    return torch.compile(wrapped, backend="coda")
+
+
+def fully_sharded(model: Any) -> Any:
+    """FSDP2, each block compiled by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        block.compile(backend="coda")
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def tensor_parallel(model: Any, sequence: bool = False) -> Any:
+    """Heads and features divided among the ranks; with `sequence`, the tokens too between them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh, tokens = init_device_mesh("cpu", (RANKS,)), Shard(1)
+    wide = ["attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"]
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in wide}
+    narrow: dict[str, Any] = {"output_layouts": tokens} if sequence else {}
+    plan |= {name: RowwiseParallel(**narrow) for name in ("attention.o", "mlp.down")}
+    if sequence:
+        gathered: dict[str, Any] = {"input_layouts": (tokens,), "desired_input_layouts": (Replicate(),)}
+        plan |= {name: PrepareModuleInput(**gathered) for name in ("attention", "mlp")}
+        plan |= {name: SequenceParallel() for name in ("norm_1", "norm_2")}
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
+        head = ColwiseParallel(input_layouts=tokens, output_layouts=Replicate())
+        parallelize_module(model, mesh, {"embedding": rows, "norm": SequenceParallel(), "head": head})
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return torch.compile(model, backend="coda")
+
+
+KINDS: dict[str, tuple[Callable[[Any], Any], bool, list[int]]] = {
+    # how; do all ranks see the same batch; the Regions of a rank's graphs
+    "DDP": (data_parallel, False, [3, 6, 5, 1]),
+    "FSDP2": (fully_sharded, False, [7]),
+    "TP": (tensor_parallel, True, [6]),
+    "TP and sequence parallel": (lambda model: tensor_parallel(model, sequence=True), True, [10]),
+}
+
+
+@contextlib.contextmanager
+def a_rank(rank: int, place: str) -> Iterator[None]:
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{place}")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train(rank: int, kind: str) -> dict[str, Any]:
+    """One step: the largest relative error of the loss's and parameters' gradients, and the Regions."""
+    from coda_inductor.inductor.joint_pass import REPORTS
+
+    make, same, _ = KINDS[kind]
+    torch._dynamo.reset()
+    REPORTS.clear()
+    torch.manual_seed(0)
+    eager = Model().double()
+    model = copy.deepcopy(eager)
+    ids, labels = torch.randint(VOCABULARY, (2, RANKS * BATCH, TOKENS))
+    whole = eager(ids, labels)
+    whole.backward()
+    mine = slice(None) if same else slice(rank * BATCH, (rank + 1) * BATCH)
+    wrapped = make(model)  # whose hooks see the backward
+    loss = wrapped(ids[mine], labels[mine])
+    loss.backward()
+    if not same:
+        dist.all_reduce(loss.data)
+        loss.data /= RANKS
+    pairs = [(loss.detach(), whole.detach())]
+    for mine_, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        grad: Any = mine_.grad
+        pairs.append((grad.full_tensor() if hasattr(grad, "full_tensor") else grad, theirs.grad))
+    errors = [float((a - b).norm() / b.norm()) for a, b in pairs]
+    return {"error": max(errors), "regions": [len(report.sites) for report in REPORTS]}
+
+
+def main(rank: int, place: str) -> None:
+    """Prints a line for each kind."""
+    import torch._functorch.config
+    import torch._inductor.config
+    from quick import quick
+
+    quick()
+    torch.set_num_threads(1)
+    off = torch._functorch.config.patch(enable_autograd_cache=False)
+    with a_rank(rank, place), torch._inductor.config.patch(fx_graph_cache=False), off:
+        for kind in KINDS:
+            print(json.dumps({"kind": kind, **train(rank, kind)}), flush=True)
+
+
+# ---- the tests
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank says of each kind."""
+    place = tmp_path_factory.mktemp("ranks") / "store"
+    code = "import sys, test_distributed; test_distributed.main(int(sys.argv[1]), sys.argv[2])"
+    settings = {"CODA_INDUCTOR_TARGET": "reference", "CODA_INDUCTOR_STRICT": "1"}
+    scripts = [Script(code, str(rank), str(place), environment=settings) for rank in range(RANKS)]
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for script in scripts:
+        ended = script.done()
+        for line in filter(lambda said: said.startswith("{"), ended.stdout.splitlines()):
+            row = json.loads(line)
+            found[row["kind"]].append(row)
+        print(ended.stderr[-3000:], file=sys.stderr)
+    return found
+
+
+@pytest.mark.skipif(not dist.is_available() or os.name != "posix", reason="torch without torch.distributed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_eagers(ranks: dict[str, list[dict[str, Any]]], kind: str) -> None:
+    rows = ranks[kind]
+    assert len(rows) == RANKS, "a rank failed: see what it said"
+    assert all(row["error"] < EXACT and row["regions"] == KINDS[kind][2] for row in rows), rows

@@ -1,0 +1,112 @@
+"""Collectives of a rewritten graph run in the order in which the user's graph has them, or the graph stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compiling import Norm
+from torch import Tensor, fx
+
+from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.capture import capture
+from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.order import collectives, sort
+
+REFERENCE = Settings(target="reference")
+D = 64
+norm = Norm(D)
+
+
+def summed(x: Tensor) -> Tensor:
+    """Over all ranks, begun and not waited for."""
+    return torch.ops._c10d_functional.all_reduce(x, "sum", "0")  # type: ignore[no-any-return]
+
+
+def waited(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)  # type: ignore[no-any-return]
+
+
+def rewritten(f: Callable[..., Any], kind: Any = "infer") -> tuple[list[str], list[str], Report]:
+    """The collectives before and after the rewriting."""
+    args = [torch.randn(320, D).requires_grad_(kind == "train") for _ in "xy"]
+    graphs = list[fx.Graph]()
+    capture(f, args, {}, kind, graphs.append)
+    (graph,) = graphs
+    before = [node.name for node in collectives(graph)]
+    report = rewrite_for(graph, REFERENCE)
+    return before, [node.name for node in collectives(graph)], report
+
+
+def after_a_product(x: Tensor, y: Tensor) -> Any:
+    """The first waits for a Region, the second for nothing."""
+    return waited(summed(torch.relu(x @ x.mT @ y))), waited(summed(y))
+
+
+def overlapping(x: Tensor, y: Tensor) -> Any:
+    """Two are begun before the first is waited for."""
+    first, second = summed(torch.sigmoid(x.mT @ y)), summed(y)
+    return waited(first) * 2, waited(second) + 1
+
+
+def like_a_layer(x: Tensor, y: Tensor) -> Any:
+    """Forward and backward have products on both sides of collectives."""
+    h = y + waited(summed(torch.relu(x.mT @ y) @ y.mT).mT.contiguous())
+    return waited(summed(torch.tanh(norm(h).mT @ x))), waited(summed(torch.tanh(h.mT @ x)))
+
+
+@pytest.mark.parametrize("f", [after_a_product, overlapping, like_a_layer], ids=lambda f: f.__name__)
+def test_collectives_keep_their_order(f: Callable[..., Any]) -> None:
+    before, after, report = rewritten(f)
+    assert len(before) >= 4 and report.sites
+    assert after == before
+
+
+def apart(x: Tensor, y: Tensor) -> Any:
+    """Both stores of one Region: the first collective waits for one, and the other waits for the second."""
+    p = x.mT @ y
+    first = summed(p)
+    second = waited(summed(y.mT @ y))
+    return waited(first), torch.relu(p + second)
+
+
+def test_an_order_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(Unsupported, match="its collectives would run in another order") as caught:
+        rewritten(apart)
+    assert "test_order.py:" in caught.value.where
+
+
+def graph(*edges: tuple[str, str]) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """A graph of all_reduces, one for each name: the second of two names reads the first, whatever their order."""
+    made = fx.Graph()
+    x = made.placeholder("x")
+    names = sorted({name for edge in edges for name in edge})
+    op = torch.ops._c10d_functional.all_reduce.default
+    nodes = {name: made.call_function(op, (x, "sum", "0")) for name in names}
+    made.output([*nodes.values()])
+    for source, reader in edges:
+        nodes[reader].args = (nodes[source], "sum", "0")
+    return made, nodes
+
+
+def test_what_waits_for_itself_is_a_bug() -> None:
+    made, nodes = graph(("a", "b"), ("b", "c"), ("c", "a"))
+    with pytest.raises(BrokenInvariant):
+        sort(made, [nodes["b"]])
+
+
+def test_a_collective_that_nobody_reads_is_not_dropped_silently() -> None:
+    made, nodes = graph(("a", "b"))
+    made.output_node().args = ([],)
+    with pytest.raises(Unsupported, match="would be dropped"):
+        sort(made, [nodes["a"], nodes["b"]])
+
+
+def test_sorted_nodes_stay_where_they_are() -> None:
+    made, nodes = graph(("b", "a"), ("c", "d"))
+    sort(made, [nodes[name] for name in "bacd"])
+    assert [n for n in made.nodes if n.op == "call_function"] == [nodes[name] for name in "bacd"]
