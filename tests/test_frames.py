@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_failures import Illegal, OutOfMemory, build_fails
 from torch import Tensor, fx, nn
 
 from coda_inductor.backend import coda
+from coda_inductor.codegen import prebuild
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor import joint_pass
 
@@ -92,4 +94,20 @@ def test_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Any) 
     pretend(monkeypatch, tmp_path, build)
     caller = Caller()
     assert len(run(half(BF16), *streams(BF16), backend=caller)) == (build is not Interpreted)
+    assert not caller.kept
+
+
+@pytest.mark.parametrize("kind", [OSError, Unsupported])
+def test_an_error_that_a_future_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Exception]) -> None:
+    """No process that compiles is to be had."""
+    pretend(monkeypatch, tmp_path)
+
+    def begin(jobs: Iterable[prebuild.Job], *_: Any, **__: Any) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
+        future = Future[prebuild.Outcome]()
+        future.set_exception(kind("no process is to be had"))
+        return dict.fromkeys(jobs, future)
+
+    monkeypatch.setattr(prebuild, "begin", begin)
+    caller = Caller()
+    assert len(run(half(BF16), *streams(BF16), backend=caller)) == 1
     assert not caller.kept

@@ -27,6 +27,15 @@ class CodaWarning(RuntimeWarning):
     """Something was not done our way: the text says what, why, and what the user may do."""
 
 
+def forget_frames(error: BaseException) -> None:
+    """Lets go of the frames that a handled error and its causes came through. Who still holds it, as a future does,
+    would keep the frames of all callers, which Dynamo's optimizer for DistributedDataParallel expects to end."""
+    found: BaseException | None = error
+    while found is not None and found.__traceback__ is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+
+
 NUMBERS = re.compile(r"\b(0x[0-9a-f]+|[0-9a-f]{16,}|\d+(\.\d+)?(e[-+]?\d+)?)\b")
 """Addresses, digests, line numbers, sizes, errors; never a part of a word, as in "f16"."""
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import launch, legality, prebuild, record, store, timing
 from coda_inductor.codegen.ahead import Ahead
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.extract import computed, put_off
 from coda_inductor.inductor.group import Group, groups, hint, mask, readers
@@ -108,6 +108,7 @@ class Contest:
                     raise
                 failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
                 self.failed(failure)
+                forget_frames(error)
                 failed |= {acc.bit: failure.what for b in members for acc in b.products}
         return self.decide(plan, candidates, outcomes, failed)
 

@@ -21,7 +21,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import legality, store, target
-from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, Unsupported, warn
+from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, Unsupported, forget_frames, warn
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import launching, notes
@@ -117,6 +117,7 @@ class JointPass(CustomGraphPass):
             raise failure from error
         log.info("%s is left to Inductor", what, exc_info=error)  # what is returned does not hold it, nor its frames
         warn(f"{what} is left to Inductor: {failure}")
+        forget_frames(error)
         return failure
 
     def uuid(self) -> Any:

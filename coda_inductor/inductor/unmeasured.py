@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.patterns import graph as g
 
 log = logging.getLogger("coda_inductor.contest")
@@ -34,6 +34,7 @@ def passing_over() -> Iterator[None]:
         if not foreseen(error):
             raise
         log.info("not measured: %s", error)
+        forget_frames(error)
 
 
 def foreseen(error: Exception) -> bool:
