@@ -1,7 +1,8 @@
 """The order of a rewritten graph: what is read comes before its readers, and otherwise all stays where it was.
 
 Collectives keep theirs under all circumstances. Each rank measures on its own GPU and may compile another program of a
-model; but a collective waits for the same one of all other ranks, and in another order they would wait for ever.
+model; but a collective waits for the same one of all other ranks, and in another order they would wait for ever. They
+come in many forms: torch's own, those of other libraries, and within operations that hold a graph.
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ import torch
 from torch import fx
 
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.inductor.ops import REGION
 from coda_inductor.patterns.graph import source_line
 
-COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"})
-"""The namespaces of operations that other ranks take part in, and of what waits for these."""
+ALONE = frozenset({"aten", "prims", REGION.namespace})
+"""The namespaces of operations in which no other rank takes part."""
 
 
 def collectives(graph: fx.Graph) -> list[fx.Node]:
-    """The operations that other ranks take part in, in order."""
-    targets = ((node, node.target) for node in graph.nodes)
-    return [node for node, op in targets if isinstance(op, torch._ops.OpOverload) and op.namespace in COLLECTIVES]
+    """The operations in which other ranks may take part, or that wait for such, in order."""
+    return [node for node in graph.nodes if _collective(node.target)]
+
+
+def _collective(op: object) -> bool:
+    if isinstance(op, torch._ops.OpOverload):
+        return op.namespace not in ALONE
+    return isinstance(op, torch._ops.HigherOrderOperator)
 
 
 def sort(graph: fx.Graph, ordered: list[fx.Node]) -> None:
