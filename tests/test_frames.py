@@ -1,6 +1,6 @@
 """A compile keeps nothing of who asked for it. Dynamo's optimizer for DistributedDataParallel compiles a model bucket
 by bucket, and the end of a local variable tells it that one is done: where an error that we caught kept that frame, the
-next bucket failed."""
+next bucket failed if the collector ran in it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from coda_inductor.backend import coda
 from coda_inductor.codegen import prebuild
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import Region
 from coda_inductor.inductor import joint_pass
 
 BF16 = torch.bfloat16
@@ -89,11 +90,27 @@ def test_a_pass_that_fails(monkeypatch: pytest.MonkeyPatch, kind: type[Exception
     assert not caller.kept
 
 
-@pytest.mark.parametrize("build", [Interpreted, build_fails, OutOfMemory, Illegal])
-def test_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Any) -> None:
+def second_is_built(region: Region, *how: Any, **more: Any) -> Any:
+    """Of each Region the first configuration cannot be built."""
+    build = Interpreted if region.digest in tried else build_fails
+    tried.add(region.digest)
+    return build(region, *how, **more)
+
+
+tried = set[str]()
+WARNED: list[tuple[Any, str, int]] = [
+    (Interpreted, "quick", 0), (Interpreted, "off", 0), (build_fails, "quick", 1), (build_fails, "off", 1),
+    (second_is_built, "off", 1), (OutOfMemory, "quick", 1), (Illegal, "quick", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "tune", "warnings"), WARNED)
+def test_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Any, tune: str, warnings: int) -> None:
     pretend(monkeypatch, tmp_path, build)
+    monkeypatch.setenv("CODA_INDUCTOR_TUNE", tune)
+    tried.clear()
     caller = Caller()
-    assert len(run(half(BF16), *streams(BF16), backend=caller)) == (build is not Interpreted)
+    assert len(run(half(BF16), *streams(BF16), backend=caller)) == warnings
     assert not caller.kept
 
 

@@ -94,17 +94,17 @@ class Kernel:
     def _prepare(self, size: int, swapped: bool) -> Any:
         """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
         measured = record.remembered(self.directory, self.region, size)
-        found, refusals = None, list[Unsupported]()
+        found, refusals = None, list[str]()
         for config in (*([measured] if measured else []), *legality.candidates(self.region, size)):
             try:
                 found = self.compiled(config, swapped=swapped)
                 break
             except Unsupported as refusal:
-                refusals.append(refusal)
+                refusals.append(refusal.what)
         if refusals and found is None:
-            self._refusal = f"no kernel for region {self._digest}: {refusals[0].what}"
+            self._refusal = f"no kernel for region {self._digest}: {refusals[0]}"
         elif refusals:
-            report(f"region {self._digest} runs in another kernel than the best: {refusals[0].what}")
+            report(f"region {self._digest} runs in another kernel than the best: {refusals[0]}")
         self._ready[size, swapped] = found
         return found
 

@@ -30,10 +30,12 @@ class CodaWarning(RuntimeWarning):
 def forget_frames(error: BaseException) -> None:
     """Lets go of the frames that a handled error and its causes came through. Who still holds it, as a future does,
     would keep the frames of all callers, which Dynamo's optimizer for DistributedDataParallel expects to end."""
-    found: BaseException | None = error
-    while found is not None and found.__traceback__ is not None:
-        found.__traceback__ = None
-        found = found.__cause__ or found.__context__
+    seen, todo = set[int](), [error]
+    while todo:
+        held = todo.pop()
+        held.__traceback__ = None
+        seen.add(id(held))
+        todo += [e for e in (held.__cause__, held.__context__) if e is not None and id(e) not in seen]
 
 
 NUMBERS = re.compile(r"\b(0x[0-9a-f]+|[0-9a-f]{16,}|\d+(\.\d+)?(e[-+]?\d+)?)\b")

@@ -40,13 +40,17 @@ def sort(graph: fx.Graph, ordered: list[fx.Node]) -> None:
         if len(by_dependence(graph, {})) < len(graph.nodes):
             raise BrokenInvariant("operations that wait for each other")
         stuck = next(node for node in ordered if node not in nodes)
-        raise Unsupported("its collectives would run in another order", where=source_line(stuck))
+        raise Unsupported(
+            "its collectives, or operations of other libraries, would run in another order", where=source_line(stuck)
+        )
     for before, node in itertools.pairwise(nodes):
         if before.next is not node:
             before.append(node)
     graph.eliminate_dead_code()
     if collectives(graph) != ordered:
-        raise Unsupported("one of its collectives would be dropped", where=source_line(ordered[0]))
+        raise Unsupported(
+            "a collective, or an operation of another library, would be dropped", where=source_line(ordered[0])
+        )
 
 
 def by_dependence(graph: fx.Graph, after: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
