@@ -226,7 +226,7 @@ def _same_space(a: _Group, b: _Group) -> bool:
 
 
 def _mixed_order(a: _Group, b: _Group) -> bool:
-    """Sums over the rows beside a reduction along them, as triton.mix_order_reduction allows since torch 2.13."""
+    """Sums over the rows beside a reduction along them, as triton.mix_order_reduction allows."""
     rows, columns = (a, b) if a.inner else (b, a)
     return (
         getattr(inductor_config.triton, "mix_order_reduction", False)
