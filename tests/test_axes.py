@@ -35,6 +35,7 @@ def test_sizes_are_monomials_and_ask_nothing() -> None:
     assert size_of(a + 1) == size_of(a + 1) != size_of(a) and size_of(a + 1).static is None
     assert size_of((a + 1) * 3).over(size_of(a + 1)) is None  # torch expands it; then it is another factor
     assert size_of(a * a).over(size_of(a)) == size_of(a)
+    assert size_of(a * a * b // a) == size_of(a * b) and size_of(a * b // 4).static is None  # a square's width
     assert product([]) == ONE and str(size_of(a * a * 2)) == f"2*{a.node.expr}**2"
     assert not env.guards
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.inductor.ops import REGION
 from coda_inductor.inductor.order import collectives, sort
 from coda_inductor.inductor.repeats import read_repeats
@@ -20,11 +20,13 @@ from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.sizes import size_of
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Table, Weight
 from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.program import Axes
 from coda_inductor.rewrite.sources import statistics
 
 ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
@@ -45,15 +47,18 @@ class Emission:
     def _vectors(self, compute: torch.dtype) -> Vectors:
         """What writes small computations in the dtype in which a Region computes."""
 
-        def statistic(s: Term) -> tuple[fx.Node, Fraction]:
-            held = self.plan.statistic(s)
+        def sum_of(s: Term) -> tuple[fx.Node, Axes] | None:
+            return (self.made[s], self.plan.rows(s)) if s in self.made else None
+
+        def statistic(s: Term, rows: Axes) -> tuple[fx.Node, Fraction]:
+            held = self.plan.program.statistic(s, rows)
             if held is None:
                 raise BrokenInvariant(f"no node holds {s}")
             return held
 
         lifted = self.plan.program.lifted
         if compute not in self.vectors:
-            self.vectors[compute] = Vectors(lifted, self.call, self.made.get, statistic, self.plan.pair, compute)
+            self.vectors[compute] = Vectors(lifted, self.call, sum_of, statistic, self.plan.pair, compute)
         return self.vectors[compute]
 
     def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
@@ -71,11 +76,11 @@ class Emission:
         """node, viewed in `shape`; symbolic sizes are those of the graph's own nodes."""
         value = g.tensor(node)
         assert value is not None
-        if [str(s) for s in value.shape] == [str(s) for s in shape]:
+        if [*map(size_of, value.shape)] == [*map(size_of, shape)]:
             return node
-        symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
-        sizes = [s if isinstance(s, int) else -1 if len(symbolic) == 1 else self._size(s) for s in shape]
-        return self.view(node, sizes)
+        symbolic = [s for s in shape if not isinstance(s, int)]
+        inferred = next((s for s in symbolic if len(symbolic) == 1 or self._holder(s) is None), None)
+        return self.view(node, [s if isinstance(s, int) else -1 if s is inferred else self._size(s) for s in shape])
 
     def view(self, node: fx.Node, sizes: Sequence[int | fx.Node]) -> fx.Node:
         """node, viewed in a shape. To Inductor's patterns of attention a `view` of a bmm, to whatever sizes, is their
@@ -92,11 +97,17 @@ class Emission:
         return self.reshape(node, list(wanted.shape))
 
     def _size(self, size: torch.SymInt) -> fx.Node:
+        if (node := self._holder(size)) is None:
+            raise Unsupported(f"no node of the graph holds the size {size}")
+        return node
+
+    def _holder(self, size: torch.SymInt) -> fx.Node | None:
+        """The first node whose value is this size."""
         for node in self.graph.nodes:
             value = node.meta.get("val")
-            if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+            if isinstance(value, torch.SymInt) and size_of(value) == size_of(size):
                 return node  # type: ignore[no-any-return]
-        raise BrokenInvariant(f"no node of the graph holds the size {size}")
+        return None
 
     def input(self, built: Built, index: int, source: Source) -> fx.Node:
         """The node that a Region reads as its input `index`, in the shape that the Region wants."""
@@ -187,7 +198,7 @@ class Emission:
                 new = self.call(new, aten.permute.default, new, [order.index(d) for d in range(len(order))])
             found = g.tensor(new)
             assert found is not None
-            if [str(s) for s in found.shape] != [str(s) for s in value.shape] or found.dtype != value.dtype:
+            if g.sizes(new) != g.sizes(node) or found.dtype != value.dtype:
                 raise BrokenInvariant(
                     f"{node} is {value.dtype}{list(value.shape)}, its store {found.dtype}{list(found.shape)}"
                 )
@@ -207,7 +218,8 @@ class Emission:
 
 
 def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
-    """Writes all Regions, sorts, and drops what nobody reads any more. Raises Unsupported as `sort` does."""
+    """Writes all Regions, sorts, and drops what nobody reads any more. Raises Unsupported as `sort` does, and where no
+    node holds a symbolic size."""
     lifted, graph = plan.program.lifted, plan.program.lifted.graph
     if not builts:
         return

@@ -20,6 +20,7 @@ from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.plan import Plan
+from coda_inductor.rewrite.program import Axes
 from coda_inductor.rewrite.softmax import written_out
 
 if TYPE_CHECKING:
@@ -81,15 +82,17 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
         node.meta["val"] = target(*fx.map_arg(mine, lambda n: n.meta["val"]))
         return node
 
-    def sum_of(s: Term) -> fx.Node | None:
-        return given(s) if plan.summed(s) or s in plan.combined else None
+    def sum_of(s: Term) -> tuple[fx.Node, Axes] | None:
+        rows = plan.rows(s) if plan.summed(s) else plan.combined.get(s)
+        return None if rows is None else (given(s), rows)
 
-    def statistic(s: Term) -> tuple[fx.Node, Fraction]:
-        held = plan.statistic(s)
+    def statistic(s: Term, rows: Axes) -> tuple[fx.Node, Fraction]:
+        held = plan.program.statistic(s, rows)
         assert held is not None
         return held
 
-    compute, others = built.region.compute, plan.combined - {c.term for c in wanted}
+    compute, own = built.region.compute, {c.term for c in wanted}
+    others = {s: rows for s, rows in plan.combined.items() if s not in own}
     vectors = Vectors(plan.program.lifted, call, sum_of, statistic, plan.pair, compute, others)
     new.output((*(vectors.write(c) for c in wanted), *map(given, group.taken)))
     return new, keys

@@ -161,8 +161,10 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
     for i, b in enumerate(builts):
         waits = any(acc.bit in deferred for acc in b.draft.space.accs)
         for source in b.inputs:
-            if isinstance(source, Stored) or (waits and isinstance(source, Term)):
-                maker = makers[source]
+            turned = isinstance(source, Computed) and source.term in makers  # a sum in another order of the rows
+            key = source.term if isinstance(source, Computed) and turned else source
+            if isinstance(key, Stored) or (waits and isinstance(key, Term)):
+                maker = makers[key]
                 late, early = (plan.program.in_backward(x.draft.space) for x in (b, builts[maker]))
                 if late and not early:
                     continue  # without the one the other keeps, or reads, what the user's graph has

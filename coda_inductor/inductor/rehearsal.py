@@ -51,7 +51,8 @@ class Programs:
         made = dict(zip(wanted, run(*tensors), strict=not group.taken))
         if group.taken:  # of random numbers a loop makes anything, an infinite exponential, say
             made |= {c: group.made(c) for c in wanted if c.extent == "token"}
-        group.values |= made | {c.term: made[c] for c in wanted if c.extent == "token" and c.term in plan.combined}
+        alike = [c for c in wanted if c.extent == "token" and plan.combined.get(c.term) == c.order]
+        group.values |= made | {c.term: made[c] for c in alike}
         return [lambda: run(*tensors)]
 
     def baseline(self, group: Group, plan: Plan) -> Callable[[], object]:

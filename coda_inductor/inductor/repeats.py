@@ -114,9 +114,8 @@ def undone(node: fx.Node, path: list[fx.Node], call: Call, reshape: Reshape) -> 
 
 def same(node: fx.Node, other: fx.Node) -> None:
     """Raises BrokenInvariant unless both have the same sizes."""
-    sizes = [[str(s) for s in n.meta["val"].shape] for n in (node, other)]
-    if sizes[0] != sizes[1]:
-        raise BrokenInvariant(f"{node} is {sizes[0]}, {other} {sizes[1]}")
+    if g.sizes(node) != g.sizes(other):
+        raise BrokenInvariant(f"{node} is {[*map(str, g.sizes(node))]}, {other} {[*map(str, g.sizes(other))]}")
 
 
 def permuted(view: fx.Node) -> list[int]:

@@ -14,15 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 from coda_inductor.inductor.paths import hint
 from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.sizes import ONE, Size, size_of
 
-Layout = tuple[tuple[str, ...], ...]
+Layout = tuple[tuple[Size, ...], ...]
 """The strides of every tensor that a node computes, None of them for a dimension of one element."""
 
 
 def layout(node: fx.Node) -> Layout:
     """How the node's tensors lie in memory."""
     tensors = (v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
-    return tuple(tuple(str(s) for s, n in zip(t.stride(), t.shape, strict=True) if str(n) != "1") for t in tensors)
+    return tuple(
+        tuple(size_of(s) for s, n in zip(t.stride(), t.shape, strict=True) if size_of(n) != ONE) for t in tensors
+    )
 
 
 def read_by(node: fx.Node) -> list[Layout]:

@@ -125,11 +125,14 @@ def _broadcast(reading: Reading, node: fx.Node, tensors: Sequence[fx.Node]) -> D
         size = g.sizes(node)[-back]
         ids: Ids = ()
         for a in tensors:
-            if back <= len(g.sizes(a)) and g.sizes(a)[-back] == size and size != ONE:
-                theirs = reading.dims[a][-back]
-                if ids:
-                    reading.axes.unify(ids, theirs)
-                ids = ids or theirs
+            if back > len(g.sizes(a)) or g.sizes(a)[-back] == ONE:
+                continue
+            if g.sizes(a)[-back] != size:  # equal by a guard alone
+                raise Misfit(f"sizes {g.sizes(a)[-back]} and {size}, whose equality we cannot see")
+            theirs = reading.dims[a][-back]
+            if ids:
+                reading.axes.unify(ids, theirs)
+            ids = ids or theirs
         out.insert(0, ids or _fresh(reading, size))
     return tuple(out)
 

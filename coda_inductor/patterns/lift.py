@@ -61,6 +61,10 @@ class Lifted:
         sizes = {i: self.reading.axes.size[i].static for i in ids}
         return {i: s for i, s in sizes.items() if s is not None}
 
+    def turns(self, order: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+        """Are these the same axes, and can a vector over one order be permuted to the other? A shape has one -1."""
+        return order == wanted or (sorted(order) == sorted(wanted) and len(self.extents(order)) >= len(order) - 1)
+
 
 def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
     """Reads a functional ATen graph with fake tensors in meta["val"]. Adds no guard and changes nothing."""

@@ -13,6 +13,7 @@ from functools import reduce
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +58,24 @@ def _size(coefficient: int, *powers: Counter[str]) -> Size:
 
 def size_of(n: int | torch.SymInt) -> Size:
     """The Size of one dimension."""
-    if isinstance(n, int):
-        return Size(n)
-    coefficient, powers = 1, Counter[str]()
-    for factor in sympy.Mul.make_args(n.node.expr):
+    return Size(n) if isinstance(n, int) else _of(n.node.expr)
+
+
+def _of(expr: sympy.Expr) -> Size:
+    size = ONE
+    for factor in sympy.Mul.make_args(expr):
         base, exponent = factor.as_base_exp()
+        # torch leaves s0**2 // s0, a square image's width behind F.linear, as it is
+        whole = _of(factor.args[0]).over(_of(factor.args[1])) if isinstance(factor, FloorDiv) else None
         if factor.is_Integer:
-            coefficient *= int(factor)
+            size *= Size(int(factor))
+        elif whole is not None:
+            size *= whole
         elif base.is_Symbol and exponent.is_Integer and exponent > 0:
-            powers[str(base)] += int(exponent)
+            size *= Size(1, ((str(base), int(exponent)),))
         else:
-            powers[f"({factor})"] += 1
-    return _size(coefficient, powers)
+            size *= Size(1, ((f"({factor})", 1),))
+    return size
 
 
 def product(sizes: Iterable[Size]) -> Size:

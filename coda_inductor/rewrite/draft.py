@@ -63,6 +63,23 @@ class Draft:
         return functools.reduce(int.__or__, (t.deps for t in self.values), 0)
 
 
+def cycle(pending: list[Draft]) -> Draft | None:
+    """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one time."""
+    ready = 1
+    waits = {id(d): d.deps & ~d.space.mask for d in pending}
+    while pending and ready:
+        blocked = 0
+        for d in pending:
+            blocked |= d.space.mask
+        ready = len(pending)
+        pending = [d for d in pending if waits[id(d)] & blocked]
+        ready -= len(pending)
+    path = pending[:1]
+    while path and (following := next(d for d in pending if waits[id(path[-1])] & d.space.mask)) not in path:
+        path.append(following)
+    return following if path else None
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A node that stays with Inductor although it follows a product, and the first condition that failed."""

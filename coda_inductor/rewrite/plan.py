@@ -20,8 +20,9 @@ from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.again import Again
 from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.derive import Firing
-from coda_inductor.rewrite.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Refusal, Stored
-from coda_inductor.rewrite.program import Program, Space
+from coda_inductor.rewrite.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Refusal, Stored, cycle
+from coda_inductor.rewrite.halves import NOT_ROWS
+from coda_inductor.rewrite.program import Axes, Program, Space
 from coda_inductor.rewrite.sources import leaves, sources, statistics
 
 
@@ -36,8 +37,8 @@ class Plan:
     refused: list[Refusal] = field(default_factory=list)
     sums: set[Term] = field(default_factory=set)
     again: Again = field(default_factory=Again)
-    combined: set[Term] = field(default_factory=set)
-    """Sums of several per-token vectors that are computed outside epilogues."""
+    combined: dict[Term, Axes] = field(default_factory=dict)
+    """Sums of several per-token vectors that are computed outside epilogues, and their rows."""
     crowded: int = 0
     """Products, as a bit set, whose epilogues would read too many vectors if they combined them themselves."""
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Plan:
                     both[acc.bit] = "its halves are needed as well as the whole"
         if both or unhalved:
             raise Conflict(banned=both, unhalved=frozenset(unhalved))
-        if (late := self._cycle()) is not None:
+        if (late := cycle(self.unique())) is not None:
             raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
         self.again.check(self)
         supplied = {node for d in self.drafts.values() for node, s in d.supplies.items() if not s.again}
@@ -102,23 +103,6 @@ class Plan:
                 undeferred |= 1 << firing.product
         if undeferred:
             raise Conflict(undeferred=undeferred)
-
-    def _cycle(self) -> Draft | None:
-        """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one
-        time."""
-        pending, ready = self.unique(), 1
-        waits = {id(d): d.deps & ~d.space.mask for d in pending}
-        while pending and ready:
-            blocked = 0
-            for d in pending:
-                blocked |= d.space.mask
-            ready = len(pending)
-            pending = [d for d in pending if waits[id(d)] & blocked]
-            ready -= len(pending)
-        path = pending[:1]
-        while path and (following := next(d for d in pending if waits[id(path[-1])] & d.space.mask)) not in path:
-            path.append(following)
-        return following if path else None
 
     def operands(self, product: int) -> list[fx.Node]:
         """The nodes that hold the left operand of a product (a bit) as the user wrote it."""
@@ -256,7 +240,9 @@ class Plan:
                 self.need(node, product.node)
                 return node
         try:
-            draft = self._draft(self.program.space(x))
+            if (space := self.program.space(x)).order != order:
+                raise Unsupported(NOT_ROWS)
+            draft = self._draft(space)
         except Unsupported as why:
             raise Conflict(undeferred=acc.hosts) from why
         stored = Stored(x, DTYPE_NAMES[dtype])
@@ -300,13 +286,15 @@ class Plan:
             if not self.program.has_tile(x, space) or self.program.composed(x, space):
                 return None
             return self._tile_source(x, space)
-        if x.kind == "red" and self._sum(x):
-            return x
+        if x.kind == "red" and self._sum(x, space.rows):
+            return x if self.rows(x) == space.rows else self._computed(x, space)
         if x.kind == "red" and self.pair(x):
             return self._computed(x, space)
         if not x.args:
             return self._vector(x, space) if x.kind == "leaf" else None
-        summed = x.kind not in ("red", "con") and all(self._sum(s) or self.pair(s) for s in statistics(x) if s.deps)
+        summed = x.kind not in ("red", "con") and all(
+            self._sum(s, space.rows) or self.pair(s) for s in statistics(x) if s.deps
+        )
         if not summed and self.program.natural(x, self._axes(x, space)) is not None:
             return self._vector(x, space)
         crowded = bool(self.crowded & space.mask) and x.kind in ("mul", "add")
@@ -328,19 +316,19 @@ class Plan:
                 fits = extent == "feature" or not s.axes or (self.order(read[0]) == space.rows and g.dense(read[0]))
             elif extent == "feature":
                 read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], not s.deps
-            elif fits := self._sum(s):
+            elif fits := self._sum(s, space.rows):
                 read = []
             elif (found := self.pair(s)) is not None:
                 read, fits = found.nodes(self.program.lifted), found.tokens(self.program) == space.rows
             else:
-                held = self.statistic(s)
+                held = self.program.statistic(s, space.rows)
                 read, fits = [held[0]] if held else [], held is not None
             if not fits:
                 raise Conflict(banned={a.bit: f"no node holds {s}" for a in space.accs})
             for node in read:
                 self.need(node)
         if extent == "token" and x.kind == "add":
-            self.combined.add(x)
+            self.combined.setdefault(x, space.rows)
         return Computed(x, extent, self._axes(x, space))
 
     def summed(self, red: Term) -> bool:
@@ -351,12 +339,9 @@ class Plan:
         """What is summed beside an operation that is left whole, if the reduction is such a sum."""
         return pair(self.program, red)
 
-    def statistic(self, red: Term) -> tuple[fx.Node, Fraction] | None:
-        """(node, factor) for a per-token reduction that the graph holds: it is factor * node."""
-        for product in self.program.lifted.products.values():
-            if red.axes <= set(product.rows):
-                return self.program.statistic(red, product.rows)
-        return None
+    def rows(self, red: Term) -> Axes:
+        """The axes of a sum over columns that an epilogue takes, in the order of its rows."""
+        return self.program.space(red.args[0]).rows
 
     def _axes(self, x: Term, space: Space) -> tuple[int, ...]:
         return space.rows if space.extent(x) == "token" else space.columns
@@ -382,16 +367,18 @@ class Plan:
         self.store(draft, stored)
         return stored
 
-    def _sum(self, x: Term) -> bool:
-        """Lets the epilogue that makes the summed values sum them, if one can."""
+    def _sum(self, x: Term, rows: Axes) -> bool:
+        """Lets the epilogue that makes the summed values sum them, if one can whose rows are these in some order."""
         if x in self.sums:
-            return True
+            return self.program.lifted.turns(self.rows(x), rows)
         if x.name != "sum" or not x.args[0].hosts:
             return False
         try:
             space = self.program.space(x.args[0])
             self.program.check(x.args[0], space)
             if set(x.over) != set(space.columns) or not x.axes <= set(space.rows):
+                return False
+            if not self.program.lifted.turns(space.rows, rows):
                 return False
             draft = self._draft(space)
         except Unsupported:

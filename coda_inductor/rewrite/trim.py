@@ -47,7 +47,7 @@ def trim(plan: Plan) -> Plan:
         d.supplies = {node: s for node, s in d.supplies.items() if s in d.stores}
         d.totals = {node: total for node, total in d.totals.items() if total[0] in d.sums}
     plan.sums = {t for d in drafts for t in d.sums}
-    plan.combined = set()  # building asks for them again
+    plan.combined = {}  # building asks for them again
     return plan
 
 
@@ -70,7 +70,7 @@ def _read(plan: Plan, c: Computed) -> list[object]:
             out.append(s)
         elif c.extent == "token" and (found := plan.pair(s)) is not None:
             out += found.nodes(plan.program.lifted)
-        elif c.extent == "token" and (held := plan.statistic(s)) is not None:
+        elif c.extent == "token" and (held := plan.program.statistic(s, c.order)) is not None:
             out.append(held[0])
         else:
             out += [plan.program.lifted.node(leaf) for leaf in leaves(s)]
