@@ -17,8 +17,8 @@ from coda_inductor.inductor.joint_pass import REPORTS
 
 B, H, W, C, EXACT = 3, 4, 6, 8, 1e-10
 ROWS: dict[str, tuple[Callable[..., Any], int, int]] = {}
-"""Each a function of an image [B, H, W, C], three weights [C, C] and two vectors [C], and its Regions in training, with the
-image's sizes as numbers and as symbols."""
+"""Each a function of an image [B, H, W, C], three weights [C, C] and two vectors [C], and its Regions in training, with
+the image's sizes as numbers and as symbols."""
 
 
 def windows(x: Tensor) -> Tensor:

@@ -370,7 +370,7 @@ class Plan:
     def _sum(self, x: Term, rows: Axes) -> bool:
         """Lets the epilogue that makes the summed values sum them, if one can whose rows are these in some order."""
         if x in self.sums:
-            return self.program.lifted.turns(self.rows(x), rows)
+            return x.axes <= set(rows) and self.program.lifted.turns(self.rows(x), rows)
         if x.name != "sum" or not x.args[0].hosts:
             return False
         try:
