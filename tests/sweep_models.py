@@ -72,6 +72,8 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "ConvNext": ("Model", IMAGE | {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1], "patch_size": 4}),
     "Swin": ("Model", IMAGE | {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2,
                                "num_attention_heads": [2, 4], "patch_size": 4}),
+    "Swinv2": ("Model", IMAGE | {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+                                 "num_attention_heads": [2, 4], "patch_size": 4}),
 }  # fmt: skip
 MODELS = (
     {name: ("ForCausalLM", TEXT | config) for name, config in CAUSAL.items()}
