@@ -79,6 +79,14 @@ def equal_by_a_guard(x: Tensor, u: Tensor, v: Tensor, w: Tensor, g: Tensor, b: T
     return h, h.flatten(1, 2).transpose(0, 1).reshape(2, 4, -1, C)
 
 
+@case(2, 2)
+def frozen_and_batched(x: Tensor, u: Tensor, v: Tensor, w: Tensor, g: Tensor, b: Tensor) -> Any:
+    """Of tokens that lie in no order the product with a weight that needs no gradient is a batched one."""
+    n = rms(x[:, 0].transpose(0, 1))
+    gate = F.linear(n, u)
+    return torch.cumsum(F.linear(n, w.detach()), 0) * gate
+
+
 def given() -> list[Tensor]:
     return [R(B, H, W, C), R(C, C), R(C, C), R(C, C), R(C), R(C)]
 

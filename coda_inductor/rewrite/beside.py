@@ -90,6 +90,8 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     """The sum, over what the product `con` contracts, of its left operand Z times `image`: another product with con's
     weight, or a vector. `adjoint`: may that law be used?"""
     terms, (z, _), over = program.lifted.terms, con.args, con.over
+    if not {c.bit for c in (con, image) if c.kind == "con"} <= program.lifted.products.keys():
+        return None  # a batched one
     product, extents = program.product(con), program.lifted.extents(over)
     reading = program.lifted.reading
     columns = reading.roots(product.x)[-1]
