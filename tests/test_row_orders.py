@@ -72,6 +72,23 @@ def one_for_a_sequence(x: Tensor, u: Tensor, v: Tensor, w: Tensor, g: Tensor, b:
     return torch.relu(F.linear(x, v) * scale), torch.tanh(F.linear(x, w))
 
 
+@case(4, 6)
+def spread_over_a_sequence(x: Tensor, u: Tensor, v: Tensor, w: Tensor, g: Tensor, b: Tensor) -> Any:
+    """A node holds for each token what an epilogue takes for each sequence."""
+    pooled = F.linear(torch.tanh(x.mean((1, 2))), u)
+    spread = pooled.pow(2).mean(-1)[:, None, None].expand(x.shape[:3]).contiguous()
+    return F.linear(rms(pooled), v), F.linear(rms(F.linear(x, u)) * spread[..., None], w), spread
+
+
+@case(4, 4)
+def held_in_the_readers_order(x: Tensor, u: Tensor, v: Tensor, w: Tensor, g: Tensor, b: Tensor) -> Any:
+    x = x[:, 0]
+    h = F.linear(x, u)
+    turned = h.pow(2).mean(-1).transpose(0, 1).contiguous()
+    y = rms(F.linear(x.transpose(0, 1).contiguous(), w)) * turned[..., None]
+    return F.linear(rms(h), v), F.linear(y, torch.diag(g)), turned
+
+
 @case(2, 2)
 def equal_by_a_guard(x: Tensor, u: Tensor, v: Tensor, w: Tensor, g: Tensor, b: Tensor) -> Any:
     """With symbolic sizes the gradient comes back over a number of images that torch knows to be B by a guard alone."""
@@ -91,12 +108,16 @@ def given() -> list[Tensor]:
     return [R(B, H, W, C), R(C, C), R(C, C), R(C, C), R(C), R(C)]
 
 
-def step(f: Callable[..., Any], args: list[Tensor], sizes: Sequence[int] = ()) -> list[Tensor]:
-    """What f returns, and the gradients of all arguments that it reads; `sizes` are dimensions of the image whose size
-    may be a symbol."""
+def marked(args: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Copies that need gradients; `sizes` are dimensions of the image whose size may be a symbol."""
     args = [a.clone().requires_grad_() for a in args]
     for dim in sizes:
         torch._dynamo.maybe_mark_dynamic(args[0], dim)
+    return args
+
+
+def step(f: Callable[..., Any], args: list[Tensor]) -> list[Tensor]:
+    """What f returns, and the gradients of all arguments that it reads."""
     outputs = flat(f(*args))
     sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape)).sum() for o in outputs).backward()  # type: ignore[union-attr]
     return [*(o.detach() for o in outputs), *(a.grad for a in args if a.grad is not None)]
@@ -108,12 +129,12 @@ def test_rows_in_another_order(name: str, sizes: tuple[int, ...]) -> None:
     function, *counts = ROWS[name]
     torch.manual_seed(0)
     args = given()
-    wanted = step(function, args)
+    wanted = step(function, marked(args, ()))
     with strict_reference(run=False):
         REPORTS.clear()
-        found = step(torch.compile(function, backend="coda"), args, sizes)
+        found = step(torch.compile(function, backend="coda"), marked(args, sizes))
         assert [len(report.sites) for report in REPORTS] == [counts[bool(sizes)]]
         with torch.no_grad():
-            inferred = flat(torch.compile(function, backend="coda")(*args))
+            inferred = flat(torch.compile(function, backend="coda")(*marked(args, sizes)))
     for mine, eager in zip([*found, *inferred], [*wanted, *wanted[: len(inferred)]], strict=True):
         assert error(mine, eager) < EXACT

@@ -51,7 +51,7 @@ class Graph:
             Any, SimpleNamespace(node=lambda t: self.nodes[t.name], reading=reading, extents=lambda order: {})
         )
         nothing = cast(Any, None)
-        vectors = Vectors(lifted, self.call, lambda s: None, nothing, self.pairs.get, torch.float32)
+        vectors = Vectors(lifted, self.call, lambda s, rows: None, nothing, self.pairs.get, torch.float32)
         return cast(Tensor, vectors.write(Computed(term, "token", (0,))).meta["val"])
 
     def sum(self, name: str) -> Tensor:

@@ -47,8 +47,8 @@ class Emission:
     def _vectors(self, compute: torch.dtype) -> Vectors:
         """What writes small computations in the dtype in which a Region computes."""
 
-        def sum_of(s: Term) -> tuple[fx.Node, Axes] | None:
-            return (self.made[s], self.plan.rows(s)) if s in self.made else None
+        def sum_of(s: Term, rows: Axes) -> tuple[fx.Node, Axes] | None:
+            return (self.made[s], self.plan.rows(s)) if self.plan.taken(s, rows) else None
 
         def statistic(s: Term, rows: Axes) -> tuple[fx.Node, Fraction]:
             held = self.plan.program.statistic(s, rows)
@@ -78,9 +78,10 @@ class Emission:
         assert value is not None
         if [*map(size_of, value.shape)] == [*map(size_of, shape)]:
             return node
-        symbolic = [s for s in shape if not isinstance(s, int)]
-        inferred = next((s for s in symbolic if len(symbolic) == 1 or self._holder(s) is None), None)
-        return self.view(node, [s if isinstance(s, int) else -1 if s is inferred else self._size(s) for s in shape])
+        symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
+        inferred = next((i for i in symbolic if len(symbolic) == 1 or self._holder(shape[i]) is None), None)
+        sizes = [s if isinstance(s, int) else -1 if i == inferred else self._size(s) for i, s in enumerate(shape)]
+        return self.view(node, sizes)
 
     def view(self, node: fx.Node, sizes: Sequence[int | fx.Node]) -> fx.Node:
         """node, viewed in a shape. To Inductor's patterns of attention a `view` of a bmm, to whatever sizes, is their
@@ -101,7 +102,7 @@ class Emission:
             raise Unsupported(f"no node of the graph holds the size {size}")
         return node
 
-    def _holder(self, size: torch.SymInt) -> fx.Node | None:
+    def _holder(self, size: int | torch.SymInt) -> fx.Node | None:
         """The first node whose value is this size."""
         for node in self.graph.nodes:
             value = node.meta.get("val")
@@ -259,5 +260,5 @@ def _unshare(emission: Emission, output: fx.Node) -> None:
 
 def _known(emission: Emission, source: Source) -> bool:
     if isinstance(source, Computed):
-        return all(s in emission.made for s in statistics(source.term) if emission.plan.summed(s))
+        return all(s in emission.made for s in statistics(source.term) if emission.plan.taken(s, source.order))
     return isinstance(source, fx.Node | Weight | Table) or source in emission.made

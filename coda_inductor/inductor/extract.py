@@ -82,9 +82,10 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
         node.meta["val"] = target(*fx.map_arg(mine, lambda n: n.meta["val"]))
         return node
 
-    def sum_of(s: Term) -> tuple[fx.Node, Axes] | None:
-        rows = plan.rows(s) if plan.summed(s) else plan.combined.get(s)
-        return None if rows is None else (given(s), rows)
+    def sum_of(s: Term, rows: Axes) -> tuple[fx.Node, Axes] | None:
+        if plan.taken(s, rows):
+            return given(s), plan.rows(s)
+        return (given(s), rows) if plan.combined.get(s) == rows else None
 
     def statistic(s: Term, rows: Axes) -> tuple[fx.Node, Fraction]:
         held = plan.program.statistic(s, rows)

@@ -25,8 +25,8 @@ MANY = 4  # times as many elements as in a table, at least, in what reads it
 
 def loops_of(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
     """(the tensors that such loops write, all that they compute)."""
-    sums = dict.fromkeys(s for b in group.builts for c in group.computed(b) for s in statistics(c.term))
-    pairs = [pair for s in sums if not plan.summed(s) and (pair := plan.pair(s)) is not None]
+    sums = dict.fromkeys((s, c.order) for b in group.builts for c in group.computed(b) for s in statistics(c.term))
+    pairs = [pair for s, rows in sums if not plan.taken(s, rows) and (pair := plan.pair(s)) is not None]
     if not pairs:
         return [], set()
     tensors = [[base_of(t) for t in pair.tensors] for pair in pairs]

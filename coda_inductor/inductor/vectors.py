@@ -43,8 +43,8 @@ class Vectors:
 
     lifted: Lifted
     call: Callable[..., fx.Node]
-    sum_of: Callable[[Term], tuple[fx.Node, Order] | None]
-    """A sum that an epilogue takes, and its rows' axes."""
+    sum_of: Callable[[Term, Order], tuple[fx.Node, Order] | None]
+    """A sum that an epilogue takes of rows that can be turned to this order, and theirs."""
     statistic: Callable[[Term, Order], tuple[fx.Node, Fraction]]
     """A node that holds a sum but for a factor, over rows in an order."""
     pair: Callable[[Term], Pair | None]
@@ -78,7 +78,7 @@ class Vectors:
     def _new(self, t: Term, rows: Order) -> tuple[fx.Node, Order]:
         if t.kind == "leaf":
             return self._leaf(t, rows)
-        if (t.kind == "red" or t in self.combined) and (made := self.sum_of(t)) is not None:
+        if (t.kind == "red" or t in self.combined) and (made := self.sum_of(t, rows)) is not None:
             return self._turned(*made, rows), (TOKENS,)
         if t.kind == "red":
             if rows and (pair := self.pair(t)) is not None:
@@ -151,7 +151,7 @@ class Vectors:
         them all, as dq * q + dk * k + dv * v. And the other addends."""
         groups, rest = defaultdict[Any, list[tuple[Term, Fraction, Pair]]](list), list[tuple[Term, Fraction]]()
         for arg, w in addends:
-            beside = arg.kind == "red" and self.sum_of(arg) is None and (arg, rows) not in self.done
+            beside = arg.kind == "red" and self.sum_of(arg, rows) is None and (arg, rows) not in self.done
             if beside and (pair := self.pair(arg)) is not None:
                 shape = g.tensor(pair.tensors[0]).shape  # type: ignore[union-attr]
                 groups[pair.dims, tuple(map(size_of, shape))].append((arg, w, pair))

@@ -331,13 +331,14 @@ class Plan:
             self.combined.setdefault(x, space.rows)
         return Computed(x, extent, self._axes(x, space))
 
-    def summed(self, red: Term) -> bool:
-        """Does some epilogue take this sum?"""
-        return red in self.sums
-
     def pair(self, red: Term) -> Pair | None:
         """What is summed beside an operation that is left whole, if the reduction is such a sum."""
         return pair(self.program, red)
+
+    def taken(self, red: Term, rows: Axes) -> bool:
+        """Does some epilogue take this sum for each of its rows, and are they these rows in some order?"""
+        mine = red in self.sums and bool(red.axes) and red.axes <= set(rows)
+        return mine and self.program.lifted.turns(self.rows(red), rows)
 
     def rows(self, red: Term) -> Axes:
         """The axes of a sum over columns that an epilogue takes, in the order of its rows."""
@@ -370,7 +371,7 @@ class Plan:
     def _sum(self, x: Term, rows: Axes) -> bool:
         """Lets the epilogue that makes the summed values sum them, if one can whose rows are these in some order."""
         if x in self.sums:
-            return x.axes <= set(rows) and self.program.lifted.turns(self.rows(x), rows)
+            return self.taken(x, rows)
         if x.name != "sum" or not x.args[0].hosts:
             return False
         try:
