@@ -924,6 +924,10 @@ ON_SQUARE: dict[str, Callable[..., Tensor]] = {
 ON_BATCH: dict[str, Callable[..., Tensor]] = {
     "mix tokens": lambda p, q, w, u, g, r: p.transpose(0, 1).reshape(p.shape),
     "scale of a sample": lambda p, q, w, u, g, r: p * torch.sigmoid(r[:, :1]),
+    "scale by a sample's row": lambda p, q, w, u, g, r: (
+        p * torch.rsqrt(F.linear(q.mean(1), w).pow(2).mean(-1) + 1)[:, None, None]
+    ),
+    "linear over samples": lambda p, q, w, u, g, r: F.linear(p.transpose(0, 1), w).transpose(0, 1) * 0.5,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import test_laws
 import test_lift
+import test_row_orders
 import test_whole_graphs
 import torch
 from codegen_cases import bias_sums, lane_sums, random_inputs, softmax_sum, weighted_sums
@@ -21,11 +22,13 @@ from zoo import CASES, Case
 from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
 from coda_inductor.inductor import joint
+from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes
 from coda_inductor.patterns.infer import Reading
+from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import Term, Terms
-from coda_inductor.rewrite import derive, separate
+from coda_inductor.rewrite import derive, plan, separate
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.draft import Draft
 from coda_inductor.rewrite.laws import LAWS
@@ -56,6 +59,10 @@ def table(name: str) -> Callable[[], None]:
 
 def odd(name: str) -> Callable[[], None]:
     return lambda: test_whole_graphs.test_odd_graphs(name)
+
+
+def rows(name: str, sizes: tuple[int, ...] = ()) -> Callable[[], None]:
+    return lambda: test_row_orders.test_rows_in_another_order(name, sizes)
 
 
 def truth(model: Callable[..., Any], *args: Any) -> None:
@@ -131,7 +138,15 @@ def an_operand_is_deferred_though_others_need_it(patch: pytest.MonkeyPatch) -> N
 
 
 def regions_may_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Plan, "_cycle", lambda self: None)
+    patch.setattr(plan, "cycle", lambda pending: None)
+
+
+def a_sum_is_read_as_it_leaves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Vectors, "_turned", lambda self, node, made, rows: node)
+
+
+def any_rows_can_be_turned_to_any(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lifted, "turns", lambda self, order, wanted: True)
 
 
 def a_sum_may_be_used_by_its_own_product(patch: pytest.MonkeyPatch) -> None:
@@ -225,6 +240,9 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     (an_operand_is_deferred_though_others_need_it, table("normalised stream returned")),
     (regions_may_wait_for_each_other, odd("cross_norm")),
     (regions_may_wait_for_each_other, odd("cross_opaque")),
+    (a_sum_is_read_as_it_leaves, rows("norm_behind_windows")),
+    (a_sum_is_read_as_it_leaves, rows("rows_by_columns")),
+    (any_rows_can_be_turned_to_any, rows("held_in_the_readers_order", (0, 1, 2))),
     (a_sum_may_be_used_by_its_own_product, odd("norm_and_transposed")),
     (any_products_share_an_epilogue, table("norm: hf")),
     (everything_lies_as_its_dimensions, odd("rearranged")),
@@ -286,7 +304,10 @@ def test_space_is_what_the_mutations_take_it_for() -> None:
     """A guard that moves takes its mutation with it: the names that are patched above exist."""
     assert {f.name for f in dataclasses.fields(Space)} == {"accs", "rows", "columns", "heads"}
     for owner, names in (
-        (Plan, ("_settle", "_cycle")),
+        (Plan, ("_settle", "rows")),
+        (plan, ("cycle",)),
+        (Lifted, ("turns",)),
+        (Vectors, ("_turned",)),
         (Program, ("check", "_shares", "turn")),
         (Axes, ("occupy", "unify")),
     ):

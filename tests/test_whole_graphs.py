@@ -315,6 +315,23 @@ def test_gradients_are_eagers(name: str) -> None:
             assert float((p.grad - wanted[name]).abs().max()) < EXACT * largest  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("seed", range(60, 80))
+def test_gradients_of_random_programs(seed: int) -> None:
+    function, (x, weights, gain, token) = random_program(seed)
+
+    def gradients(step: Callable[..., list[Tensor]]) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, gain, token, *weights)]
+        outputs = step(leaves[0], leaves[3:], *leaves[1:3])
+        sums = [(o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape)).sum() for o in outputs]
+        return list(torch.autograd.grad(torch.stack(sums).sum(), leaves, materialize_grads=True))
+
+    wanted = gradients(function)
+    with strict_reference(run=False):
+        found = gradients(torch.compile(function, backend="coda"))
+    largest = max(float(t.abs().max()) for t in wanted)
+    assert all(float((f - w).abs().max()) < EXACT * largest for f, w in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("disable", ["bilinearity", "gauge", "pair", "statistic", "pointwise"])
 def test_any_part_may_be_switched_off(disable: str) -> None:
     model = Decoder(Shape(norm="LayerNorm", bias=True)).double().eval()
