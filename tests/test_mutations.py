@@ -146,7 +146,7 @@ def a_sum_is_read_as_it_leaves(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_rows_can_be_turned_to_any(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lifted, "turns", lambda self, order, wanted: True)
+    patch.setattr(Lifted, "can_permute", lambda self, order, wanted: True)
 
 
 def a_sum_may_be_used_by_its_own_product(patch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_space_is_what_the_mutations_take_it_for() -> None:
     for owner, names in (
         (Plan, ("_settle", "rows")),
         (plan, ("cycle",)),
-        (Lifted, ("turns",)),
+        (Lifted, ("can_permute",)),
         (Vectors, ("_turned",)),
         (Program, ("check", "_shares", "turn")),
         (Axes, ("occupy", "unify")),

@@ -1,5 +1,6 @@
 """Sums over rows that one epilogue takes and another reads whose rows are the same tokens in another order, or others:
-windows of an image, as Swin's attention has them; a sequence's own statistic at each of its tokens."""
+windows of an image, as Swin's attention has them; a sequence's own statistic at each of its tokens. And tokens whose
+number is known by a guard alone, or that lie in no order at all."""
 
 from __future__ import annotations
 

@@ -161,8 +161,8 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
     for i, b in enumerate(builts):
         waits = any(acc.bit in deferred for acc in b.draft.space.accs)
         for source in b.inputs:
-            turned = isinstance(source, Computed) and source.term in makers  # a sum in another order of the rows
-            key = source.term if isinstance(source, Computed) and turned else source
+            # A sum that is only read in another order of the rows ties as the sum does.
+            key = source.term if isinstance(source, Computed) and source.term in makers else source
             if isinstance(key, Stored) or (waits and isinstance(key, Term)):
                 maker = makers[key]
                 late, early = (plan.program.in_backward(x.draft.space) for x in (b, builts[maker]))

@@ -61,8 +61,9 @@ class Lifted:
         sizes = {i: self.reading.axes.size[i].static for i in ids}
         return {i: s for i, s in sizes.items() if s is not None}
 
-    def turns(self, order: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-        """Are these the same axes, and can a vector over one order be permuted to the other? A shape has one -1."""
+    def can_permute(self, order: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+        """Can a vector over one order of axes be permuted to the other? Of its sizes one may be a symbol, which a view
+        to them infers."""
         return order == wanted or (sorted(order) == sorted(wanted) and len(self.extents(order)) >= len(order) - 1)
 
 

@@ -338,7 +338,7 @@ class Plan:
     def taken(self, red: Term, rows: Axes) -> bool:
         """Does some epilogue take this sum for each of its rows, and are they these rows in some order?"""
         mine = red in self.sums and bool(red.axes) and red.axes <= set(rows)
-        return mine and self.program.lifted.turns(self.rows(red), rows)
+        return mine and self.program.lifted.can_permute(self.rows(red), rows)
 
     def rows(self, red: Term) -> Axes:
         """The axes of a sum over columns that an epilogue takes, in the order of its rows."""
@@ -379,7 +379,7 @@ class Plan:
             self.program.check(x.args[0], space)
             if set(x.over) != set(space.columns) or not x.axes <= set(space.rows):
                 return False
-            if not self.program.lifted.turns(space.rows, rows):
+            if not self.program.lifted.can_permute(space.rows, rows):
                 return False
             draft = self._draft(space)
         except Unsupported:

@@ -66,7 +66,7 @@ def _read(plan: Plan, c: Computed) -> list[object]:
     for s in sources(c.term):
         if s.kind == "leaf":
             out.append(plan.program.lifted.node(s))
-        elif c.extent == "token" and plan.taken(s, c.order):
+        elif plan.taken(s, c.order):
             out.append(s)
         elif c.extent == "token" and (found := plan.pair(s)) is not None:
             out += found.nodes(plan.program.lifted)
