@@ -4,7 +4,8 @@
 
 A case is layer-2048, layer-4096 or layer-8192 (from attention's output to the next layer's q, k and v, 16384 tokens,
 feed-forward 8/3 as wide; rotary-2048 and so on: with the rotary embeddings of q and k), or one of MODELS (8192
-tokens, with attention; two layers unless the name says how many).
+tokens, with attention; two layers unless the name says how many), or autocast- and one of these: float32 weights, under
+torch.autocast.
 
 A JSON line per case and kind, "forward" (under no_grad) and "train" (forward and backward), in one rotation: "ms" is
 ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "sustained"
@@ -104,6 +105,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 
+AUTOCAST = "autocast-"
 Inputs = tuple[Tensor, ...]
 Step = Callable[[Any, Inputs], object]
 
@@ -126,8 +128,9 @@ def case(name: str) -> tuple[nn.Module, list[Inputs], Step, Step, int]:
             return torch.autograd.grad(f(*given), (*given[:2], *model.parameters()), grads)
 
         return model, [(*t, *tables) for t in streams], lambda f, given: f(*given), backward, 16384
+    wide, name = name.startswith(AUTOCAST), name.removeprefix(AUTOCAST)
     with torch.device("cuda"):
-        model = MODELS[name]().to(torch.bfloat16)
+        model = MODELS[name]().to(torch.float32 if wide else torch.bfloat16)
     if name == "vit-l":
         inputs = [
             (
@@ -147,7 +150,8 @@ def case(name: str) -> tuple[nn.Module, list[Inputs], Step, Step, int]:
         key, tokens = "input_ids", 8192
 
     def loss(f: Any, given: Inputs) -> Tensor:
-        return f(**{key: given[0]}, labels=given[1]).loss  # type: ignore[no-any-return]
+        with torch.autocast("cuda", torch.bfloat16, enabled=wide):
+            return f(**{key: given[0]}, labels=given[1]).loss  # type: ignore[no-any-return]
 
     return model, inputs, loss, lambda f, given: torch.autograd.grad(loss(f, given), list(model.parameters())), tokens
 
@@ -156,6 +160,7 @@ def floors(model: nn.Module, tokens: int) -> tuple[Callable[[], None], Callable[
     """(the products of a forward, those of a forward and backward), on preallocated tensors."""
     modules = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
     weights = [(m.weight if isinstance(m, nn.Linear) else m.weight.t()).detach() for m in modules]
+    weights = [w.to(torch.bfloat16) for w in weights]
     few = {id(w) for w in weights if w.shape[0] < 8}  # a classifier, on one token of each sample
     weights = [w for w in weights if id(w) not in few]
     weights = [F.pad(w, (0, 0, 0, -w.shape[0] % 8)) for w in weights]  # as Inductor does: a vocabulary may be odd

@@ -17,9 +17,10 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
-from coda_inductor.core.text import right
+from coda_inductor.core.text import left, right
 from coda_inductor.inductor.account import Site, attribute, smallest_tile, touched, touches_tile
 from coda_inductor.inductor.capture import capture
+from coda_inductor.inductor.casts import Cast
 from coda_inductor.inductor.lowering import elements, kind_of, owner
 from coda_inductor.inductor.offline import rewrite_for, target_of
 from coda_inductor.inductor.report import render
@@ -53,6 +54,8 @@ class Report(Protocol):
     def opaque(self) -> Sequence[Refusal]: ...
     @property
     def tables(self) -> Sequence[Table]: ...
+    @property
+    def casts(self) -> Sequence[Cast]: ...
 
 
 Rewrite = Callable[[fx.Graph, Any], Report]
@@ -95,6 +98,7 @@ class Nothing:
     sites: tuple[Site, ...] = ()
     opaque: tuple[Whole, ...] = ()
     tables: tuple[Table, ...] = ()
+    casts: tuple[Cast, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         report = Nothing((Whole(str(why), why.where),))
     halves = partition(graph)
     after = kernels(graph, halves)
-    share = attribute(touches, report.sites)
+    share = attribute(touches, [*report.sites, *report.casts])
     nodes = {n.name: n for n in graph.nodes}
     regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
     left = sorted((k for k in after if touches_tile(k, smallest)), key=lambda k: -k.bytes)
@@ -130,6 +134,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
         "refused": ([] if isinstance(report, Nothing) else chains) + lone(report, nodes, chains),
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
+        "casts": [{"node": c.node, "shape": c.shape, "source": c.source} for c in report.casts],
     }
     totals: Facts = {
         "bytes_before": sum(k.bytes for k in before),
@@ -162,7 +167,9 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     return {
         "id": site.name,
         "products": [
-            f"{p.name}: in{a} @ {right(region, i, f'in{b}')}" for i, p in enumerate(region.products) for a, b in p.pairs
+            f"{p.name}: {left(region, f'in{a}')} @ {right(region, i, f'in{b}')}"
+            for i, p in enumerate(region.products)
+            for a, b in p.pairs
         ],
         "m": site.m,
         "n": n,

@@ -73,6 +73,23 @@ def plain(n: int, k: int) -> Region:
     return verify(Region(n, "f16", (Product("acc", 0, 1, k, "nk"),), (), (), (Store("acc", "f32"),), ()))
 
 
+def weight_gradient(n: int, k: int) -> Region:
+    """The bare product of two tensors of K rows, as dW = dZ^T X over the tokens."""
+    product = Product("acc", 0, 1, k, "kn", a_layout="km")
+    return verify(Region(n, "bf16", (product,), (), (), (Store("acc", "bf16"),), ()))
+
+
+def turned_left(n: int, k: int) -> Region:
+    """A left operand of [K, M], with everything that an epilogue may read, store and sum."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk", a_layout="km"),),
+        (Operand("scale", "token", "f32"), Operand("gain", "feature", "bf16"), Operand("before", "tile", "f32")),
+        (Let("scaled", "mul", ("acc", "scale")), Let("gained", "mul", ("scaled", "gain")),
+         Let("total", "add", ("gained", "before"))),
+        (Store("total", "f32"), Store("scaled", "bf16")), (Reduction("total"), Reduction("scaled", "M")),
+    ))  # fmt: skip
+
+
 def softmax_sum(n: int, k: int) -> Region:
     """Sums of exp(x - m): at a column past N it would add exp(-m), so it needs the mask. Nothing is stored."""
     return verify(Region(
@@ -220,7 +237,8 @@ def every_op(n: int, k: int) -> Region:
 
 CASES: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores, norm_backward, norm_gradients,
-    summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables,
+    summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables, weight_gradient,
+    turned_left,
 )  # fmt: skip
 OF_PAIRS = ("first", "second")
 
@@ -269,7 +287,7 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     matrices: dict[int, Tensor] = {}
     for p in region.products:
         for a, b in p.pairs:
-            matrices[a] = normal(m, p.k).to(dtype)
+            matrices[a] = normal(*((m, p.k) if p.a_layout == "mk" else (p.k, m))).to(dtype)
             weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
             matrices[b] = (weight / p.k**0.5).to(dtype)
     for side, turned in zip(zip(*region.products[0].pairs, strict=True), (False, up_first), strict=True):
@@ -289,10 +307,15 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     return [matrices[i] for i in range(region.matrices)] + operands
 
 
+def whole_rows(region: Region, m: int) -> int:
+    """M, up to a multiple of 8 where the left operand's rows are M long."""
+    return -(-m // 8) * 8 if region.rows[1] else m
+
+
 def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:
     """Outputs full of NaN: what a kernel does not write is seen. Sums over N are rows of one tensor, as in a compiled
     graph, but at a multiple of 3 tokens tensors of their own."""
-    x = torch.empty(m, 8, dtype=DTYPES[region.dtype], device=device)
+    x = torch.empty((m, 8)[:: -1 if region.rows[1] else 1], dtype=DTYPES[region.dtype], device=device)
     outs = tune.outputs(region, [x] * region.matrices)
     return [torch.full_like(out, float("nan")) if m % 3 == 0 else out.fill_(float("nan")) for out in outs]
 

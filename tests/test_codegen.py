@@ -96,8 +96,12 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
         heads = x.unflatten(0, (-1, 2, region.half))
         return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
-    each = [torch.stack([inputs[a].float() @ inputs[b].float().t() for a, b in p.pairs]) for p in region.products]
-    products = [x.sum(0) for x in each]
+    def product(p: Product) -> Tensor:
+        pairs = [(inputs[a].float(), inputs[b].float()) for a, b in p.pairs]
+        turned = [(x if p.a_layout == "mk" else x.t(), w if p.b_layout == "kn" else w.t()) for x, w in pairs]
+        return torch.stack([x @ w for x, w in turned]).sum(0)
+
+    products = [product(p) for p in region.products]
     if region.half:
         products = [x.t() for x in halves(products[0].t())]
     m = products[0].shape[0]
@@ -448,7 +452,7 @@ def test_rendering_is_deterministic_and_by_content() -> None:
     region = norm_producer(4096, 4096)
     assert source.render(region) == source.render(region)
     names = {source.module_name(source.render(make(4096, 4096))) for make in CASES}
-    assert len(names) == len(CASES)
+    assert len(names) == len(CASES) - 1  # a weight gradient leaves as a plain product does
     lets = (Let("in", "mul", ("acc", float("inf"))),)
     odd = small(lets=lets, stores=(Store("in", "bf16"),), reductions=(Reduction("in"),))
     compile(source.render(odd), "odd", "exec")  # a keyword as a name, an infinite literal

@@ -20,6 +20,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.explain import explain, region_facts, render
 from coda_inductor.inductor.capture import capture, load
+from coda_inductor.inductor.casts import Cast
 from coda_inductor.inductor.report import amounts
 from coda_inductor.inductor.tables import Table
 
@@ -146,6 +147,7 @@ class Report:
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()
     tables: tuple[Table, ...] = ()
+    casts: tuple[Cast, ...] = ()
 
 
 def region_of_relu(matrices: list[Tensor]) -> list[Tensor]:

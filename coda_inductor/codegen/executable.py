@@ -66,13 +66,14 @@ class Executable:
         self._a, self._b, self._second = products[0].a, products[0].b, products[-1].b
         self._offset = place.get("lane_offset")
         self._plus = products[0].plus
+        self._turned = products[0].a_layout == "km"
         self._spans = [place[field] for field in source.SPANS] if region.summed else []
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
         contiguous. A None store is written to scratch, a None sum is left unfinished; sums that are rows of one tensor
-        are finished together. M is inputs[a].shape[0] >= 1."""
-        a, b = inputs[self._a], inputs[self._b]
+        are finished together. M >= 1."""
+        a, b = inputs[self._a].t() if self._turned else inputs[self._a], inputs[self._b]
         fields = self._blank.copy()
         for field, i in self._inputs:
             fields[field] = inputs[i]

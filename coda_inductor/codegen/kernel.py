@@ -97,10 +97,11 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
         values["lane_offset"] = 0
     values |= dict.fromkeys(source.SPANS, 0) if region.summed else {}
     matrix = _blank(region.dtype, 8, 8)
+    left = matrix if region.products[0].a_layout == "mk" else matrix.t()
     with _objects_in(objects):
         try:
             return quack.gemm_runtime.host.build_gemm_epi_plan(
-                epilogue._mint(*mint_key), SM90, matrix, matrix, values.pop("D", None), values.pop("c", None),
+                epilogue._mint(*mint_key), SM90, left, matrix, values.pop("D", None), values.pop("c", None),
                 epi_values=values, tile_M=config.tile_m, tile_N=config.tile_n, cluster_M=config.cluster_m,
                 cluster_N=config.cluster_n, pingpong=config.pingpong, b_kn=region.products[0].b_layout == "kn",
                 post_init_attrs=(("resolve_epi_m_major", along_n),) if config.order == "n" else (),

@@ -10,7 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, SMALL, TINY, Config
+from coda_inductor.codegen.tiles import (
+    BARE,
+    BARE_LEAST,
+    DEEP,
+    DEEP_LEAST,
+    HEADS,
+    HEAVY,
+    LARGE,
+    MIDDLE,
+    SMALL,
+    TINY,
+    Config,
+)
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 
@@ -44,6 +56,8 @@ def _large(region: Region) -> tuple[Config, ...]:
     if region.half:
         return HEADS
     p = region.products[0]
+    if region.is_bare and min(region.n, p.k) >= BARE_LEAST:
+        return BARE
     deep = min(region.n, p.k * len(p.pairs)) >= DEEP_LEAST and is_legal(region, DEEP[1])
     return DEEP if deep else LARGE
 

@@ -258,7 +258,7 @@ def device_digest() -> str:
 
 def form(region: Region) -> str:
     """What the compiler sees of a Region beside the module's text: no extent is in either."""
-    layouts = [p.b_layout for p in region.products]
+    layouts = [(p.a_layout, p.b_layout) for p in region.products]
     return json.dumps([region.dtype, layouts, [o.dtype for o in region.operands], [s.dtype for s in region.stores]])
 
 

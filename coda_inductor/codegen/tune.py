@@ -43,7 +43,7 @@ class Tuned:
 def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None, *, rounds: int = 15) -> Tuned:
     """Compiles, checks and times the candidates at the inputs' M. Raises Unsupported if none is right."""
     kernel = launch.kernel(region.text, cache_dir)
-    size = legality.bucket(inputs[region.products[0].a].shape[0])
+    size = legality.bucket(region.m(inputs))
     configs = legality.candidates(region, size)
     rows = measure(kernel, inputs, configs, rounds=rounds)
     right = [row for row in rows if "ms" in row]
@@ -119,7 +119,7 @@ def examine(
 def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Empty outputs for `inputs`; sums over N are rows of one tensor, as compiled graphs have them."""
     like = inputs[region.products[0].a]
-    m, of = like.shape[0], region.reductions
+    m, of = region.m(inputs), region.reductions
     stores = [like.new_empty((m, region.width), dtype=DTYPES[s.dtype]) for s in region.stores]
     pitch = -(-m // legality.ALIGNED) * legality.ALIGNED
     rows = iter(like.new_empty((sum(r.over == "N" for r in of), pitch), dtype=region.compute)[:, :m])
@@ -142,10 +142,10 @@ def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]
 
 def _some_rows(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:
     """(the Region without sums over M, some rows, the inputs in these rows)."""
-    rows = _sampled(inputs[region.products[0].a].shape[0], inputs[0].device)
-    by_row = {a for p in region.products for a, _ in p.pairs}
-    by_row |= {i for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
-    given = [x[rows] if i in by_row else x for i, x in enumerate(inputs)]
+    rows = _sampled(region.m(inputs), inputs[0].device)
+    dim = {a: region.rows[1] for p in region.products for a, _ in p.pairs}
+    dim |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
+    given = [x.index_select(dim[i], rows) if i in dim else x for i, x in enumerate(inputs)]
     return replace(region, reductions=tuple(r for r in region.reductions if r.over == "N")), rows, given
 
 

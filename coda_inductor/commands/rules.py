@@ -17,7 +17,7 @@ import sympy
 
 from coda_inductor.commands.words import table
 from coda_inductor.core.settings import Numerics, Settings
-from coda_inductor.inductor.joint import KINDS, NAMES, REGION_KINDS, TABLES, allowed, laws_of
+from coda_inductor.inductor.joint import KINDS, NAMES, PASSES, REGION_KINDS, allowed, laws_of
 from coda_inductor.rewrite import laws
 from coda_inductor.rewrite.laws import LAWS, Law
 
@@ -37,7 +37,7 @@ def rules(settings: Settings, prove: bool) -> Facts:
         "kinds": [
             {"name": name, "what": what, "used": allowed(name, REGION_KINDS, settings)} for name, what in KINDS.items()
         ],
-        "tables": allowed(TABLES, NAMES, settings),
+        **{name: allowed(name, NAMES, settings) for name in PASSES},
     }
 
 
@@ -111,7 +111,7 @@ def symbols(name: str, shape: str, sizes: dict[str, int]) -> Any:
 
 
 def render(facts: Facts) -> str:
-    """Each law in a few lines, then the kinds, and tables."""
+    """Each law in a few lines, then the kinds, and the passes."""
     lines = []
     for law in facts["laws"]:
         on = ", ".join(f"{n} {'on' if law['default'][n] else 'off'}" for n in NUMERICS)
@@ -128,7 +128,6 @@ def render(facts: Facts) -> str:
         lines += [f"{law['name']}{'' if law['used'] else '   (switched off)'}"]
         lines += [f"    {law['before']}", f"  = {law['after']}", *table(rows, "    "), ""]
     kinds = [(k["name"], k["what"] + ("" if k["used"] else "   (switched off)")) for k in facts["kinds"]]
-    off = "" if facts["tables"] else "   (switched off)"
-    kinds.append((TABLES, f"no Region: sines and cosines that many elements read are computed once{off}"))
+    kinds += [(name, what + ("" if facts[name] else "   (switched off)")) for name, what in PASSES.items()]
     names = "all of these are names for CODA_INDUCTOR_DISABLE and CODA_INDUCTOR_ONLY"
-    return "\n".join([*lines, f"kinds of Regions, and tables ({names})", *table(kinds, "    ")])
+    return "\n".join([*lines, f"kinds of Regions, and passes ({names})", *table(kinds, "    ")])

@@ -27,7 +27,8 @@ def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
         for x, w in p.pairs:
             b = matrices[w].to(region.compute)
             b = b.unflatten(0, (-1, 2, region.half))[:, lane].flatten(0, 1) if region.half else b
-            out = matrices[x].to(region.compute) @ (b.t() if p.b_layout == "nk" else b)
+            a = matrices[x].to(region.compute)
+            out = (a if p.a_layout == "mk" else a.t()) @ (b.t() if p.b_layout == "nk" else b)
             values[p.name] = values[p.name] + out if p.name in values else out
     for o, tensor in zip(region.operands, operands, strict=True):
         value = tensor.to(region.compute)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -31,10 +32,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Product:
     """The accumulator `name`[M, N] = A[M, K] @ B, in float32 (float64 for float64 operands).
 
-    A is row-major. `b_layout` "nk" means that the tensor B is [N, K] (nn.Linear's weight), "kn" that it is [K, N]
-    (Conv1D's); both with their last dimension contiguous. `a` and `b` index the operation's matrix inputs: products
-    that share an `a` share its tensor. `plus`: the accumulator also adds A @ B of two further matrices (their indices)
-    of the same sizes and layouts, as the gradient of what gate and up both read does.
+    `a_layout` "mk" means that the tensor A is [M, K] (rows of tokens), "km" that it is [K, M] (what a weight's gradient
+    sums over the tokens); `b_layout` "nk" that B is [N, K] (nn.Linear's weight), "kn" that it is [K, N] (Conv1D's); all
+    with their last dimension contiguous. `a` and `b` index the operation's matrix inputs: products that share an `a`
+    share its tensor. `plus`: the accumulator also adds A @ B of two further matrices (their indices) of the same sizes
+    and layouts, as the gradient of what gate and up both read does.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Product:
     k: int
     b_layout: Literal["nk", "kn"]
     plus: tuple[int, int] | None = None
+    a_layout: Literal["mk", "km"] = "mk"
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -122,6 +125,23 @@ class Region:
     def summed(self) -> bool:
         """Does its one accumulator add up two products?"""
         return self.products[0].plus is not None
+
+    @property
+    def is_bare(self) -> bool:
+        """Does it only store one product?"""
+        alone = len(self.products) == len(self.stores) == 1 and not self.summed
+        return alone and not (self.operands or self.lets or self.reductions)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Which input, and which dimension of it, M is."""
+        p = self.products[0]
+        return p.a, 0 if p.a_layout == "mk" else 1
+
+    def m(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """M of these inputs: an int, of fake tensors perhaps a symbol."""
+        i, dim = self.rows
+        return inputs[i].shape[dim]
 
     @property
     def width(self) -> int:

@@ -7,6 +7,11 @@ from coda_inductor.core.region import Region
 INFIX = {"add": "+", "sub": "-", "mul": "*"}
 
 
+def left(region: Region, name: str) -> str:
+    """The left operand of a Region's products, of a tensor called `name`."""
+    return name if region.products[0].a_layout == "mk" else f"{name}.T"
+
+
 def right(region: Region, lane: int, name: str) -> str:
     """The right operand of a Region's product, of a weight called `name`."""
     turned = f"{name}.T" if region.products[lane].b_layout == "nk" else name
@@ -17,7 +22,7 @@ def show(region: Region, m: str = "M") -> str:
     """One line per product, operand, statement, store and reduction."""
     lines = []
     for lane, p in enumerate(region.products):
-        made = " + ".join(f"in{a} @ {right(region, lane, f'in{b}')}" for a, b in p.pairs)
+        made = " + ".join(f"{left(region, f'in{a}')} @ {right(region, lane, f'in{b}')}" for a, b in p.pairs)
         lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={p.k}, {region.dtype})")
     for i, o in enumerate(region.operands, region.matrices):
         shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}

@@ -76,6 +76,9 @@ def _verify_products(region: Region, check: Callable[[bool, str], None]) -> None
         check(len(used) == 4, f"a sum of products of {pairs}")
     for p in region.products:
         check(p.b_layout in ("nk", "kn"), f"layout {p.b_layout!r} of {p.name}'s weight is neither nk nor kn")
+        check(p.a_layout in ("mk", "km"), f"layout {p.a_layout!r} of {p.name}'s left operand is neither mk nor km")
+        alone = len(region.products) == 1 and not p.plus
+        check(p.a_layout == "mk" or alone, f"{p.name} and another product, with a left operand of [K, M]")
         ks = {q.k for q in region.products if q.a == p.a or q.b == p.b}
         check(len(ks) == 1, f"products that share a matrix contract {sorted(ks)}")
 

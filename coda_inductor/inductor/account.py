@@ -15,19 +15,24 @@ from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.schedule import Kernel, itemsize
 
 
-class Site(Protocol):
-    """One region of a rewritten graph: joint.Site."""
+class Absorbing(Protocol):
+    """What took over operations of the graph."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def absorbed(self) -> tuple[str, ...]: ...
+
+
+class Site(Absorbing, Protocol):
+    """One region of a rewritten graph: joint.Site."""
+
     @property
     def region(self) -> Region: ...
     @property
     def m(self) -> str: ...
     @property
     def laws(self) -> tuple[str, ...]: ...
-    @property
-    def absorbed(self) -> tuple[str, ...]: ...
     @property
     def outputs(self) -> tuple[str, ...]: ...
     @property
@@ -53,7 +58,7 @@ def touched(kernel: Kernel) -> list[Touch]:
     return [Touch(kernel.reads[b], frozenset(names)) for b, names in users.items()] + made
 
 
-def attribute(touches: Iterable[Touch], sites: Sequence[Site]) -> dict[str, int]:
+def attribute(touches: Iterable[Touch], sites: Sequence[Absorbing]) -> dict[str, int]:
     """Bytes that no operation outside a Region moves any more, by the site that absorbed most of what moved them."""
     homes: dict[str, list[str]] = {}
     for site in sites:

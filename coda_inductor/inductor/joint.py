@@ -18,6 +18,8 @@ from torch import fx
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.bare import NONE_SLOWER, Slower, bare_products, write_bare
+from coda_inductor.inductor.casts import Cast, write_wide
 from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
@@ -67,6 +69,8 @@ class Report:
     """Operations that were not understood at all."""
     tables: tuple[Table, ...] = ()
     """What is computed once for many elements."""
+    casts: tuple[Cast, ...] = ()
+    """Products that leave in float32, which a cast made of them."""
     seconds: float = 0.0
     timings: tuple[dict[str, Any], ...] = ()
     """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
@@ -103,15 +107,16 @@ def rewrite(
     target: str = "reference",
     legal: Callable[[Region], None] = lambda region: None,
     decide: Decide = NO_CONTEST,
+    slower: Slower = NONE_SLOWER,
 ) -> Report:
     """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
-    what a measurement found slower. Raises BrokenInvariant for a bug; the owning module then has its graph back as it
-    was."""
+    what a measurement found slower, `slower` of which products that do nothing else. Raises BrokenInvariant for a bug;
+    the owning module then has its graph back as it was."""
     start = time.perf_counter()
     backup = g.copied(graph)
     guards = _guards(graph)
     try:
-        report = _rewrite(graph, settings, target, legal, decide)
+        report = _rewrite(graph, settings, target, legal, decide, slower)
         if _guards(graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
     except BaseException:
@@ -122,7 +127,12 @@ def rewrite(
 
 
 def _rewrite(
-    graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], decide: Decide
+    graph: fx.Graph,
+    settings: Settings,
+    target: str,
+    legal: Callable[[Region], None],
+    decide: Decide,
+    slower: Slower,
 ) -> Report:
     made, builts, normalisers, unhalved = _settled(graph, settings, legal, decide)
     lifted = made.program.lifted
@@ -140,7 +150,29 @@ def _rewrite(
     left = {n.name for n in graph.nodes}
     gone = [n for n in names if n in terms and n not in left]
     tables = store_tables(graph) if allowed(TABLES, NAMES, settings) else ()
-    return Report(tuple(_absorb(sites, builts, gone, terms)), refused, opaque, tables)
+    wide = target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings)
+    casts = write_wide(graph) if wide else ()  # on the CPU no product leaves in another dtype
+    sites = _absorb(sites, builts, gone, terms)
+    bare, slow = _bare(graph, settings, target, legal, slower, len(sites))
+    return Report((*sites, *bare), refused + slow, opaque, tables, casts)
+
+
+def _bare(
+    graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], slower: Slower, count: int
+) -> tuple[tuple[Site, ...], tuple[Refusal, ...]]:
+    """What is left of the products as bare Regions, where none is slower: their sites, after `count` others, and the
+    rest."""
+    found = bare_products(graph, legal) if allowed(BARE, REGION_KINDS, settings) else {}
+    losers = slower(found)
+    refused = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in losers.items())
+    kept = {n: made for n, made in found.items() if n not in losers}
+    places = [(str(n.meta["val"].shape[0]), n.name, g.source_line(n)) for n in kept]
+    outputs = write_bare(graph, target, kept)
+    sites = [
+        Site(f"r{i}", region, m, (), (name,), (out.name,), line)
+        for i, ((region, _), (m, name, line), out) in enumerate(zip(kept.values(), places, outputs, strict=True), count)
+    ]
+    return tuple(sites), refused
 
 
 def _settled(
@@ -215,10 +247,15 @@ KINDS = {
     "halves": "the halves of each head side by side, as for rotary embeddings",
     "statistic": "an epilogue that also sums, over its rows as for a norm or over the tokens",
     "pointwise": "any other epilogue",
+    "bare": "a large product with nothing beside it, where cuBLAS is slower",
 }
 REGION_KINDS = frozenset(KINDS)
-TABLES = "tables"
-NAMES = LAW_NAMES | REGION_KINDS | {TABLES}
+BARE, CASTS, TABLES = "bare", "casts", "tables"
+PASSES = {
+    TABLES: "no Region: sines and cosines that many elements read are computed once",
+    CASTS: "no Region: a product that is returned cast to float32, as a weight's gradient may be, leaves in float32",
+}
+NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 """What _DISABLE and _ONLY may name."""
 
 
@@ -237,11 +274,10 @@ def kind(region: Region) -> str:
 
 
 def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
-    """May a law or a kind of Region be used, or tables be stored? _ONLY restricts the laws if it names one, and the
-    kinds if it names one; if it names anything, tables must be named, and if it names tables alone, nothing else is
-    used."""
+    """May a law or a kind of Region be used, or one of PASSES? _ONLY restricts the laws if it names one, and the kinds
+    if it names one; if it names anything, a pass must be named, and if it names passes alone, nothing else is used."""
     only = settings.only & among
-    if name == TABLES or settings.only == {TABLES}:
+    if name in PASSES or settings.only <= PASSES.keys():
         only = settings.only
     return name not in settings.disable and (not only or name in only)
 

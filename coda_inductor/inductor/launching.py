@@ -116,7 +116,8 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     device = tensors[0].get_device()
     assert device is not None
     packed = RegionKernel(ir.MultiOutputLayout(device=device), REGION, tensors, (text, target), _arguments)
-    layouts = _layouts(region, tensors[region.products[0].a].get_size()[0], device)
+    i, dim = region.rows
+    layouts = _layouts(region, tensors[i].get_size()[dim], device)
     packed.outputs = [RegionOutput(layout, packed, [(list, i)]) for i, layout in enumerate(layouts)]
     boxes = [ir.TensorBox.create(out) for out in packed.outputs]
     if not together(region):

@@ -26,13 +26,14 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     r = parse(region)
     x = inputs[r.products[0].a]
     _require_shapes(r, inputs)
-    tiles = [x.new_empty((x.shape[0], r.width), dtype=DTYPES[s.dtype]) for s in r.stores]
-    return tiles + [x.new_empty((x.shape[0] if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
+    m = r.m(inputs)
+    tiles = [x.new_empty((m, r.width), dtype=DTYPES[s.dtype]) for s in r.stores]
+    return tiles + [x.new_empty((m if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
 
 
 def _require_shapes(r: Region, inputs: list[Tensor]) -> None:
     """Raises BrokenInvariant, while compiling, for inputs that are not what the Region says. Static sizes only."""
-    wanted = {a: (1, p.k) for p in r.products for a, _ in p.pairs}
+    wanted = {a: (1 if p.a_layout == "mk" else 0, p.k) for p in r.products for a, _ in p.pairs}
     wanted |= {b: (1, p.k if p.b_layout == "nk" else r.n) for p in r.products for _, b in p.pairs}
     sizes = {"feature": (0, r.width), "tile": (1, r.n), "table": (1, 2 * r.half)}
     wanted |= {i: sizes[o.extent] for i, o in enumerate(r.operands, r.matrices) if o.extent != "token"}
@@ -60,4 +61,5 @@ STORED = torch.ops.coda.stored.default
 def _flops(inputs: list[torch.Size], region: str, target: str, *_: object, **__: object) -> int:
     """What the partitioner weighs against memory, under an activation memory budget."""
     r = parse(region)
-    return sum(2 * inputs[a][0] * r.n * p.k for p in r.products for a, _ in p.pairs)
+    i, dim = r.rows
+    return sum(2 * inputs[i][dim] * r.n * p.k for p in r.products for _ in p.pairs)

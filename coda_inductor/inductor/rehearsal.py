@@ -78,7 +78,7 @@ def rehearse(
     `anew` have another value each time."""
     inputs = group.inputs(built)
     kernel = launch.kernel(built.region.text, cache_dir)
-    size = legality.bucket(inputs[built.region.products[0].a].shape[0])
+    size = legality.bucket(built.region.m(inputs))
     if record.remembered(kernel.directory, built.region, size) is None:
         tune.tune(built.region, inputs, cache_dir)
     outs = tune.outputs(built.region, inputs)

@@ -33,6 +33,10 @@ def render(report: Facts) -> str:
             lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
         tables = Counter((t["shape"], t["source"]) for t in graph["tables"])
         lines += [f"  {plural(n, 'table')} {shape} computed once  {place(at)}" for (shape, at), n in tables.items()]
+        casts = Counter((c["shape"], c["source"]) for c in graph["casts"])
+        lines += [
+            f"  {plural(n, 'product')} {shape} written in float32  {place(at)}" for (shape, at), n in casts.items()
+        ]
         said = {(p["why"], p["source"]) for p in graph["passes"]}
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]

@@ -26,7 +26,10 @@ from codegen_cases import (
     summed_norm_backward,
     swiglu,
     swiglu_backward,
+    turned_left,
+    weight_gradient,
     weighted_sums,
+    whole_rows,
 )
 from torch import Tensor
 
@@ -56,9 +59,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 
 EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, summed, summed_norm_backward,
-    swiglu_backward, bias_sums,
+    swiglu_backward, bias_sums, weight_gradient, turned_left,
 )  # fmt: skip
-TILES = tuple(dict.fromkeys(tiles.LARGE + tiles.DEEP))
+TILES = tuple(dict.fromkeys(tiles.LARGE + tiles.DEEP + tiles.BARE))
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,7 @@ def verdict(region: Region, inputs: list[Tensor], outs: list[Tensor]) -> dict[in
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_cases(make: Callable[[int, int], Region], n: int, m: int, cache_dir: str) -> None:
     region = make(n, 520)  # K is ragged too: 8 tiles of 64 and a bit
+    m = whole_rows(region, m)
     for up_first in lane_orders(region):
         inputs, outs = random_inputs(region, m, "cuda", seed=m, up_first=up_first), blank_outputs(region, m, "cuda")
         before = launch.LAUNCHES[region.digest]
@@ -106,11 +110,12 @@ def test_as_many_clusters_are_resident_as_the_driver_says() -> None:
 @pytest.mark.parametrize("make", EVERYWHERE, ids=lambda make: make.__name__)
 def test_every_configuration(make: Callable[[int, int], Region], cache_dir: str) -> None:
     region = make(1000, 520)
-    inputs = random_inputs(region, 777, "cuda")
+    m = whole_rows(region, 777)
+    inputs = random_inputs(region, m, "cuda")
     wrong: dict[str, dict[int, float]] = {}
     for config in TILES:
         if legality.is_legal(region, config):
-            outs = blank_outputs(region, 777, "cuda")
+            outs = blank_outputs(region, m, "cuda")
             launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)
             wrong |= {str(config): found} if (found := verdict(region, inputs, outs)) else {}
     assert wrong == {}

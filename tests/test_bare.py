@@ -1,0 +1,254 @@
+"""Large products with nothing beside them as Regions, and products that leave in float32: what is taken, what is left,
+and that a training step computes what it did. On a machine that is pretended, with `large` counted from 64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from compiling import Norm, pretend, run
+from test_training_device import errors, gradients
+from torch import Tensor, fx, nn
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from coda_inductor.codegen import launch, legality, timing
+from coda_inductor.codegen.tiles import BARE, BARE_LEAST, DEEP_LEAST
+from coda_inductor.core.region import Product, Region, Store
+from coda_inductor.core.settings import Settings
+from coda_inductor.explain import explain
+from coda_inductor.inductor import bare
+from coda_inductor.inductor.bare import as_region
+from coda_inductor.inductor.casts import write_wide
+
+LARGE, WIDTH = BARE_LEAST, 64
+pytestmark = pytest.mark.usefixtures("uncached")
+aten, bf16 = torch.ops.aten, torch.bfloat16
+
+
+class Block(nn.Module):
+    """A norm between two products; the first layer's input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(WIDTH, 96, bias=False), Norm(96), nn.Linear(96, 72, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path)
+    monkeypatch.setattr(bare, "BARE_LEAST", 64)
+
+
+def step(dtype: torch.dtype = bf16, grad: bool = True, rows: int = 320) -> tuple[Block, Tensor]:
+    torch.manual_seed(0)
+    return Block().to(dtype), torch.randn(rows, WIDTH, dtype=dtype, requires_grad=grad)
+
+
+def as_good_as_eager(model: Block, x: Tensor) -> list[list[Region]]:
+    """One step; asserts that all gradients are. The Regions of each graph."""
+    exact, x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_(x.requires_grad)
+    wanted = gradients(exact(x64), exact, x64)
+    eager = errors(gradients(model(x), model, x), wanted)
+    ran = run(model, x, grad=True)
+    mine = errors(gradients(ran.output, model, x), wanted)
+    assert all(a < 1.5 * b for a, b in zip(mine, eager, strict=True)), list(zip(mine, eager, strict=True))
+    assert ran == []
+    return [[site.region for site in report.sites] for report in ran.reports]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_weight_gradients_and_what_else_is_bare_are_regions(
+    machine: None, monkeypatch: pytest.MonkeyPatch, grad: bool
+) -> None:
+    model, x = step(grad=grad)
+    (regions,) = as_good_as_eager(model, x)
+    monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")  # so that nothing is launched but what runs
+    launch.LAUNCHES.clear()
+    assert as_good_as_eager(model, x) == [regions]
+    layouts = [(r.products[0].a_layout, r.products[0].b_layout) for r in regions if r.is_bare]
+    assert layouts.count(("km", "kn")) == 2  # both weights' gradients
+    assert ("mk", "kn") in layouts or not grad  # that of the input
+    assert sum(launch.LAUNCHES.values()) == len(regions) and not launch.FALLBACKS
+
+
+def test_who_loses_stays_and_is_measured_once(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = list[int]()
+
+    def timed(calls: Sequence[Callable[[], object]], rounds: int, **how: object) -> list[timing.Times]:
+        for call in calls:
+            call()
+        compared.append(len(calls))
+        return (
+            [timing.Times(2.0, 2.0), timing.Times(1.0, 1.0)]
+            if len(calls) == 2
+            else [timing.Times(1.0, 1.0)] * len(calls)
+        )
+
+    monkeypatch.setattr(timing, "compared", timed)
+    model, x = step()
+    assert as_good_as_eager(model, x) == [[]]
+    once = len(compared)
+    (report,) = run(model, x, grad=True).reports
+    lost = {r.reason for r in report.refused if r.reason.startswith("measured slower: ")}
+    assert lost and len(compared) == once  # on disk
+    assert len([t for t in report.timings if t["baseline_ms"] == 1.0]) >= 3
+
+
+def test_without_memory_to_try_it_the_product_stays(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(like: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bare, "sample", full)
+    model, x = step()
+    ran = run(model, x, grad=True)
+    assert not any(site.region.is_bare for site in ran.reports[0].sites)
+    assert len(ran) == 1 and "out of memory while it was measured" in ran[0]
+
+
+@pytest.mark.parametrize(("names", "left"), [("bare", 0), ("casts", 3), ("", 3)])
+def test_it_can_be_switched_off(machine: None, monkeypatch: pytest.MonkeyPatch, names: str, left: int) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_DISABLE", names)
+    (regions,) = as_good_as_eager(*step())
+    assert sum(r.is_bare for r in regions) >= left and bool(left) == any(r.is_bare for r in regions)
+
+
+# ---- which products
+
+
+def product(f: Callable[..., Tensor], *shapes: tuple[int, int], dtype: torch.dtype = bf16) -> fx.Node:
+    """The one product of a function of matrices."""
+    with FakeTensorMode():
+        graph = make_fx(f)(*(torch.empty(s, dtype=dtype) for s in shapes)).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.mm.default)
+    return node  # type: ignore[no-any-return]
+
+
+M, N, K = LARGE, LARGE + 64, LARGE + 128
+SHAPES = {"mk": (M, K), "km": (K, M), "nk": (N, K), "kn": (K, N)}
+
+
+@pytest.mark.parametrize(("left", "right"), [*itertools.product(("mk", "km"), ("nk", "kn"))])
+def test_every_layout_is_read_as_it_lies(left: str, right: str) -> None:
+    node = product(
+        lambda a, b: (a if left == "mk" else a.t()) @ (b.t() if right == "nk" else b), SHAPES[left], SHAPES[right]
+    )
+    found = as_region(node)
+    assert found is not None
+    region, inputs = found
+    wanted = Product("acc0", 0, 1, K, right, a_layout=left)  # type: ignore[arg-type]
+    assert region == Region(N, "bf16", (wanted,), (), (), (Store("acc0", "bf16"),), ())
+    assert [i.op for i in inputs] == ["placeholder"] * 2
+    assert legality.candidates(region, M) == BARE
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, int], ...]]] = {
+    "few rows": (lambda a, b: a @ b, ((M - 8, K), (K, N))),
+    "few columns": (lambda a, b: a @ b, ((M, K), (K, LARGE - 8))),
+    "short": (lambda a, b: a @ b, ((M, LARGE - 8), (LARGE - 8, N))),
+    "odd": (lambda a, b: a @ b, ((M, K), (K, N + 4))),
+    "a matrix and itself": (lambda a: a.t() @ a, ((K, M),)),
+    "columns of a wider one, not aligned": (lambda a, b: a[:, 1 : K + 1] @ b, ((M, K + 4), (K, N))),
+    "every other column": (lambda a, b: a[:, ::2] @ b, ((M, 2 * K), (K, N))),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_no_bare_region(why: str) -> None:
+    f, shapes = REFUSED[why]
+    assert as_region(product(f, *shapes)) is None
+
+
+def test_integers_and_eight_bits_are_none() -> None:
+    assert as_region(product(lambda a, b: a @ b, (M, K), (K, N), dtype=torch.int32)) is None
+
+
+def test_explain_counts_them_and_their_layouts() -> None:
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.t()
+
+    given = (torch.empty(M, K, dtype=bf16, device="meta"), torch.empty(N, K, dtype=bf16, device="meta"))
+    graph = make_fx(f, tracing_mode="fake")(*given).graph
+    assert len(bare.bare_products(graph, legality.check)) == 1
+    assert DEEP_LEAST == BARE_LEAST
+
+
+# ---- products that leave in float32
+
+
+def casts(f: Callable[..., object], *shapes: tuple[int, ...], dtype: torch.dtype = bf16) -> list[str]:
+    """The shapes of what leaves in float32 of a function of matrices; asserts that its outputs are as before."""
+
+    with FakeTensorMode():
+        made = make_fx(f, select_decomp_table())(*(torch.empty(s, dtype=dtype) for s in shapes))
+    lie = [
+        (n.meta["val"].shape, n.meta["val"].stride(), n.meta["val"].dtype)
+        for n in made.graph.output_node().all_input_nodes
+    ]
+    found = [cast.shape for cast in write_wide(made.graph)]
+    made.graph.lint()
+    outputs = made.graph.output_node().all_input_nodes
+    assert lie == [(n.meta["val"].shape, n.meta["val"].stride(), n.meta["val"].dtype) for n in outputs]
+    wide = made.graph.find_nodes(op="call_function", target=aten.mm.dtype)
+    assert len(wide) == len(found) and all(n.meta["val"].dtype == torch.float32 for n in wide)
+    return found
+
+
+def test_what_is_returned_in_float32_is_written_so() -> None:
+    assert casts(lambda a, b: (a.t() @ b).float(), (64, 16), (64, 24)) == ["[16, 24]"]
+    assert casts(lambda a, b: (a.t() @ b).t().float(), (64, 16), (64, 24)) == ["[24, 16]"]
+    assert casts(lambda a, b: (a @ b).view(2, 8, 24).float(), (16, 32), (32, 24)) == ["[2, 8, 24]"]
+    assert casts(lambda a, b: (a @ b).float(), (16, 32), (32, 24), dtype=torch.float16) == ["[16, 24]"]
+    assert len(casts(lambda a, b: [(a @ b).float(), (a.cos() @ b).float()], (16, 32), (32, 24))) == 2
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda a, b: (a @ b).float() + 1,  # a loop reads on
+        lambda a, b: [(y := a @ b).float(), y],  # read narrow, too
+        lambda a, b: [(y := a @ b).float(), y.float().cos()],
+        lambda a, b: (a @ b).double(),
+        lambda a, b: (a @ b).float()[:, :20] @ b.float()[:20],  # a product reads on
+        lambda a, b: (a @ b).expand(2, 16, 24).float(),
+        lambda a, b: (a[:15] @ b).float(),  # 15 rows
+        lambda a, b: (a @ b[:, :20]).float(),
+        lambda a, b: (a[:, :20] @ b[:20]).float(),
+    ],
+)
+def test_what_is_not(f: Callable[..., object]) -> None:
+    assert casts(f, (16, 32), (32, 24)) == []
+
+
+def test_float32_products_have_no_cast() -> None:
+    assert casts(lambda a, b: (a @ b).float(), (16, 32), (32, 24), dtype=torch.float32) == []
+
+
+class Autocast(nn.Module):
+    """A block of float32 weights under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", bf16):
+            return self.block(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"), [({}, 3), ({"disable": frozenset({"casts"})}, 0), ({"numerics": "strict"}, 0)]
+)
+def test_explain_says_so(settings: dict[str, object], count: int) -> None:
+    x = torch.zeros(1024, WIDTH, requires_grad=True)
+    facts = explain(Autocast(), (x,), {}, "train", Settings(target="sm_90a", **settings))  # type: ignore[arg-type]
+    shapes = [c["shape"] for c in facts["graphs"][0]["casts"]]
+    assert shapes == ["[96, 64]", "[1024, 64]", "[72, 96]"][:count]  # the weights' and the input's
