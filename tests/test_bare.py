@@ -24,7 +24,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor import bare
 from coda_inductor.inductor.bare import as_region
-from coda_inductor.inductor.casts import write_wide
+from coda_inductor.inductor.casts import round_first, write_wide
 
 LARGE, WIDTH = BARE_LEAST, 64
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -230,6 +230,54 @@ def test_what_is_not(f: Callable[..., object]) -> None:
 
 def test_float32_products_have_no_cast() -> None:
     assert casts(lambda a, b: (a @ b).float(), (16, 32), (32, 24), dtype=torch.float32) == []
+
+
+REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "copied": lambda x: x.cos().t().clone(memory_format=torch.contiguous_format),
+    "repeated, as keys are": lambda x: x.cos().unsqueeze(1).expand(16, 3, 32).clone().view(48, 32),
+    "widened before": lambda x: x.bfloat16().float().unsqueeze(1).expand(16, 3, 32).clone(),
+    "widened before and read": lambda x: (y := x.bfloat16().float()).t().clone() + y.sum(),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_is_repeated_and_rounded_is_rounded_first(name: str) -> None:
+    """The same numbers, lying as they did, and nothing is copied in float32."""
+
+    def f(x: Tensor) -> Tensor:
+        return REPEATED[name](x).bfloat16()
+
+    x = torch.randn(16, 32)
+    made = make_fx(f, select_decomp_table())(x)
+    wanted, copies = made(x), [n for n in made.graph.nodes if n.target in (aten.clone.default, aten.expand.default)]
+    with FakeTensorMode() as mode:
+        for node in made.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = mode.from_tensor(node.meta["val"])
+    round_first(made.graph)
+    made.graph.lint()
+    made.recompile()
+    found = made(x)
+    assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+    assert copies and all(n.meta["val"].dtype == bf16 for n in copies) == (name != "widened before and read")
+
+
+KEPT: dict[str, Callable[[Tensor], object]] = {
+    "read in float32, too": lambda x: [(y := x.cos().t().clone()).bfloat16(), y],
+    "of views alone": lambda x: x.cos().t().view(4, 8, 16).bfloat16(),
+    "of what is only repeated, which copies it": lambda x: x.cos().unsqueeze(1).expand(16, 3, 32).bfloat16(),
+    "to float64": lambda x: x.cos().t().clone().double(),
+    "of float64": lambda x: x.double().cos().t().clone().bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_casts_stay(name: str) -> None:
+    with FakeTensorMode():
+        graph = make_fx(KEPT[name], select_decomp_table())(torch.randn(16, 32)).graph
+    before = str(graph)
+    round_first(graph)
+    assert str(graph) == before
 
 
 class Autocast(nn.Module):

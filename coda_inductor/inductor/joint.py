@@ -19,7 +19,7 @@ from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.bare import NONE_SLOWER, Slower, bare_products, write_bare
-from coda_inductor.inductor.casts import Cast, write_wide
+from coda_inductor.inductor.casts import Cast, round_first, write_wide
 from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
@@ -134,6 +134,8 @@ def _rewrite(
     decide: Decide,
     slower: Slower,
 ) -> Report:
+    if allowed(CASTS, NAMES, settings):
+        round_first(graph)
     made, builts, normalisers, unhalved = _settled(graph, settings, legal, decide)
     lifted = made.program.lifted
     names = {n.name: n for n in graph.nodes}

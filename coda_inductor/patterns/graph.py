@@ -224,6 +224,16 @@ def widens(node: fx.Node) -> bool:
     return narrow.dtype.itemsize < tensor(node).dtype.itemsize  # type: ignore[union-attr]
 
 
+def only_rounded(node: fx.Node) -> bool:
+    """Is the node read only by casts to a narrower dtype, through views perhaps?"""
+    size = tensor(node).dtype.itemsize  # type: ignore[union-attr]
+
+    def rounds(user: fx.Node) -> bool:
+        return only_rounded(user) if is_view(user) else is_cast(user) and tensor(user).dtype.itemsize < size  # type: ignore[union-attr]
+
+    return bool(node.users) and all(map(rounds, node.users))
+
+
 def narrow(node: fx.Node) -> fx.Node:
     """The tensor that the node only widens, and rearranges."""
     return root(node, lambda n: is_view(n) or widens(n))

@@ -58,12 +58,17 @@ def pair(program: Program, red: Term) -> Pair | None:
     return Pair(tuple(tensors), vector, over)
 
 
+def holding(program: Program, t: Term) -> list[fx.Node]:
+    """The nodes that hold t; last those that are only read rounded, which nobody needs to store."""
+    return sorted(program.nodes.get(t, ()), key=g.only_rounded)
+
+
 def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...], rows: tuple[int, ...]) -> Term | None:
     """The sum of t * q over the row, of tensors in memory: t, and the one tile that q is made of with vectors."""
     terms, extents = program.lifted.terms, program.lifted.extents(over)
     tiles = [f for f, p in q.items() if f.axes.intersection(over) and f.axes - set(over)]
     vectors = rank_one(terms, {f: p for f, p in q.items() if f not in tiles}, over)
-    first = next((n for n in program.nodes.get(t, ()) if g.dense(n)), None)
+    first = next((n for n in holding(program, t) if g.dense(n)), None)
     if first is None or vectors is None or len(tiles) > 1 or any(q[f] != 1 for f in tiles):
         return None
     dims = program.lifted.reading.roots(first)
@@ -75,7 +80,7 @@ def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...], row
         summands += [(terms.const(ONE), constant)] if constant else []
     for x, w in summands:
         inside = bool(x.axes.intersection(over))
-        second = next((n for n in program.nodes.get(x, ()) if program.lifted.reading.roots(n) == dims), None)
+        second = next((n for n in holding(program, x) if program.lifted.reading.roots(n) == dims), None)
         if inside and second is None:
             return None
         tile = program.hold(second) if inside and second is not None else terms.const(ONE)
@@ -95,7 +100,7 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     product, extents = program.product(con), program.lifted.extents(over)
     reading = program.lifted.reading
     columns = reading.roots(product.x)[-1]
-    lying = (n for n in program.nodes.get(z, ()) if program.lies(n) == (product.rows + columns, True))
+    lying = (n for n in holding(program, z) if program.lies(n) == (product.rows + columns, True))
     node = next((n for n in lying if reading.roots(n)[-1] == columns), None)
     if node is None:
         return None
@@ -109,7 +114,7 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
         return None
     scale, rest = parts
     turned = through(program, z, whole, over) if adjoint else None
-    same = next((n for n in program.nodes[z] if reading.roots(n) == reading.roots(forward)), node)
+    same = next((n for n in holding(program, z) if reading.roots(n) == reading.roots(forward)), node)
     total = terms.red("sum", terms.mul(program.hold(same), program.hold(forward)), over, extents)
     if turned:
         direct, total = total, terms.red("sum", terms.mul(*map(program.hold, turned)), over, extents)
@@ -170,8 +175,8 @@ def through(program: Program, z: Term, whole: Term, over: tuple[int, ...]) -> tu
                 terms.add(*(terms.mul(weights[i, f], x) for i, x in enumerate(parts) if (i, f) in weights))
                 for f in given
             ]
-            made = [n for x in alike if x.hosts and alike[x] == images for n in program.nodes[x]]
-            pairs = ((source, n) for source in program.nodes[t] for n in made)
+            made = [n for x in alike if x.hosts and alike[x] == images for n in holding(program, x)]
+            pairs = ((source, n) for source in holding(program, t) for n in made)
             if (pair := next((p for p in pairs if roots(p[0]) == roots(p[1])), None)) is not None:
                 return pair
     return None

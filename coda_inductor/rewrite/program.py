@@ -347,8 +347,11 @@ class Program:
         return next(self._holding(t, order, mask), None)
 
     def narrowest(self, t: Term, order: Axes, mask: int | None = None) -> fx.Node | None:
-        """As `natural`, but of the nodes that differ by a cast the one of the fewest bytes."""
-        return min(self._holding(t, order, mask), key=lambda node: node.meta["val"].dtype.itemsize, default=None)
+        """As `natural`, but of the nodes that differ by a cast the one of the fewest bytes; no rounding of what the
+        graph reads unrounded, as it does the gradients' stream under autocast."""
+        nodes = [*self._holding(t, order, mask)]
+        whole = [n for n in nodes if not g.widens(n) and not g.only_rounded(n)]
+        return min(whole[:1] or nodes, key=lambda node: node.meta["val"].dtype.itemsize, default=None)
 
     def _holding(self, t: Term, order: Axes, mask: int | None) -> Iterator[fx.Node]:
         for node in self.nodes.get(t, ()):
