@@ -11,7 +11,7 @@ A JSON line per case and kind, "forward" (under no_grad) and "train" (forward an
 ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "sustained"
 are the same three, each repeated alone, as in bench/layers.py. "gib" are the peaks of memory over what lies there
 before a step. "groups" are the contest's timings of Regions tied together: against Inductor or, if it says "against",
-the Regions and the rest of a program without their law.
+the Regions and the rest of a program without their law; "m" are the rows of a product with nothing beside it.
 """
 
 from __future__ import annotations
@@ -229,23 +229,29 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
     ways = [*calls, *(lambda s, f=bare[kind]: f() for kind in kinds)]
     times = layers.rotation(ways)
     held = layers.alone(ways, times, len(kinds))
-    tiles = {k.region.digest: str(k.config(tokens)) for k in launch.KERNELS.values() if k.config(tokens) is not None}
+    kernels = {k.region.digest: k for k in launch.KERNELS.values()}
+
+    def tile(site: Any) -> str:
+        kernel = kernels.get(site.region.digest)
+        return str(kernel.config(int(site.m) if site.m.isdigit() else tokens) or "") if kernel else ""
+
     rows = []
     for i, kind in enumerate(kinds):
         mine = (2 * i + 1, 2 * i, len(calls) + i)
         ms, baseline, floor = (times[j] for j in mine)
-        groups = {(*t["regions"], "against", *t.get("against", ())): t for r in reports[i] for t in r.timings}
+        groups = {(*t["regions"], t.get("m"), *t.get("against", ())): t for r in reports[i] for t in r.timings}
+        sites = [s for r in reports[i] for s in r.sites]
+        kept = {s.region.digest for s in sites} | {f"{s.region.digest} of {s.m}" for s in sites}
         rows.append({
             "case": name, "mode": kind, "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
             "floor_ms": floor, "speedup": baseline / ms, "over_floor": ms / floor,
             "recovered": (baseline - ms) / (baseline - floor),
             "sustained": layers.sustained(*(held[j] for j in mine)),
             "gib": {"coda": gib[2 * i + 1], "inductor": gib[2 * i]}, "difference": differences[i],
-            "regions": {s.name: [s.region.digest, launched[i].get(s.region.digest, 0), tiles.get(s.region.digest, "")]
-                        for r in reports[i] for s in r.sites},
-            "laws": dict(Counter(law for r in reports[i] for s in r.sites for law in s.laws)),
-            "tables": sum(len(r.tables) for r in reports[i]),
-            "groups": [{**t, "kept": set(t["regions"]) <= {s.region.digest for r in reports[i] for s in r.sites}}
+            "regions": {s.name: [s.region.digest, launched[i].get(s.region.digest, 0), tile(s)] for s in sites},
+            "laws": dict(Counter(law for s in sites for law in s.laws)),
+            "tables": sum(len(r.tables) for r in reports[i]), "casts": sum(len(r.casts) for r in reports[i]),
+            "groups": [{**t, "kept": {f"{d} of {t['m']}" if "m" in t else d for d in t["regions"]} <= kept}
                        for t in groups.values()],
             "refused": sorted({x.reason for r in reports[i] for x in r.refused}),
             "compile_s": seconds[i],

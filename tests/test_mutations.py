@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import test_bare
 import test_laws
 import test_lift
 import test_row_orders
+import test_training_bf16
 import test_whole_graphs
 import torch
 from codegen_cases import bias_sums, lane_sums, random_inputs, softmax_sum, weighted_sums
+from compiling import pretend
 from evaluate import Read, captured
 from odd import ODD
 from test_codegen import agree, run
-from torch import Tensor
+from torch import Tensor, fx
 from zoo import CASES, Case
 
 from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
-from coda_inductor.inductor import joint
+from coda_inductor.inductor import bare, joint
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes
@@ -229,6 +234,39 @@ def _swap_weights(region: Region) -> Region:
 a_statement_is_swapped, stores_are_swapped = rebuilt(_swap_statement), rebuilt(_swap_stores)
 a_store_is_dropped, weights_are_swapped = rebuilt(_drop_store), rebuilt(_swap_weights)
 
+
+def what_is_rounded_once_is_read_rounded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(g, "only_rounded", lambda node: True)
+
+
+def a_transposed_left_operand_is_read_in_rows(patch: pytest.MonkeyPatch) -> None:
+    original = bare.as_region
+
+    def as_region(node: fx.Node) -> Any:
+        if (found := original(node)) is None:
+            return None
+        (product,) = found[0].products
+        return dataclasses.replace(found[0], products=(dataclasses.replace(product, a_layout="mk"),)), found[1]
+
+    patch.setattr(bare, "as_region", as_region)
+
+
+def bare_gradients() -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TemporaryDirectory() as folder,
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        pretend(patch, Path(folder))
+        patch.setattr(bare, "BARE_LEAST", 64)
+        test_bare.as_good_as_eager(*test_bare.step())
+
+
+def autocast(name: str) -> Callable[[], None]:
+    return lambda: test_training_bf16.test_gradients_under_autocast_are_about_as_exact_as_eagers(name)
+
+
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = [
     (factors_may_vary_over_the_contracted_axis, refused(0)),
     (factors_may_vary_over_the_contracted_axis, refused(1)),
@@ -258,6 +296,8 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     (stores_are_swapped, table("norm: hf")),
     (a_store_is_dropped, table("norm: hf")),
     (weights_are_swapped, table("norm: hf")),
+    (what_is_rounded_once_is_read_rounded, autocast("bert")),
+    (a_transposed_left_operand_is_read_in_rows, bare_gradients),
 ]
 
 
@@ -310,5 +350,7 @@ def test_space_is_what_the_mutations_take_it_for() -> None:
         (Vectors, ("_turned",)),
         (Program, ("check", "_shares", "turn")),
         (Axes, ("occupy", "unify")),
+        (g, ("only_rounded",)),
+        (bare, ("as_region",)),
     ):
         assert all(callable(getattr(owner, name)) for name in names)

@@ -51,7 +51,7 @@ DEEP = (
 )
 DEEP_LEAST = 8192
 # Of BARE_LEAST and more in all three sizes, with nothing beside: one of these takes 2 to 6 % less than cuBLAS (H200,
-# bench/results/tiles.jsonl); of 4096 and more, between 2 % less and 1 % more.
+# bench/results/tiles.jsonl); of 4096 and more the best was within 1 % of it.
 BARE = (Config(256, 192, 2, 1, False), Config(256, 192, 1, 2, False), Config(128, 192, 2, 1, True))
 BARE_LEAST = 8192
 HEAVY = (  # two tile operands and more: the tiles that spill least come first

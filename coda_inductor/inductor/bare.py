@@ -149,7 +149,8 @@ class BareContest:
             outs = tune.outputs(region, given)
             calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]
             decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731
-            return recorded([region.digest], timing.compared(calls, ROUNDS, decided=decided))
+            times = timing.compared(calls, ROUNDS, decided=decided)
+            return {"m": region.m(given), **recorded([region.digest], times)}
 
 
 def key(node: fx.Node, region: Region, inputs: tuple[fx.Node, fx.Node]) -> str:
