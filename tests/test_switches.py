@@ -152,6 +152,9 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "pointwise,bilinearity"): ["pointwise", "pointwise"],
     ("only", "tables"): [],
     ("disable", "tables"): BEFORE,
+    ("only", "casts"): [],
+    ("only", "casts,tables"): [],
+    ("disable", "casts"): BEFORE,
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 
@@ -169,8 +172,8 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
 
 
 # Of norms that take a mean away, of backwards, and of losses (test_softmax.py). Tables are in test_tables.py, too,
-# halves of heads in test_halves.py, and two products in one sum in test_summed.py.
-ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "halves", "summed"}
+# halves of heads in test_halves.py, two products in one sum in test_summed.py, and what is bare or cast in test_bare.py.
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "halves", "summed", "bare"}
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
