@@ -178,6 +178,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
         "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
         "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
+        "bare": region.is_bare and not bytes_before,
         "bytes_before": bytes_before,
         "bytes_after": max(loads + stores - tiles, 0),
         "decision": "fused",

@@ -25,6 +25,8 @@ from coda_inductor.explain import explain
 from coda_inductor.inductor import bare
 from coda_inductor.inductor.bare import as_region
 from coda_inductor.inductor.casts import round_first, write_wide
+from coda_inductor.inductor.listing import render
+from coda_inductor.inductor.program import program
 
 LARGE, WIDTH = BARE_LEAST, 64
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -300,3 +302,21 @@ def test_explain_says_so(settings: dict[str, object], count: int) -> None:
     facts = explain(Autocast(), (x,), {}, "train", Settings(target="sm_90a", **settings))  # type: ignore[arg-type]
     shapes = [c["shape"] for c in facts["graphs"][0]["casts"]]
     assert shapes == ["[96, 64]", "[1024, 64]", "[72, 96]"][:count]  # the weights' and the input's
+
+
+def test_they_are_listed_as_the_products_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `graph`: the transpose of what lies as [K, M], and the dtype that leaves."""
+    x = torch.zeros(1024, WIDTH, requires_grad=True)
+
+    def listed(model: nn.Module, x: Tensor) -> list[tuple[str, ...]]:
+        (graph,) = program(model, (x,), {}, "train", Settings(target="sm_90a"))["graphs"]
+        steps = [s for s in graph["after"] if s["kind"] == "gemm" and "region" not in s]
+        assert all(f"[{s['id']}] gemm t=" in render({"target": "sm_90a", "graphs": [graph]}) for s in steps)
+        return [(p["a"], p["b"], s["stores"][0]["type"]) for s in steps for p in s["products"]]
+
+    wide = {"float32[96, 64]", "float32[1024, 64]", "float32[72, 96]"}
+    assert {t for *_, t in listed(Autocast(), x)} == wide
+    monkeypatch.setattr(bare, "BARE_LEAST", 64)
+    found = listed(Block().to(bf16), x.detach().to(bf16).requires_grad_())
+    assert {t for *_, t in found} == {"bfloat16[72, 96]", "bfloat16[96, 64]", "bfloat16[1024, 64]"}
+    assert [a.endswith(".T") for a, _, t in found] == ["1024" not in t for *_, t in found]

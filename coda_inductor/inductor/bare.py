@@ -39,6 +39,8 @@ Found = dict[fx.Node, tuple[Region, tuple[fx.Node, fx.Node]]]
 Slower = Callable[[Found], dict[fx.Node, str]]
 """Which of these products stay as they are, and why."""
 NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
+BARE = "bare"
+"""The kind of these Regions; their nodes bear it as a mark."""
 PITCH = 8  # elements of 16 bits at whose multiples rows start
 ROUNDS = 25
 
@@ -94,6 +96,7 @@ def write_bare(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]
             out = graph.call_function(operator.getitem, (made, 0))
         for new, value in ((made, [node.meta["val"]]), (out, node.meta["val"])):
             new.meta = {key: node.meta[key] for key in ORIGIN if key in node.meta} | {"val": value}
+        made.meta[BARE] = True
         node.replace_all_uses_with(out)
         graph.erase_node(node)
         outputs.append(out)

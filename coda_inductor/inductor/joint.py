@@ -18,7 +18,7 @@ from torch import fx
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.bare import NONE_SLOWER, Slower, bare_products, write_bare
+from coda_inductor.inductor.bare import BARE, NONE_SLOWER, Slower, bare_products, write_bare
 from coda_inductor.inductor.casts import Cast, round_first, write_wide
 from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.tables import Table, store_tables
@@ -249,10 +249,10 @@ KINDS = {
     "halves": "the halves of each head side by side, as for rotary embeddings",
     "statistic": "an epilogue that also sums, over its rows as for a norm or over the tokens",
     "pointwise": "any other epilogue",
-    "bare": "a large product with nothing beside it, where cuBLAS is slower",
+    BARE: "a large product with nothing beside it, where cuBLAS is slower",
 }
 REGION_KINDS = frozenset(KINDS)
-BARE, CASTS, TABLES = "bare", "casts", "tables"
+CASTS, TABLES = "casts", "tables"
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: a product that is returned cast to float32, as a weight's gradient may be, leaves in float32",

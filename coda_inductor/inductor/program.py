@@ -15,8 +15,10 @@ from typing import Any, Literal
 from torch import Tensor, fx
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.core.text import right
+from coda_inductor.core.text import left, right
+from coda_inductor.inductor.bare import BARE
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.joint import Report, Verdict, is_joint
 from coda_inductor.inductor.lowering import Extern, base_of, kind_of, lower, owner
@@ -32,6 +34,7 @@ from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import TRANSPOSES
 
+PRODUCTS = MATRIX_PRODUCTS | {g.aten.mm.dtype}
 Facts = dict[str, Any]
 Kind = Literal["gemm", "opaque", "pass"]
 DEPTH = 40  # of formulas, which end at stored values anyway
@@ -66,7 +69,8 @@ def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
         return {"kind": kind, "untouched": str(why), "before": before, "after": before, "laws": []}
     listing = Listing(graph, seen[0], report)
     after = listing.steps()
-    untouched = "" if report.sites or report.tables else "nothing follows a product that an epilogue could do"
+    touched = report.sites or report.tables or report.casts
+    untouched = "" if touched else "nothing follows a product that an epilogue could do"
     return {"kind": kind, "untouched": untouched, "before": before, "after": after, "laws": listing.laws()}
 
 
@@ -203,14 +207,17 @@ class Listing:
             facts |= {"nodes": [n.name for n in work], "bytes": step.kernel.bytes, "source": _line(work[-1])}
         elif step.node is not None and _is_region(step.node):
             facts |= self._region(step, readers)
-        elif step.node is not None and step.node.target in MATRIX_PRODUCTS:
-            *_, x, w = step.node.args
-            assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
+        elif step.node is not None and step.node.target is REGION:  # with nothing beside its product
+            region, (x, w) = parse(str(step.node.args[1])), step.node.all_input_nodes
+            a, b = left(region, self.name(x)), right(region, 0, self.name(w))
+            product = {"name": f"acc{i}", "a": a, "b": b, "k": str(region.products[0].k)}
+            facts |= {"products": [product], "loads": [], "source": _line(step.node), "digest": region.digest}
+        elif step.node is not None and step.node.target in PRODUCTS:
+            *bias, x, w = (n for n in step.node.args if isinstance(n, fx.Node))
             k = str(x.meta["val"].shape[-1])
-            turned = ".T" if w.target in TRANSPOSES else ""
-            product = {"name": f"acc{i}", "a": self.name(x), "b": self.name(w) + turned, "k": k}
-            bias = [self.name(n) for n in step.node.all_input_nodes if n not in (x, w)]
-            facts |= {"products": [product], "loads": bias, "source": _line(step.node)}
+            a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (x, w))
+            product = {"name": f"acc{i}", "a": a, "b": b, "k": k}
+            facts |= {"products": [product], "loads": [self.name(n) for n in bias], "source": _line(step.node)}
         elif step.node is not None:
             facts |= {"what": str(step.node.target), "source": _line(step.node)}
         return facts
@@ -293,7 +300,7 @@ def units(graph: fx.Graph) -> list[Step]:
     for op in lower(graph).order:
         if isinstance(op, Extern) and any(isinstance(n.meta.get("val"), Tensor) for n in (op.out, *op.out.users)):
             made = [u for u in op.out.users if kind_of(u) == "output"] if not g.tensor(op.out) is not None else [op.out]
-            kind: Kind = "gemm" if op.out.target in MATRIX_PRODUCTS or _is_region(op.out) else "opaque"
+            kind: Kind = "gemm" if op.out.target in PRODUCTS or op.out.target is REGION else "opaque"
             steps.append(Step(kind, op.out, None, list(op.reads), made, place[op.out]))
     return steps
 
@@ -324,7 +331,8 @@ def ordered(steps: list[Step]) -> list[Step]:
 
 
 def _is_region(node: fx.Node | None) -> bool:
-    return node is not None and node.target is REGION
+    """Is it a Region that was derived?"""
+    return node is not None and node.target is REGION and BARE not in node.meta
 
 
 def _suffix(j: int, count: int) -> str:

@@ -29,7 +29,7 @@ def render(report: Facts) -> str:
             leaves = f"{plural(len(r['stores']), 'store')}, {plural(len(r['reductions']), 'sum')}"
             what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
-            moved = amounts(r["bytes_before"], r["bytes_after"])
+            moved = amounts(r["bytes_before"], r["bytes_after"]) if not r["bare"] else "nothing beside it"
             lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
         tables = Counter((t["shape"], t["source"]) for t in graph["tables"])
         lines += [f"  {plural(n, 'table')} {shape} computed once  {place(at)}" for (shape, at), n in tables.items()]
