@@ -134,7 +134,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
         "refused": ([] if isinstance(report, Nothing) else chains) + lone(report, nodes, chains),
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
-        "casts": [{"node": c.node, "shape": c.shape, "source": c.source} for c in report.casts],
+        "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
     totals: Facts = {
         "bytes_before": sum(k.bytes for k in before),
@@ -164,6 +164,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     stores = sum(rows * width * size[s.dtype] for s in region.stores)
     stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
     tiles = len(region.products) * rows * n * size[region.dtype]
+    bare = region.is_bare and not bytes_before  # it stores what the product stored
     return {
         "id": site.name,
         "products": [
@@ -178,9 +179,9 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
         "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
         "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
-        "bare": region.is_bare and not bytes_before,
+        "bare": bare,
         "bytes_before": bytes_before,
-        "bytes_after": max(loads + stores - tiles, 0),
+        "bytes_after": 0 if bare else max(loads + stores - tiles, 0),
         "decision": "fused",
         "numerics": str(getattr(settings, "numerics", "default")),
         "source": site.source,

@@ -45,46 +45,56 @@ PITCH = 8  # elements of 16 bits at whose multiples rows start
 ROUNDS = 25
 
 
-def bare_products(graph: fx.Graph, legal: Callable[[Region], None]) -> Found:
-    """The products that may be bare Regions. `legal` raises Unsupported for one that the target cannot run."""
-    found: Found = {node: made for node in graph.nodes if (made := as_region(node)) is not None}
-    for node, (region, _) in list(found.items()):
+def bare_products(
+    graph: fx.Graph, legal: Callable[[Region], None], device: torch.device
+) -> tuple[Found, dict[fx.Node, str]]:
+    """The products on a device that may be bare Regions, and those of that size that may not, with the reason. `legal`
+    raises Unsupported for one that the target cannot run."""
+    found, refused = Found(), dict[fx.Node, str]()
+    for node in graph.nodes:
+        if (made := as_region(node)) is None or node.meta["val"].device != device:
+            continue
         try:
-            legal(region)
-        except Unsupported:
-            del found[node]
-    return found
+            legal(made[0])
+            found[node] = made
+        except Unsupported as why:
+            refused[node] = why.what
+    return found, refused
 
 
 def as_region(node: fx.Node) -> tuple[Region, tuple[fx.Node, fx.Node]] | None:
-    """A product as a bare Region and the tensors that it reads; None if it is too small, or lies in no such way."""
+    """A product as a bare Region and the tensors that it reads. None if it is smaller, or if these are none that a
+    kernel can load."""
     if node.target not in (aten.mm.default, aten.mm.dtype):
         return None
     x, w = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
     sizes = [*node.meta["val"].shape, x.meta["val"].shape[1]]
-    left, right = lying(x), lying(w)
     if not all(isinstance(n, int) and n >= BARE_LEAST and n % PITCH == 0 for n in sizes):
         return None
-    if left is None or right is None or left is right or not g.dense(node):
+    left, right = in_rows(x), in_rows(w)
+    dtype, out = (DTYPE_NAMES.get(n.meta["val"].dtype) for n in (x, node))
+    if left is None or right is None or left is right or not g.dense(node) or not dtype or not out:
         return None
-    dtype, out = (DTYPE_NAMES.get(n.meta["val"].dtype, "") for n in (x, node))
     product = Product("acc0", 0, 1, sizes[2], "kn" if right is w else "nk", a_layout="mk" if left is x else "km")
-    region = Region(sizes[1], dtype, (product,), (), (), (Store("acc0", out),), ())
-    return (verify(region), (left, right)) if dtype and out else None
+    return verify(Region(sizes[1], dtype, (product,), (), (), (Store("acc0", out),), ())), (left, right)
 
 
-def lying(node: fx.Node) -> fx.Node | None:
-    """The tensor in rows that a matrix is, or is the transpose of; None if its rows have gaps that are not aligned."""
-    value = node.meta["val"]
-    if value.stride(1) != 1:
-        base = node.args[0] if node.target in TRANSPOSES else None
-        under = g.tensor(base)
-        if under is None or under.stride() != value.stride()[::-1] or under.stride(1) != 1:
-            return None
-        node, value = base, under  # type: ignore[assignment]
-    pitch = value.stride(0)
-    return node if isinstance(pitch, int) and pitch % PITCH == 0 else None
+def in_rows(node: fx.Node) -> fx.Node | None:
+    """The tensor in rows that a matrix of known sizes is, or is the transpose of. None if there is none, or if its rows
+    overlap or do not start at multiples of 16 bytes."""
+    base = node.args[0] if node.target in TRANSPOSES else None
+    for each in (node, base):
+        value = g.tensor(each)
+        if value is None or value.dim() != 2:
+            continue
+        numbers = [*value.stride(), value.storage_offset(), value.shape[1]]
+        if not all(isinstance(n, int) for n in numbers) or value.stride(1) != 1:
+            continue
+        turned = each is node or value.stride() == node.meta["val"].stride()[::-1]  # and no permute(0, 1)
+        starts = value.stride(0) % PITCH == value.storage_offset() % PITCH == 0
+        return each if turned and starts and value.stride(0) >= value.shape[1] else None  # type: ignore[return-value]
+    return None
 
 
 def write_bare(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
@@ -70,7 +71,7 @@ class Report:
     tables: tuple[Table, ...] = ()
     """What is computed once for many elements."""
     casts: tuple[Cast, ...] = ()
-    """Products that leave in float32, which a cast made of them."""
+    """What was cast elsewhere than it is now."""
     seconds: float = 0.0
     timings: tuple[dict[str, Any], ...] = ()
     """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
@@ -134,8 +135,8 @@ def _rewrite(
     decide: Decide,
     slower: Slower,
 ) -> Report:
-    if allowed(CASTS, NAMES, settings):
-        round_first(graph)
+    device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
+    casts = round_first(graph) if allowed(CASTS, NAMES, settings) else ()
     made, builts, normalisers, unhalved = _settled(graph, settings, legal, decide)
     lifted = made.program.lifted
     names = {n.name: n for n in graph.nodes}
@@ -152,20 +153,33 @@ def _rewrite(
     left = {n.name for n in graph.nodes}
     gone = [n for n in names if n in terms and n not in left]
     tables = store_tables(graph) if allowed(TABLES, NAMES, settings) else ()
-    wide = target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings)
-    casts = write_wide(graph) if wide else ()  # on the CPU no product leaves in another dtype
-    sites = _absorb(sites, builts, gone, terms)
-    bare, slow = _bare(graph, settings, target, legal, slower, len(sites))
-    return Report((*sites, *bare), refused + slow, opaque, tables, casts)
+    sites, slow = _absorb(sites, builts, gone, terms), tuple[Refusal, ...]()
+    if device is not None:
+        casts += write_wide(graph, device) if may_widen(settings, target) else ()
+        bare, slow = _bare(graph, settings, target, legal, slower, device, len(sites))
+        sites += bare
+    return Report(tuple(sites), refused + slow, opaque, tables, casts)
+
+
+def may_widen(settings: Settings, target: str) -> bool:
+    """May products leave in float32? None does on the CPU, and of cuBLAS's rivals under max_autotune none can."""
+    tuned = inductor_config.max_autotune or inductor_config.max_autotune_gemm
+    return target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings) and not tuned
 
 
 def _bare(
-    graph: fx.Graph, settings: Settings, target: str, legal: Callable[[Region], None], slower: Slower, count: int
-) -> tuple[tuple[Site, ...], tuple[Refusal, ...]]:
+    graph: fx.Graph,
+    settings: Settings,
+    target: str,
+    legal: Callable[[Region], None],
+    slower: Slower,
+    device: torch.device,
+    count: int,
+) -> tuple[list[Site], tuple[Refusal, ...]]:
     """What is left of the products as bare Regions, where none is slower: their sites, after `count` others, and the
     rest."""
-    found = bare_products(graph, legal) if allowed(BARE, REGION_KINDS, settings) else {}
-    losers = slower(found)
+    found, losers = bare_products(graph, legal, device) if allowed(BARE, REGION_KINDS, settings) else ({}, {})
+    losers |= slower(found)
     refused = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in losers.items())
     kept = {n: made for n, made in found.items() if n not in losers}
     places = [(str(n.meta["val"].shape[0]), n.name, g.source_line(n)) for n in kept]
@@ -174,7 +188,7 @@ def _bare(
         Site(f"r{i}", region, m, (), (name,), (out.name,), line)
         for i, ((region, _), (m, name, line), out) in enumerate(zip(kept.values(), places, outputs, strict=True), count)
     ]
-    return tuple(sites), refused
+    return sites, refused
 
 
 def _settled(
@@ -255,7 +269,7 @@ REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES = "casts", "tables"
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
-    CASTS: "no Region: a product that is returned cast to float32, as a weight's gradient may be, leaves in float32",
+    CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 """What _DISABLE and _ONLY may name."""

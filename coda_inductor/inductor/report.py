@@ -29,14 +29,12 @@ def render(report: Facts) -> str:
             leaves = f"{plural(len(r['stores']), 'store')}, {plural(len(r['reductions']), 'sum')}"
             what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
             laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
-            moved = amounts(r["bytes_before"], r["bytes_after"]) if not r["bare"] else "nothing beside it"
+            moved = amounts(r["bytes_before"], r["bytes_after"]) if not r["bare"] else "bare"
             lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
         tables = Counter((t["shape"], t["source"]) for t in graph["tables"])
         lines += [f"  {plural(n, 'table')} {shape} computed once  {place(at)}" for (shape, at), n in tables.items()]
-        casts = Counter((c["shape"], c["source"]) for c in graph["casts"])
-        lines += [
-            f"  {plural(n, 'product')} {shape} written in float32  {place(at)}" for (shape, at), n in casts.items()
-        ]
+        casts = Counter((c["shape"], c["what"], c["source"]) for c in graph["casts"])
+        lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in casts.items()]
         said = {(p["why"], p["source"]) for p in graph["passes"]}
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]

@@ -225,11 +225,14 @@ def widens(node: fx.Node) -> bool:
 
 
 def only_rounded(node: fx.Node) -> bool:
-    """Is the node read only by casts to a narrower dtype, through views perhaps?"""
+    """Is the node read only by casts to a narrower floating-point dtype, through views perhaps?"""
     size = tensor(node).dtype.itemsize  # type: ignore[union-attr]
 
     def rounds(user: fx.Node) -> bool:
-        return only_rounded(user) if is_view(user) else is_cast(user) and tensor(user).dtype.itemsize < size  # type: ignore[union-attr]
+        if is_view(user):
+            return only_rounded(user)
+        dtype = tensor(user).dtype if is_cast(user) else None  # type: ignore[union-attr]
+        return dtype is not None and dtype.is_floating_point and dtype.itemsize < size
 
     return bool(node.users) and all(map(rounds, node.users))
 
