@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from codegen_cases import blank_outputs, random_inputs, turned_left
 from compiling import Norm, pretend, run
 from test_training_device import errors, gradients
 from torch import Tensor, fx, nn
@@ -19,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.codegen import launch, legality, timing
 from coda_inductor.codegen.tiles import BARE, BARE_LEAST, DEEP_LEAST
+from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Region, Store
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
@@ -121,6 +124,18 @@ def test_it_can_be_switched_off(machine: None, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("CODA_INDUCTOR_DISABLE", names)
     (regions,) = as_good_as_eager(*step())
     assert sum(r.is_bare for r in regions) == left
+
+
+@pytest.mark.parametrize(("m", "launched"), [(16, 1), (12, 0)])
+def test_a_left_operand_whose_rows_are_not_aligned_runs_on_torch(machine: None, m: int, launched: int) -> None:
+    """[K, M] with an M that 8 does not divide: no kernel can load it, and that is said."""
+    region = turned_left(64, 32)
+    inputs, outs = random_inputs(region, m, "cpu"), blank_outputs(region, m, "cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launch.kernel(region.text)(inputs, outs)
+    assert sum(launch.LAUNCHES.values()) == launched and len(launch.FALLBACKS) == len(caught) == 1 - launched
+    assert all(torch.equal(out, wanted) for out, wanted in zip(outs, interpret(region, inputs), strict=True))
 
 
 # ---- which products

@@ -69,13 +69,13 @@ class Kernel:
 
     def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None) -> None:
         """Addresses, lanes, the bucket's kernel: nothing that depends on M is made here."""
+        if self._dim and inputs[self._rows].shape[1] & 7:
+            self.fall_back(inputs, outs, "the left operand has rows of M numbers, which is not a multiple of 8")
+            return
         for t in inputs:
             if t.data_ptr() & 15 or t.stride(-1) != 1 or (t.dim() == 2 and t.stride(0) * t.element_size() & 15):
                 inputs = [aligned(t) for t in inputs]
                 break
-        if self._dim and inputs[self._rows].shape[1] & 7:
-            self.fall_back(inputs, outs, "the left operand has rows of M numbers, which is not a multiple of 8")
-            return
         swapped = False
         for i, j in self._spanned:
             distance = inputs[j].data_ptr() - inputs[i].data_ptr()
