@@ -309,13 +309,13 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
 
 def whole_rows(region: Region, m: int) -> int:
     """M, up to a multiple of 8 where the left operand's rows are M long."""
-    return -(-m // 8) * 8 if region.rows[1] else m
+    return -(-m // 8) * 8 if region.m_axis[1] else m
 
 
 def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:
     """Outputs full of NaN: what a kernel does not write is seen. Sums over N are rows of one tensor, as in a compiled
     graph, but at a multiple of 3 tokens tensors of their own."""
-    x = torch.empty((m, 8)[:: -1 if region.rows[1] else 1], dtype=DTYPES[region.dtype], device=device)
+    x = torch.empty((m, 8)[:: -1 if region.m_axis[1] else 1], dtype=DTYPES[region.dtype], device=device)
     outs = tune.outputs(region, [x] * region.matrices)
     return [torch.full_like(out, float("nan")) if m % 3 == 0 else out.fill_(float("nan")) for out in outs]
 

@@ -259,7 +259,7 @@ def bare_gradients() -> None:
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         pretend(patch, Path(folder))
-        patch.setattr(bare, "BARE_LEAST", 64)
+        patch.setattr(bare, "DEEP_LEAST", 64)
         test_bare.as_good_as_eager(*test_bare.step())
 
 

@@ -46,13 +46,13 @@ class Kernel:
         self._compiled: dict[tuple[Config, bool], Any] = {}
         first, *others = region.products
         self._lanes = [(first.b, p.b) for p in others if not region.half]  # whose order in memory a kernel is made for
-        self._rows, self._dim = region.rows
+        self._m, self._dim = region.m_axis
         self._spanned = [*zip(*first.pairs, strict=True)] if region.summed else self._lanes
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if
         unread."""
-        if not inputs[self._rows].shape[self._dim]:
+        if not inputs[self._m].shape[self._dim]:
             for out in outs:
                 if out is not None:
                     out.zero_()  # of no tokens: what is not empty is a sum over them
@@ -69,7 +69,7 @@ class Kernel:
 
     def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None) -> None:
         """Addresses, lanes, the bucket's kernel: nothing that depends on M is made here."""
-        if self._dim and inputs[self._rows].shape[1] & 7:
+        if self._dim and inputs[self._m].shape[1] & 7:
             self.fall_back(inputs, outs, "the left operand has rows of M numbers, which is not a multiple of 8")
             return
         for t in inputs:
@@ -86,7 +86,7 @@ class Kernel:
         if config is not None:
             compiled = self.compiled(config, swapped=swapped)
         else:
-            key = (legality.bucket(inputs[self._rows].shape[self._dim]), swapped)
+            key = (legality.bucket(inputs[self._m].shape[self._dim]), swapped)
             compiled = self._ready[key] if key in self._ready else self._prepare(*key)
         if compiled is None:
             self.fall_back(inputs, outs, self._refusal)

@@ -10,19 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from coda_inductor.codegen.tiles import (
-    BARE,
-    BARE_LEAST,
-    DEEP,
-    DEEP_LEAST,
-    HEADS,
-    HEAVY,
-    LARGE,
-    MIDDLE,
-    SMALL,
-    TINY,
-    Config,
-)
+from coda_inductor.codegen.tiles import BARE, DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, SMALL, TINY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 
@@ -56,10 +44,9 @@ def _large(region: Region) -> tuple[Config, ...]:
     if region.half:
         return HEADS
     p = region.products[0]
-    if region.is_bare and min(region.n, p.k) >= BARE_LEAST:
-        return BARE
-    deep = min(region.n, p.k * len(p.pairs)) >= DEEP_LEAST and is_legal(region, DEEP[1])
-    return DEEP if deep else LARGE
+    if min(region.n, p.k * len(p.pairs)) < DEEP_LEAST:
+        return LARGE
+    return BARE if region.is_bare else DEEP if is_legal(region, DEEP[1]) else LARGE
 
 
 def check(region: Region) -> None:

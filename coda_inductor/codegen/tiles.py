@@ -50,10 +50,9 @@ DEEP = (
     *(c for c in LARGE[1:] if c.tile_n > 128),
 )
 DEEP_LEAST = 8192
-# Of BARE_LEAST and more in all three sizes, with nothing beside: one of these takes 2 to 6 % less than cuBLAS to write
+# Of DEEP_LEAST and more in all three sizes, with nothing beside: one of these takes 2 to 6 % less than cuBLAS to write
 # 16 bits, and about as long to 4 % less for 32 (H200, bench/results/tiles.jsonl).
 BARE = (Config(256, 192, 2, 1, False), Config(256, 192, 1, 2, False), Config(128, 192, 2, 1, True))
-BARE_LEAST = 8192
 HEAVY = (  # two tile operands and more: the tiles that spill least come first
     Config(128, 128, 1, 2, True),
     Config(128, 128, 2, 1, True),

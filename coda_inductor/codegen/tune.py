@@ -60,6 +60,14 @@ def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None,
     return Tuned(config, best["ms"], rows)
 
 
+def tuned(region: Region, inputs: Sequence[Tensor], cache_dir: str | None) -> launch.Kernel:
+    """The Region's kernel, tuned at the inputs' M unless that is remembered. Raises Unsupported as `tune` does."""
+    kernel = launch.kernel(region.text, cache_dir)
+    if record.remembered(kernel.directory, region, legality.bucket(region.m(inputs))) is None:
+        tune(region, inputs, cache_dir)
+    return kernel
+
+
 def measure(
     kernel: launch.Kernel,
     inputs: Sequence[Tensor],
@@ -143,7 +151,7 @@ def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]
 def _some_rows(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:
     """(the Region without sums over M, some rows, the inputs in these rows)."""
     rows = _sampled(region.m(inputs), inputs[0].device)
-    dim = {a: region.rows[1] for p in region.products for a, _ in p.pairs}
+    dim = {a: region.m_axis[1] for p in region.products for a, _ in p.pairs}
     dim |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
     given = [x.index_select(dim[i], rows) if i in dim else x for i, x in enumerate(inputs)]
     return replace(region, reductions=tuple(r for r in region.reductions if r.over == "N")), rows, given

@@ -133,14 +133,14 @@ class Region:
         return alone and not (self.operands or self.lets or self.reductions)
 
     @property
-    def rows(self) -> tuple[int, int]:
+    def m_axis(self) -> tuple[int, int]:
         """Which input, and which dimension of it, M is."""
         p = self.products[0]
         return p.a, 0 if p.a_layout == "mk" else 1
 
     def m(self, inputs: Sequence[torch.Tensor]) -> Any:
         """M of these inputs: an int, of fake tensors perhaps a symbol."""
-        i, dim = self.rows
+        i, dim = self.m_axis
         return inputs[i].shape[dim]
 
     @property

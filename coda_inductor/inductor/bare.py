@@ -1,38 +1,27 @@
-"""Products with nothing beside them, of BARE_LEAST and more in all three sizes, as Regions: there a generated kernel
+"""Products with nothing beside them, of DEEP_LEAST and more in all three sizes, as Regions: there a generated kernel
 may multiply faster than cuBLAS, weights' gradients among them, whose left operand lies as [K, M].
 
-They are looked for when all other Regions are in the graph. Each is timed against the product as Inductor calls it, by
-the rules of every contest, and where it loses the product stays.
+They are looked for when all other Regions are in the graph, and where one loses its contest (bare_contest.py) the
+product stays.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import fx
 
-from coda_inductor.codegen import launch, legality, prebuild, record, store, target, timing, tune
-from coda_inductor.codegen.ahead import Ahead
-from coda_inductor.codegen.tiles import BARE_LEAST
+from coda_inductor.codegen.tiles import DEEP_LEAST
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, Product, Region, Store
-from coda_inductor.core.settings import Settings
 from coda_inductor.core.verify import verify
 from coda_inductor.inductor.emit import ORIGIN
 from coda_inductor.inductor.ops import REGION
-from coda_inductor.inductor.outcome import outcome_of, recorded, sure, timed, wins
-from coda_inductor.inductor.unmeasured import foreseen, unmeasured
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.rewrite.program import TRANSPOSES
-
-log = logging.getLogger("coda_inductor.contest")
 
 Found = dict[fx.Node, tuple[Region, tuple[fx.Node, fx.Node]]]
 """Products, each as a Region and the two tensors that it reads."""
@@ -42,7 +31,6 @@ NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
 BARE = "bare"
 """The kind of these Regions; their nodes bear it as a mark."""
 PITCH = 8  # elements of 16 bits at whose multiples rows start
-ROUNDS = 25
 
 
 def bare_products(
@@ -70,7 +58,7 @@ def as_region(node: fx.Node) -> tuple[Region, tuple[fx.Node, fx.Node]] | None:
     x, w = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
     sizes = [*node.meta["val"].shape, x.meta["val"].shape[1]]
-    if not all(isinstance(n, int) and n >= BARE_LEAST and n % PITCH == 0 for n in sizes):
+    if not all(isinstance(n, int) and n >= DEEP_LEAST and n % PITCH == 0 for n in sizes):
         return None
     left, right = in_rows(x), in_rows(w)
     dtype, out = (DTYPE_NAMES.get(n.meta["val"].dtype) for n in (x, node))
@@ -111,85 +99,3 @@ def write_bare(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]
         graph.erase_node(node)
         outputs.append(out)
     return outputs
-
-
-class BareContest:
-    """Times bare products against cuBLAS. What was found is kept on disk by content, as by every contest."""
-
-    def __init__(self, settings: Settings, rows: list[dict[str, Any]], failed: Callable[[Exception], None]) -> None:
-        """`rows` takes the records, `failed` what could not be measured."""
-        self.settings, self.rows, self.failed = settings, rows, failed
-        self._ahead = Ahead(settings.cache_dir)
-
-    def __call__(self, found: Found) -> dict[fx.Node, str]:
-        """The products that stay with cuBLAS, and why."""
-        if self.settings.tune == "off":
-            return {}
-        directory = store.open_store(self.settings.cache_dir)
-        alike = dict[str, list[fx.Node]]()
-        for node, (region, inputs) in found.items():
-            alike.setdefault(key(node, region, inputs), []).append(node)
-        known = {name: store.read_record(directory, name, timed) for name in alike}
-        new = [found[nodes[0]][0] for name, nodes in alike.items() if known[name] is None]
-        self._ahead.begin(job for region in new for job in jobs(region))
-        losers = dict[fx.Node, str]()
-        for name, nodes in alike.items():
-            region, inputs = found[nodes[0]]
-            try:
-                row = known[name] or store.write_record(directory, name, self.measure(nodes[0], region, inputs), timed)
-            except Exception as error:
-                if not foreseen(error):
-                    raise
-                failure = unmeasured(error, nodes[0])
-                self.failed(failure)
-                losers |= dict.fromkeys(nodes, failure.what)
-                continue
-            log.info("%s: %s", region.digest, ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith("ms")))
-            self.rows.append(row)
-            if loses := outcome_of(1, row).loses:
-                losers |= dict.fromkeys(nodes, loses)
-        return losers
-
-    def measure(self, node: fx.Node, region: Region, inputs: tuple[fx.Node, fx.Node]) -> dict[str, Any]:
-        """Tunes the kernel, then times both."""
-        self._ahead.wait(jobs(region))
-        device = node.meta["val"].device
-        with torch.no_grad(), unset_fake_temporarily(), torch.cuda.device(-1 if device.index is None else device.index):
-            given = [sample(n.meta["val"]) for n in inputs]
-            kernel, size = launch.kernel(region.text, self.settings.cache_dir), legality.bucket(region.m(given))
-            if record.remembered(kernel.directory, region, size) is None:
-                tune.tune(region, given, self.settings.cache_dir)
-            outs = tune.outputs(region, given)
-            calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]
-            decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731
-            times = timing.compared(calls, ROUNDS, decided=decided)
-            return {"m": region.m(given), **recorded([region.digest], times)}
-
-
-def key(node: fx.Node, region: Region, inputs: tuple[fx.Node, fx.Node]) -> str:
-    """What the outcome depends on."""
-    lying = [(tuple(n.meta["val"].shape), n.meta["val"].stride()) for n in inputs]
-    where = record.device_name(), record.sources_digest(), sorted(target.versions().items())
-    parts = repr((region.text, lying, where))
-    return "bare-" + hashlib.sha256(parts.encode()).hexdigest()[:24]
-
-
-def jobs(region: Region) -> Iterator[prebuild.Job]:
-    """The kernels that tuning will ask for."""
-    return (prebuild.Job(region, config) for config in legality.candidates(region, BARE_LEAST))
-
-
-def sample(like: Tensor) -> Tensor:
-    """Random numbers that lie as a fake tensor does."""
-    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return out.normal_(std=like.shape[-1] ** -0.5)
-
-
-def multiply(region: Region, inputs: list[Tensor], out: Tensor) -> Callable[[], object]:
-    """The product as Inductor calls it."""
-    product = region.products[0]
-    a = inputs[0] if product.a_layout == "mk" else inputs[0].t()
-    b = inputs[1] if product.b_layout == "kn" else inputs[1].t()
-    if out.dtype == a.dtype:
-        return lambda: torch.mm(a, b, out=out)
-    return lambda: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)

@@ -26,8 +26,6 @@ from coda_inductor.patterns.sizes import Size, size_of
 
 HALF = (torch.bfloat16, torch.float16)
 ALIGNED = 8  # what Inductor pads to: an odd product is better off padded
-
-
 WIDE, EARLY = "written in float32", "rounded before it is copied"
 
 

@@ -25,7 +25,8 @@ from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, U
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import launching, notes
-from coda_inductor.inductor.bare import NONE_SLOWER, BareContest
+from coda_inductor.inductor.bare import NONE_SLOWER
+from coda_inductor.inductor.bare_contest import BareContest
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.joint import NAMES, NO_CONTEST, Report, rewrite
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
@@ -89,7 +90,7 @@ class JointPass(CustomGraphPass):
         try:
             name, legal = resolve(self.settings, graph)
             contest = None if name == "reference" else self._contest(graph)
-            slower = BareContest(self.settings, contest.rows, contest.failed) if contest else NONE_SLOWER
+            slower = BareContest(contest) if contest else NONE_SLOWER
             report = rewrite(graph, self.settings, name, legal, contest or NO_CONTEST, slower)
             if contest:
                 report = replace(report, timings=tuple(contest.rows))

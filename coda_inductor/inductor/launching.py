@@ -116,7 +116,7 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     device = tensors[0].get_device()
     assert device is not None
     packed = RegionKernel(ir.MultiOutputLayout(device=device), REGION, tensors, (text, target), _arguments)
-    i, dim = region.rows
+    i, dim = region.m_axis
     layouts = _layouts(region, tensors[i].get_size()[dim], device)
     packed.outputs = [RegionOutput(layout, packed, [(list, i)]) for i, layout in enumerate(layouts)]
     boxes = [ir.TensorBox.create(out) for out in packed.outputs]

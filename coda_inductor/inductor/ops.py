@@ -61,5 +61,5 @@ STORED = torch.ops.coda.stored.default
 def _flops(inputs: list[torch.Size], region: str, target: str, *_: object, **__: object) -> int:
     """What the partitioner weighs against memory, under an activation memory budget."""
     r = parse(region)
-    i, dim = r.rows
+    i, dim = r.m_axis
     return sum(2 * inputs[i][dim] * r.n * p.k for p in r.products for _ in p.pairs)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from coda_inductor.codegen import launch, legality, record, tune
+from coda_inductor.codegen import tune
 from coda_inductor.inductor.extract import described, small, subgraph
 from coda_inductor.inductor.group import Group, outputs
 from coda_inductor.rewrite.build import Built
@@ -77,10 +77,7 @@ def rehearse(
     """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch. The nodes
     `anew` have another value each time."""
     inputs = group.inputs(built)
-    kernel = launch.kernel(built.region.text, cache_dir)
-    size = legality.bucket(built.region.m(inputs))
-    if record.remembered(kernel.directory, built.region, size) is None:
-        tune.tune(built.region, inputs, cache_dir)
+    kernel = tune.tuned(built.region, inputs, cache_dir)
     outs = tune.outputs(built.region, inputs)
     kernel(inputs, outs)
     group.values |= dict(zip(outputs(built), outs, strict=True))
