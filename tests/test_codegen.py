@@ -28,6 +28,7 @@ from codegen_cases import (
     random_region,
     relative_error,
     softmax_sum,
+    summed,
     swiglu,
     swiglu_backward,
     token_scale,
@@ -336,12 +337,19 @@ def test_records_stay_and_corrupted_ones_are_absent(tmp_path: Path) -> None:
 
 
 class FakeKernel:
-    """Stands in for the compiled kernel: the interpreter, with what it was asked."""
+    """Stands in for the compiled kernel: the interpreter, with what it was asked. Two matrices that share a descriptor
+    must lie where one can span them, and the second weight of two after the first, unless the kernel is `swapped`."""
 
     def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
         self.region, self.config, self.swapped = region, config, swapped
 
     def __call__(self, inputs: list[Tensor], outs: list[Tensor | None]) -> None:
+        first, *others = self.region.products
+        lanes = [] if self.region.half else [(first.b, p.b) for p in others]
+        for i, j in [*zip(*first.pairs, strict=True)] if self.region.summed else lanes:
+            distance = inputs[j].data_ptr() - inputs[i].data_ptr()
+            assert inputs[i].stride() == inputs[j].stride() and 0 < abs(distance) < 1 << 40
+            assert self.region.summed or self.swapped == (distance < 0)
         for out, value in zip(outs, interpret(self.region, inputs), strict=True):
             if out is not None:
                 out.copy_(value)
@@ -410,6 +418,30 @@ def test_launch_mends_or_falls_back_with_one_warning(tmp_path: Path, monkeypatch
     assert torch.equal(out, interpret(region, inputs)[0])
     k(inputs, [out])  # counted, not warned about again
     assert sorted(launch.FALLBACKS.values()) == [2, 3]
+
+
+@pytest.mark.parametrize("make", [swiglu, summed])
+@pytest.mark.parametrize("way", ["of another pitch", "the same twice", "too far apart"])
+def test_launch_copies_what_no_descriptor_spans(
+    make: Callable[[int, int], Region], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel then runs, also where no fallback is allowed."""
+    launch.FALLBACKS.clear()
+    launched(monkeypatch, region := make(64, 64), tmp_path)
+    k, first = launch.kernel(region.text, str(tmp_path / "kernels"), strict=True), region.products[0]
+    inputs, before = random_inputs(region, 8, "cpu"), launch.LAUNCHES[region.digest]
+    i, j = [*zip(*first.pairs, strict=True)][1] if region.summed else (first.b, region.products[1].b)
+    n, width = inputs[j].shape
+    if way == "too far apart":
+        monkeypatch.setattr(launch, "REACH", 1)
+    else:
+        wide = torch.randn(n, 2 * width).to(inputs[j].dtype)
+        inputs[j] = wide[:, :width] if way == "of another pitch" else inputs[i]
+    outs = [torch.empty_like(out) for out in interpret(region, inputs)]
+    with pytest.warns(RuntimeWarning, match="two matrices were copied"):
+        k(inputs, outs)
+    assert all(map(torch.equal, outs, interpret(region, inputs)))
+    assert launch.LAUNCHES[region.digest] == before + 1 and sum(launch.FALLBACKS.values()) in (1, 2)
 
 
 def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,24 +30,25 @@ PATIENCE = timedelta(seconds=60)
 # ---- what a rank does
 
 
-def data_parallel(model: Any) -> Any:
+def data_parallel(model: Any, backend: str = "coda") -> Any:
     """Four buckets, which Dynamo compiles one by one."""
     dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 10  # type: ignore[attr-defined]
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=16)
-    return torch.compile(wrapped, backend="coda")
+    wide = next(model.parameters()).element_size()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2 * wide)
+    return torch.compile(wrapped, backend=backend)
 
 
-def fully_sharded(model: Any) -> Any:
+def fully_sharded(model: Any, backend: str = "coda") -> Any:
     """FSDP2, each block compiled by itself."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.layers:
-        layer.compile(backend="coda")
+        layer.compile(backend=backend)
         fully_shard(layer)
     return fully_shard(model)
 
 
-def tensor_parallel(model: Any, sequence: bool = False) -> Any:
+def tensor_parallel(model: Any, backend: str = "coda", sequence: bool = False) -> Any:
     """Heads and features divided among the ranks; with `sequence`, the tokens too between them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -58,7 +60,7 @@ def tensor_parallel(model: Any, sequence: bool = False) -> Any:
         parallelize_module,
     )
 
-    mesh, tokens = init_device_mesh("cpu", (RANKS,)), Shard(1)
+    mesh, tokens = init_device_mesh(next(model.parameters()).device.type, (RANKS,)), Shard(1)
     wide = ["attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up"]
     plan: dict[str, Any] = {name: ColwiseParallel() for name in wide}
     narrow: dict[str, Any] = {"output_layouts": tokens} if sequence else {}
@@ -73,21 +75,21 @@ def tensor_parallel(model: Any, sequence: bool = False) -> Any:
         parallelize_module(model, mesh, {"embed": rows, "norm": SequenceParallel(), "head": head})
     for layer in model.layers:
         parallelize_module(layer, mesh, plan)
-    return torch.compile(model, backend="coda")
+    return torch.compile(model, backend=backend)
 
 
-KINDS: dict[str, tuple[Callable[[Any], Any], bool, list[int]]] = {
+KINDS: dict[str, tuple[Callable[..., Any], bool, list[int]]] = {
     # how; do all ranks see the same batch; the Regions of a rank's graphs
     "DDP": (data_parallel, False, [6, 9, 4, 0]),
     "FSDP2": (fully_sharded, False, [8]),
     "TP": (tensor_parallel, True, [9]),
-    "TP and sequence parallel": (lambda model: tensor_parallel(model, sequence=True), True, [14]),
+    "TP and sequence parallel": (partial(tensor_parallel, sequence=True), True, [14]),
 }
 
 
 @contextlib.contextmanager
-def a_rank(rank: int, place: str) -> Iterator[None]:
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{place}", timeout=PATIENCE)
+def a_rank(rank: int, place: str, backend: str = "gloo") -> Iterator[None]:
+    dist.init_process_group(backend, rank=rank, world_size=RANKS, init_method=f"file://{place}", timeout=PATIENCE)
     try:
         yield
     finally:

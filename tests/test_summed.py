@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from evaluate import captured
 from torch import Tensor, nn
 from zoo import Decoder, Shape, token_ids
 
-from coda_inductor.codegen import executable, launch, legality
+from coda_inductor.codegen import executable, legality
 from coda_inductor.codegen.executable import Executable, Parts
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
@@ -248,19 +246,3 @@ def test_what_a_kernel_is_told_spans_both_tensors(
     bare = dataclasses.replace(region, operands=(), lets=(), stores=(), reductions=region.reductions[-1:])
     bare = dataclasses.replace(bare, stores=(dataclasses.replace(region.stores[0], value="acc", dtype="f32"),))
     torch.testing.assert_close(found, interpret(bare, inputs[: region.matrices])[0])
-
-
-def test_tensors_that_no_descriptor_spans_run_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another pitch, or the same twice."""
-    launch.FALLBACKS.clear()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
-    region = summed(64, 64)
-    kernel, inputs = launch.kernel(region.text, str(tmp_path / "kernels")), random_inputs(region, 8, "cpu")
-    for i, other in ((2, torch.randn(8, 128).half()[:, :64]), (3, inputs[1])):
-        changed = [other if j == i else x for j, x in enumerate(inputs)]
-        outs = [torch.empty(8, 64, dtype=torch.half), torch.empty(8)]
-        with pytest.warns(RuntimeWarning, match="two matrices") if i == 2 else contextlib.nullcontext():
-            kernel(changed, outs)
-        for out, wanted in zip(outs, interpret(region, changed), strict=True):
-            assert torch.equal(out, wanted)
-    assert sum(launch.FALLBACKS.values()) == 2

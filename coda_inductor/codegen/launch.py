@@ -80,8 +80,8 @@ class Kernel:
         for i, j in self._spanned:
             distance = inputs[j].data_ptr() - inputs[i].data_ptr()
             if not 0 < abs(distance) < REACH or inputs[i].stride() != inputs[j].stride():
-                self.fall_back(inputs, outs, "two matrices too far apart, or of different pitch")
-                return
+                inputs, distance = list(inputs), 1
+                inputs[i], inputs[j] = adjacent(inputs[i], inputs[j])
             swapped = distance < 0 and bool(self._lanes)
         if config is not None:
             compiled = self.compiled(config, swapped=swapped)
@@ -204,6 +204,14 @@ def aligned(t: Tensor) -> Tensor:
         return t
     report("an input was copied: its rows are not contiguous or not 16-byte aligned")
     return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of two matrices of one shape, one behind the other. Beside NCCL, the driver gave one process addresses
+    that lie further apart than REACH (two H200s)."""
+    report("two matrices were copied: they are of different pitch, or too far apart for one descriptor")
+    both = torch.empty((2, *a.shape), dtype=a.dtype, device=a.device)
+    return both[0].copy_(a), both[1].copy_(b)
 
 
 def fall_back(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
