@@ -73,7 +73,8 @@ class Kernel:
             self.fall_back(inputs, outs, "the left operand has rows of M numbers, which is not a multiple of 8")
             return
         for t in inputs:
-            if t.data_ptr() & 15 or t.stride(-1) != 1 or (t.dim() == 2 and t.stride(0) * t.element_size() & 15):
+            *pitch, step = t.stride()
+            if t.data_ptr() & 15 or step != 1 or (pitch and pitch[0] * t.element_size() & 15):
                 inputs = [aligned(t) for t in inputs]
                 break
         swapped = False
