@@ -16,7 +16,7 @@ import torch
 from hypothesis import settings
 from quick import quick
 
-from coda_inductor.codegen import library
+from coda_inductor.codegen import launch, library
 from coda_inductor.core import errors
 
 quick()
@@ -35,8 +35,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is warned about once in a process: in each test it is a new one."""
+    """Each failure is warned about once in a process, and counted: in each test it is a new one."""
     monkeypatch.setattr(errors, "said", set())
+    launch.FALLBACKS.clear()
 
 
 @pytest.fixture(autouse=True)
