@@ -441,7 +441,8 @@ def test_launch_copies_what_no_descriptor_spans(
     with pytest.warns(RuntimeWarning, match="two matrices were copied"):
         k(inputs, outs)
     assert all(map(torch.equal, outs, interpret(region, inputs)))
-    assert launch.LAUNCHES[region.digest] == before + 1 and sum(launch.FALLBACKS.values()) in (1, 2)
+    pairs = 2 if region.summed and way == "too far apart" else 1
+    assert launch.LAUNCHES[region.digest] == before + 1 and sum(launch.FALLBACKS.values()) == pairs
 
 
 def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
