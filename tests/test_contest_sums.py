@@ -18,9 +18,9 @@ from coda_inductor.codegen.timing import Times
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import rehearsal
 from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.contest import Contest, deferred, tied
+from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import computed, small, subgraph
-from coda_inductor.inductor.group import Group, groups, mask, readers
+from coda_inductor.inductor.group import Group, groups, mask, readers, tied
 from coda_inductor.inductor.joint import Report, Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.outcome import Outcome, borne, recorded, together

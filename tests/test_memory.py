@@ -84,7 +84,7 @@ def test_a_split_is_part_of_what_is_split() -> None:
 
 def test_a_broken_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every value were a tensor, which is how contests once charged Inductor for passes that it never makes."""
-    monkeypatch.setattr(Memory, "_of", lambda self, node: frozenset({node}))
+    monkeypatch.setattr(Memory, "_of", lambda self, node, late: frozenset({node}))
     with pytest.raises(AssertionError):
         test_what_two_loops_share_is_made_by_both()
 

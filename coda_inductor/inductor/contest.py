@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,15 @@ from coda_inductor.codegen import launch, legality, prebuild, record, store, tim
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import around
 from coda_inductor.inductor.extract import computed, put_off
-from coda_inductor.inductor.group import Group, groups, hint, mask, readers
+from coda_inductor.inductor.group import Group, groups, hint, mask, readers, tied
 from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.loops import loops_of
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.outcome import TIMED, Outcome, borne, fully_timed, outcome_of, recorded, sure, timed, wins
 from coda_inductor.inductor.rehearsal import Programs, rehearse
+from coda_inductor.inductor.schedule import saved_names
 from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
 from coda_inductor.inductor.without import Without
 from coda_inductor.patterns.lift import Lifted
@@ -57,6 +59,7 @@ class Known:
     keys: dict[int, str] = dataclasses.field(default_factory=dict)
     loops: dict[int, tuple[list[fx.Node], set[fx.Node]]] = dataclasses.field(default_factory=dict)
     vectors: frozenset[Term] | None = None
+    rest: around.Rest | None = None
 
 
 class Contest:
@@ -67,6 +70,7 @@ class Contest:
         self.rows: list[dict[str, Any]] = []
         self._compared, self._foreseen = 0, False
         self._memory: Memory | None = None
+        self._saved: frozenset[str] | None = None
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
         self._plans = list[Known]()
         self._ahead = Ahead(settings.cache_dir)
@@ -176,7 +180,10 @@ class Contest:
     def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
         """How a group fares against the program that is derived without its law, in the same burst: the Regions of that
         which win alone, and what Inductor makes of the rest."""
-        group, rival = self.group(plan, members), dataclasses.replace(self.group(other, parts), taken=[], loops=set())
+        group, rival = (
+            self.group(plan, members),
+            dataclasses.replace(self.group(other, parts), taken=[], loops=set(), after=set()),
+        )
         without = Without(group, plan, rival, other)
         key = without.key()
         found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
@@ -238,19 +245,32 @@ class Contest:
         with torch.no_grad(), unset_fake_temporarily():
             for built in group.builts:
                 self._programs.computations(plan, group, built)
+            for nodes, program in (around.before(plan, group), around.after(plan, group)):
+                self._programs.passes(group, nodes, program)
             self._programs.baseline(group, plan)
 
     def group(self, plan: Plan, members: list[Built]) -> Group:
         """The members, at the size to measure at."""
         if self._memory is None or self._memory_of is not plan.program.lifted:
-            self._memory, self._memory_of = Memory(plan.program.lifted.graph), plan.program.lifted
+            graph = plan.program.lifted.graph
+            self._saved = saved_names(graph) if self._saved is None else self._saved
+            self._memory, self._memory_of = Memory(graph, self._saved), plan.program.lifted
         group = Group(members, self.device, tokens(plan, members[0]), self._memory, self.before(plan, members))
         if len(members) == 1 and not deferred(plan, members):  # a law is also compared with a program of no such loops
             known = self.of(plan)
             if group.mask not in known.loops:
                 known.loops[group.mask] = loops_of(plan, group)
             group.taken, group.loops = known.loops[group.mask]
+        group.rest = self.rest(plan)
+        group.after = around.following(plan, group)
         return group
+
+    def rest(self, plan: Plan) -> around.Rest:
+        """What else there is in a plan's graph."""
+        known = self.of(plan)
+        if known.rest is None:
+            known.rest = around.rest(plan, [build(plan, draft) for draft in plan.unique()])
+        return known.rest
 
     def before(self, plan: Plan, members: list[Built]) -> frozenset[Term]:
         """The vectors of parameters that epilogues of the forward read, for a group of the backward."""
@@ -331,11 +351,13 @@ class Contest:
             yield
 
     def fused(self, group: Group, plan: Plan) -> Callable[[], None]:
-        """The group's side: its kernels, which are tuned before, and what they need beside them."""
-        steps = list[Callable[[], object]]()
+        """The group's side: its kernels, which are tuned before, what they need beside them, and the loops around."""
+        (first, before), (last, after) = around.before(plan, group), around.after(plan, group)
+        steps = self._programs.passes(group, first, before)
         for built in group.builts:
             steps += self._programs.computations(plan, group, built)
-            steps.append(rehearse(group, built, self.settings.cache_dir))
+            steps.append(rehearse(group, built, self.settings.cache_dir, anew={*first}))
+        steps += self._programs.passes(group, last, after)
         # What the forward is spared is written by a pass of the backward that reads the same anyway.
         return in_order([*steps, *(group.like(node).zero_ for node in put_off(group, plan))])
 
@@ -350,16 +372,6 @@ def tokens(plan: Plan, built: Built) -> int:
     """The rows of a Region, at the size to measure at. Raises Unsupported if that is not known."""
     product = plan.program.product(built.draft.space.accs[0]).node
     return hint(product.meta["val"].shape[0])
-
-
-def tied(readers: Sequence[Set[int]], some: Set[int]) -> Set[int]:
-    """Some groups, and all that read sums of one of them, or make sums for one: they are judged together."""
-    found, before = some, None
-    while found != before:
-        before = found
-        found = {i for i, others in enumerate(readers) if i in before or others & before}
-        found |= {j for i in before for j in readers[i]}
-    return found
 
 
 def lost(outcomes: Iterable[Outcome]) -> dict[int, str]:

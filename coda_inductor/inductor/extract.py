@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor.inductor.lowering import base_of, elements, kind_of
+from coda_inductor.inductor.memory import in_loop
 from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group
 
 
+TILE = 8  # columns, at least
 Program = tuple[fx.Graph, list[fx.Node]]
 """Some nodes of the user's graph as a graph, and the nodes whose tensors it reads."""
 
@@ -60,13 +63,14 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
     """The small computations that a Region needs, with the loops that take their sums, whose tensors follow; and the
     keys of what they read."""
     new, copies, keys = fx.Graph(), dict[object, Any](), list[object]()
+    tokens, loops = group.tokens, group.loops  # what follows refers to itself, and would keep the group's tensors
 
     def given(key: object) -> Any:
         if key not in copies:
-            like = key.meta["val"] if isinstance(key, fx.Node) else torch.empty(group.tokens, device="meta")
+            like = key.meta["val"] if isinstance(key, fx.Node) else torch.empty(tokens, device="meta")
             if isinstance(like, torch.SymInt):
                 return hint(like)
-            if isinstance(key, fx.Node) and key in group.loops:
+            if isinstance(key, fx.Node) and key in loops:
                 copies[key] = new.call_function(key.target, *fx.map_arg((key.args, key.kwargs), given))  # type: ignore[arg-type]
             else:
                 copies[key] = new.placeholder(f"given_{len(keys)}")
@@ -138,10 +142,19 @@ def _wanted(
 
 
 def read(built: Built, plan: Plan, group: Group, mask: int) -> list[fx.Node]:
-    """The nodes that a Region of the group and its small computations read and that wait for products of the mask."""
+    """The nodes that a Region of the group and its small computations read and that wait for products of the mask, or
+    that a loop must write first."""
     keys = [*built.inputs, *small(plan, group, built, group.computed(built))[1]]
     nodes = dict.fromkeys(key for key in keys if isinstance(key, fx.Node))
-    return [n for n in nodes if waits(plan, mask, n)]
+    late = plan.program.in_backward(built.draft.space)
+    there = group.rest.made | group.rest.early if late else group.rest.made
+    return [n for n in nodes if waits(plan, mask, n) or (unwritten(group, n) and not {n, base_of(n)} & there)]
+
+
+def unwritten(group: Group, node: fx.Node) -> bool:
+    """Is it a tile, or a view of one, that lies in no memory unless a Region reads it?"""
+    base = base_of(node)
+    return elements(base) >= TILE * group.tokens and in_loop(base) and not group.memory.holds(base)
 
 
 def waits(plan: Plan, mask: int, node: fx.Node) -> bool:
@@ -154,7 +167,8 @@ def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], li
     drafts = [b.draft for b in group.builts]
     again = [node for d in drafts for node, s in d.supplies.items() if s.again]
     made = [node for d in drafts for node in (*d.supplies, *d.totals) if node not in again]
-    asked = [(n, False) for n in (*made, *group.taken)] + [(n, True) for n in again]
+    ends = [n for n in group.after if n.users.keys() - group.after]
+    asked = [(n, False) for n in (*made, *group.taken, *ends)] + [(n, True) for n in again]
     needed, given = _needed(plan, group, asked)
     # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
     nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
@@ -162,8 +176,11 @@ def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], li
     late = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
     # (Two products that are added up: the sum is part of the loop that reads it, and of no time of its own.)
     sums = {node for b in group.builts if b.only_sums for node in b.draft.supplies}
-    read = {n: n.all_input_nodes if n in sums else group.memory.of(n) for n in late if n.users.keys() - needed}
-    left = {held for nodes in read.values() for held in nodes}
+    read = {n: {g.is_backward(u) for u in n.users if u not in needed} for n in late}
+    parts = [
+        (a, later) for n, when in read.items() for later in when for a in (n.all_input_nodes if n in sums else [n])
+    ]
+    left = {held for n, later in parts for held in group.memory.of(n, later)}
     return needed, given, [*again, *(n for n in late if n in left), *group.taken]
 
 
@@ -180,8 +197,13 @@ def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list
     for node in tensors:
         copies[node] = new.placeholder(node.name)
         copies[node].meta["val"] = node.meta["val"]
+    alike, joint = dict[tuple[Any, ...], fx.Node](), any(map(g.is_backward, plan.program.lifted.graph.nodes))
     for node in made:
-        copies[node] = new.node_copy(node, lambda n: copies[n])
+        # Of equal operations, as autocast's roundings of what several products take, the partitioner leaves one.
+        key = node.target, *map(str, fx.map_arg((node.args, node.kwargs), copies.__getitem__))
+        if not joint or kind_of(node) == "random" or key not in alike:
+            alike[key] = new.node_copy(node, copies.__getitem__)
+        copies[node] = alike[key]
     new.output(tuple(copies[n] for n in wanted))
     return written_out(new), tensors
 
@@ -209,6 +231,7 @@ def _needed(
     """(what must run to make the nodes asked for, what of that is given): given is what is `done`, or waits for no
     product of the group and lies in memory. What is made again (True) is made of its bases and of sums and products."""
     needed, given, todo, bases = set[fx.Node](), set[fx.Node](), list(asked), _bases(plan, group)
+    late = plan.program.in_backward(group.builts[0].draft.space)
     edges = {n for made in group.loops for n in made.all_input_nodes} - group.loops
     while todo:
         node, anew = todo.pop()
@@ -216,7 +239,7 @@ def _needed(
             continue
         needed.add(node)
         anew = anew and node.target in POINTWISE and node not in bases
-        again = anew or node in group.loops or not group.memory.holds(node)
+        again = anew or node in group.loops or not group.memory.holds(node, late)
         if node not in done and node not in edges and (waits(plan, group.mask, node) or again):
             todo += [(a, anew) for a in node.all_input_nodes]
         else:

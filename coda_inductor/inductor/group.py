@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import legality, record, target
 from coda_inductor.core.region import DTYPES
-from coda_inductor.inductor import paths
+from coda_inductor.inductor import around, paths
 from coda_inductor.inductor.extract import computed, described, laid_out, put_off, small, subgraph
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.patterns import graph as g
@@ -44,6 +44,10 @@ class Group:
     single Region without a law."""
     loops: AbstractSet[fx.Node] = frozenset()
     """All that these loops compute."""
+    rest: around.Rest = around.NOTHING
+    """What else there is in the graph when all Regions of the plan are written into it."""
+    after: AbstractSet[fx.Node] = frozenset()
+    """The loops that read what the group makes, which both sides run (around.py)."""
     values: dict[object, Any] = field(default_factory=dict)
 
     @property
@@ -68,7 +72,9 @@ class Group:
             for b in self.builts:
                 parts += [b.region.text, *map(laid_out, b.inputs)]
                 parts.append(described(*small(plan, self, b, self.computed(b))[0].nodes))
-        parts += [described(*subgraph(self, plan)[0].nodes), *map(laid_out, put_off(self, plan))]
+        programs = subgraph(self, plan), around.before(plan, self)[1], around.after(plan, self)[1]
+        parts += [described(*made[0].nodes) for made in programs if made]
+        parts += map(laid_out, put_off(self, plan))
         return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
 
     def computed(self, built: Built) -> list[Computed]:
@@ -182,6 +188,16 @@ def readers(every: Sequence[list[Built]]) -> list[set[int]]:
         terms = {s if isinstance(s, Term) else s.term for s in sources if isinstance(s, Term | Computed)}
         for maker in {makers[s] for t in terms for s in statistics(t) if s in makers} - {i}:
             found[maker].add(i)
+    return found
+
+
+def tied(readers: Sequence[AbstractSet[int]], some: AbstractSet[int]) -> AbstractSet[int]:
+    """Some groups, and all that read sums of one of them, or make sums for one: they are judged together."""
+    found, before = some, None
+    while found != before:
+        before = found
+        found = {i for i, others in enumerate(readers) if i in before or others & before}
+        found |= {j for i in before for j in readers[i]}
     return found
 
 

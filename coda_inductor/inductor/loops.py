@@ -37,7 +37,7 @@ def loops_of(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
 
     def lies(node: fx.Node) -> bool:
         """Is it a tensor in memory, that loops read? (A split is part of what reads it.)"""
-        held = g.is_backward(node) != late and group.memory.holds(node)
+        held = g.is_backward(node) != late and group.memory.holds(node, late)
         return isinstance(node.meta["val"], Tensor) and (held or taken_whole(node) or node in supplied)
 
     written, computed = list[fx.Node](), set[fx.Node]()

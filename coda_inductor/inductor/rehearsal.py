@@ -3,7 +3,7 @@ same nodes of the user's graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import tune
-from coda_inductor.inductor.extract import described, small, subgraph
-from coda_inductor.inductor.group import Group, outputs
+from coda_inductor.inductor.extract import Program, described, small, subgraph
+from coda_inductor.inductor.group import Group, hint, outputs
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -55,6 +55,20 @@ class Programs:
         group.values |= made | {c.term: made[c] for c in alike}
         return [lambda: run(*tensors)]
 
+    def passes(self, group: Group, nodes: Sequence[fx.Node], program: Program | None) -> list[Callable[[], object]]:
+        """One of Inductor's programs, which has run once: what it makes, the `nodes`, become values of the group each
+        time. None if there is no program."""
+        if program is None:
+            return []
+        graph, given = program
+        run = self.compiled(graph, [group.value(node) for node in given])
+
+        def step() -> None:
+            group.values.update(zip(nodes, run(*(group.value(node) for node in given)), strict=True))
+
+        step()
+        return [step]
+
     def baseline(self, group: Group, plan: Plan) -> Callable[[], object]:
         """The nodes of the user's graph, from the tensors that are there before the group runs."""
         graph, given = subgraph(group, plan)
@@ -74,13 +88,15 @@ def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any
 def rehearse(
     group: Group, built: Built, cache_dir: str | None, anew: AbstractSet[fx.Node] = frozenset()
 ) -> Callable[[], None]:
-    """Tunes one Region on its real inputs, leaves its outputs in the group's values, returns its launch. The nodes
-    `anew` have another value each time."""
+    """Tunes one Region on its real inputs, leaves its outputs in the group's values, also those of the nodes that they
+    replace, returns its launch. The nodes `anew` have another value each time."""
     inputs = group.inputs(built)
     kernel = tune.tuned(built.region, inputs, cache_dir)
     outs = tune.outputs(built.region, inputs)
     kernel(inputs, outs)
     group.values |= dict(zip(outputs(built), outs, strict=True))
+    for node, stored in built.draft.supplies.items():
+        group.values[node] = group.values[stored].reshape([hint(s) for s in node.meta["val"].shape])
     changing = [(i, s) for i, s in enumerate(built.inputs) if s in anew]
 
     def run() -> None:

@@ -72,6 +72,12 @@ def partition(graph: fx.Graph) -> Halves | None:
     return first.graph, second.graph
 
 
+def saved_names(graph: fx.Graph) -> frozenset[str]:
+    """The nodes of a joint graph that the forward keeps for the backward; none if it is not joint."""
+    halves = partition(graph)
+    return frozenset(saved(halves)) if halves else frozenset()
+
+
 def saved(halves: Halves) -> dict[str, int]:
     """What the forward keeps for the backward, inputs and parameters apart: bytes by name."""
     forward, backward = halves

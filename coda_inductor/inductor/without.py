@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from coda_inductor.inductor.extract import Program, described, goes_on_with, on_the_way, piece, read, waits
-from coda_inductor.inductor.group import Group, hint
+from coda_inductor.inductor.group import Group
 from coda_inductor.inductor.rehearsal import Programs, rehearse
 from coda_inductor.rewrite.plan import Plan
 
@@ -39,7 +39,7 @@ class Without:
         way = functools.partial(on_the_way, self.group, self.plan)
         supplied = [{*b.draft.supplies, *b.draft.totals} for b in self.rival.builts]
         asked = [read(b, self.other, self.rival, self.group.mask) for b in self.rival.builts]
-        asked.append([n for n in goes_on_with(self.group, self.plan) if not self.stored_bare(n)])
+        asked.append([n for n in goes_on_with(self.group, self.plan) if not self.left_out(n)])
         for i, names in enumerate(asked):
             wanted = [n for n in names if n not in done]
             there = done.union(wanted, *supplied)
@@ -50,15 +50,12 @@ class Without:
             done = done.union(wanted, *supplied[i : i + 1])
         return found
 
-    def stored_bare(self, node: fx.Node) -> bool:
-        """Is the node a product with its bias, which a Region of the rival stores without, to be made of that later?"""
-        program = self.other.program
-        if not any(p.node is node for p in program.lifted.products.values()):
-            return False
-        whole = program.new[program.lifted.term[node]]
-        drafts = [b.draft for b in self.rival.builts]
-        stored = [(d.space, {s.term for s in d.stores}) for d in drafts if node not in d.supplies]
-        return any(whole not in terms and program.bases(whole, space) & terms for space, terms in stored)
+    def left_out(self, node: fx.Node) -> bool:
+        """Is the node a product that a Region of the rival makes and does not store? Then its reader goes on with
+        something else, as the backward with a residual stream in place of the product that the partitioner saves."""
+        accs = [acc for b in self.rival.builts for acc in b.products]
+        supplied = any(node in b.draft.supplies for b in self.rival.builts)
+        return not supplied and any(self.other.program.product(acc).node is node for acc in accs)
 
     def _lies(self, node: fx.Node) -> bool:
         """Is the node a tensor in memory, of itself or as one of several?"""
@@ -84,24 +81,11 @@ class Without:
         steps, made = list[Callable[[], object]](), set[fx.Node]()
         for i, (nodes, _) in enumerate(self.wanted):
             if (program := self.pieces[i]) is not None:
-                steps.append(self._run(programs, program, nodes))
                 made.update(nodes)
+            steps += programs.passes(self.rival, nodes, program)
             if i == len(self.rival.builts):
                 break
             built = self.rival.builts[i]
             steps += programs.computations(self.other, self.rival, built)
             steps.append(rehearse(self.rival, built, cache_dir, anew=made))
-            for node, stored in built.draft.supplies.items():
-                values[node] = values[stored].reshape([hint(s) for s in node.meta["val"].shape])
         return steps
-
-    def _run(self, programs: Programs, program: Program, nodes: list[fx.Node]) -> Callable[[], object]:
-        """Runs one of Inductor's programs once, and returns it: what it makes become values of the rival."""
-        (graph, given), rival = program, self.rival
-        run = programs.compiled(graph, [rival.value(node) for node in given])
-
-        def step() -> None:
-            rival.values.update(zip(nodes, run(*(rival.value(node) for node in given)), strict=True))
-
-        step()
-        return step
