@@ -87,13 +87,16 @@ def following(plan: Plan, group: Group) -> frozenset[fx.Node]:
     late = plan.program.in_backward(group.builts[0].draft.space)
     made = {n for b in group.builts for n in (*b.draft.supplies, *b.draft.totals)}
     left, found = group.rest.left if late else group.rest.forward, set[fx.Node]()
-    for node in plan.program.lifted.graph.nodes:
-        if node not in left or node.op != "call_function" or kind_of(node) not in FUSED:
+    todo = [user for n in made for user in n.users]
+    while todo:
+        node = todo.pop()
+        if node in found or node not in left or node.op != "call_function" or kind_of(node) not in FUSED:
             continue
-        near = {a for a in node.all_input_nodes if a in made or a in found}
-        apart = any(waits(plan, group.mask, a) for a in node.all_input_nodes if a not in near)
-        if near and not apart and g.is_backward(node) == late:
+        if g.is_backward(node) == late and all(
+            a in made or a in found or not waits(plan, group.mask, a) for a in node.all_input_nodes
+        ):
             found.add(node)
+            todo += node.users
     return frozenset(found)
 
 

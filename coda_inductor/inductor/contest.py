@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import launch, legality, prebuild, record, store, timing
@@ -28,10 +27,10 @@ from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import around
-from coda_inductor.inductor.extract import computed, put_off
+from coda_inductor.inductor.extract import put_off
 from coda_inductor.inductor.group import Group, groups, hint, mask, readers, tied
 from coda_inductor.inductor.joint import Verdict, laws_of
-from coda_inductor.inductor.loops import loops_of
+from coda_inductor.inductor.known import Known
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.outcome import TIMED, Outcome, borne, fully_timed, outcome_of, recorded, sure, timed, wins
 from coda_inductor.inductor.rehearsal import Programs, rehearse
@@ -39,7 +38,6 @@ from coda_inductor.inductor.schedule import saved_names
 from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
 from coda_inductor.inductor.without import Without
 from coda_inductor.patterns.lift import Lifted
-from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite import search
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.plan import Plan
@@ -48,18 +46,6 @@ log = logging.getLogger("coda_inductor.contest")
 
 CLOSE = 1.15  # below, a law that wins is compared with the program without it
 ROUNDS = 25
-
-
-@dataclasses.dataclass(slots=True)
-class Known:
-    """What was found out about a plan's groups, by mask: their keys, the loops that take their sums; and the vectors of
-    parameters that the forward's epilogues read."""
-
-    plan: Plan
-    keys: dict[int, str] = dataclasses.field(default_factory=dict)
-    loops: dict[int, tuple[list[fx.Node], set[fx.Node]]] = dataclasses.field(default_factory=dict)
-    vectors: frozenset[Term] | None = None
-    rest: around.Rest | None = None
 
 
 class Contest:
@@ -255,33 +241,10 @@ class Contest:
             graph = plan.program.lifted.graph
             self._saved = saved_names(graph) if self._saved is None else self._saved
             self._memory, self._memory_of = Memory(graph, self._saved), plan.program.lifted
-        group = Group(members, self.device, tokens(plan, members[0]), self._memory, self.before(plan, members))
-        if len(members) == 1 and not deferred(plan, members):  # a law is also compared with a program of no such loops
-            known = self.of(plan)
-            if group.mask not in known.loops:
-                known.loops[group.mask] = loops_of(plan, group)
-            group.taken, group.loops = known.loops[group.mask]
-        group.rest = self.rest(plan)
-        group.after = around.following(plan, group)
+        known = self.of(plan)
+        group = Group(members, self.device, tokens(plan, members[0]), self._memory, known.before(members))
+        known.surround(group, lawless=not deferred(plan, members))
         return group
-
-    def rest(self, plan: Plan) -> around.Rest:
-        """What else there is in a plan's graph."""
-        known = self.of(plan)
-        if known.rest is None:
-            known.rest = around.rest(plan, [build(plan, draft) for draft in plan.unique()])
-        return known.rest
-
-    def before(self, plan: Plan, members: list[Built]) -> frozenset[Term]:
-        """The vectors of parameters that epilogues of the forward read, for a group of the backward."""
-        late = plan.program.in_backward
-        if not all(late(b.draft.space) for b in members):
-            return frozenset()
-        known = self.of(plan)
-        if known.vectors is None:
-            every = (build(plan, draft) for draft in plan.unique() if not late(draft.space))
-            known.vectors = frozenset(c.term for b in every for c in computed(b))
-        return known.vectors
 
     def of(self, plan: Plan) -> Known:
         """What was found out about a plan; of the last two, which are compared."""

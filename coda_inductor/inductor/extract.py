@@ -120,9 +120,9 @@ def goes_on_with(group: Group, plan: Plan) -> list[fx.Node]:
 
 def piece(group: Group, plan: Plan, wanted: Sequence[fx.Node], done: AbstractSet[fx.Node]) -> Program | None:
     """The part of what the group stands for that makes the `wanted` nodes where those `done` are there; None if they
-    are only views of these."""
+    are only views of these. (A copy into another order is none.)"""
     needed, given = _wanted(group, plan, wanted, done)
-    if all(g.is_view(n) for n in needed - given):
+    if all(base_of(n) is not n for n in needed - given):
         return None  # also if nothing is wanted
     return _program(plan, needed, given, list(wanted))
 
@@ -143,18 +143,20 @@ def _wanted(
 
 def read(built: Built, plan: Plan, group: Group, mask: int) -> list[fx.Node]:
     """The nodes that a Region of the group and its small computations read and that wait for products of the mask, or
-    that a loop must write first."""
+    that a loop must write first, for the Region."""
     keys = [*built.inputs, *small(plan, group, built, group.computed(built))[1]]
     nodes = dict.fromkeys(key for key in keys if isinstance(key, fx.Node))
     late = plan.program.in_backward(built.draft.space)
     there = group.rest.made | group.rest.early if late else group.rest.made
-    return [n for n in nodes if waits(plan, mask, n) or (unwritten(group, n) and not {n, base_of(n)} & there)]
+    return [n for n in nodes if waits(plan, mask, n) or (n in built.inputs and unwritten(group, n, there))]
 
 
-def unwritten(group: Group, node: fx.Node) -> bool:
-    """Is it a tile, or a view of one, that lies in no memory unless a Region reads it?"""
-    base = base_of(node)
-    return elements(base) >= TILE * group.tokens and in_loop(base) and not group.memory.holds(base)
+def unwritten(group: Group, node: fx.Node, there: AbstractSet[fx.Node]) -> bool:
+    """Is it a tile, or a view of one, that lies in no memory unless a Region reads it? What is `there` does."""
+    base, tile = node, elements(node) >= TILE * group.tokens
+    while base not in there and base_of(base) is not base:
+        base = base.all_input_nodes[0]
+    return tile and base not in there and in_loop(base) and not group.memory.holds(base)
 
 
 def waits(plan: Plan, mask: int, node: fx.Node) -> bool:
