@@ -85,6 +85,16 @@ def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any
         return cast(Callable[..., Any], made)
 
 
+def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
+    """What a Region stored, in the node's sizes and strides, for which programs that read it are compiled."""
+    value = node.meta["val"]
+    sizes, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if last >= store.numel() or store.dtype != value.dtype:
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=store.device)
+    return store.as_strided(sizes, strides)
+
+
 def rehearse(
     group: Group, built: Built, cache_dir: str | None, anew: AbstractSet[fx.Node] = frozenset()
 ) -> Callable[[], None]:
@@ -96,7 +106,7 @@ def rehearse(
     kernel(inputs, outs)
     group.values |= dict(zip(outputs(built), outs, strict=True))
     for node, stored in built.draft.supplies.items():
-        group.values[node] = group.values[stored].reshape([hint(s) for s in node.meta["val"].shape])
+        group.values[node] = as_the_node(group.values[stored], node)
     changing = [(i, s) for i, s in enumerate(built.inputs) if s in anew]
 
     def run() -> None:

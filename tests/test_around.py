@@ -1,0 +1,229 @@
+"""What stands around a group in a contest: the loops that read what it makes, what must be written for its epilogues,
+and what the partitioner saves for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import pretend, run
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import around, extract, rehearsal
+from coda_inductor.inductor.capture import capture
+from coda_inductor.inductor.contest import Contest, deferred
+from coda_inductor.inductor.extract import subgraph
+from coda_inductor.inductor.group import Group, groups
+from coda_inductor.inductor.joint import Verdict
+from coda_inductor.inductor.lowering import base_of, kind_of
+from coda_inductor.inductor.memory import MADE_AGAIN, Memory
+from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.schedule import saved_names
+from coda_inductor.patterns.graph import aten, is_backward
+from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.plan import Plan
+
+B, T, D = 4, 80, 64
+SETTINGS = Settings(target="sm_90a", tune="off")
+
+
+class Layer(nn.Module):
+    """A residual in float32, its norm, and what two products that stay with cuBLAS make of that: each rounds it, as
+    under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.q, self.k = (nn.Linear(D, n, dtype=torch.bfloat16) for n in (D, 60, 60))
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, a: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        h = x + self.o(a)
+        n = self.norm(h)
+        return h, self.q(n.bfloat16()), self.k(n.bfloat16())
+
+
+def streams() -> tuple[Tensor, ...]:
+    """Attention's output and the residual."""
+    return torch.zeros(B, T, D, dtype=torch.bfloat16, requires_grad=True), torch.zeros(B, T, D, requires_grad=True)
+
+
+Look = Callable[[Plan, list[Group]], None]
+
+
+def shown(look: Look, model: nn.Module, *args: Tensor, mode: Any = "train") -> None:
+    """Shows the groups of a plan in which no law defers anything."""
+    contest, seen = Contest(SETTINGS, torch.device("cpu"), print), list[Plan]()
+
+    def decide(plan: Plan, builts: list[Built]) -> Verdict:
+        every = groups(plan, builts)
+        if undeferred := sum(deferred(plan, members) for members in every):
+            return Verdict({}, undeferred)
+        look(plan, [contest.group(plan, members) for members in every])
+        seen.append(plan)
+        return Verdict()
+
+    def on_graph(graph: fx.Graph) -> None:
+        rewrite_for(graph, SETTINGS, decide)
+
+    capture(model, args, {}, mode, on_graph)
+    assert len(seen) == 1
+
+
+def of_the_layer(look: Callable[[Plan, Group], None]) -> None:
+    """Shows the group of the residual."""
+
+    def first(plan: Plan, every: list[Group]) -> None:
+        look(plan, next(g for g in every if g.after))
+
+    shown(first, Layer(), *streams())
+
+
+def count(graph: fx.Graph, *targets: object) -> int:
+    return sum(node.target in targets for node in graph.nodes)
+
+
+STATISTICS, PRODUCTS = (aten.var_mean.correction,), (aten.mm.default, aten.addmm.default)
+
+
+def test_the_norm_follows_on_both_sides() -> None:
+    """Inductor adds a residual in the norm's own kernel; beside a Region the norm still reads what that stored."""
+
+    def look(plan: Plan, group: Group) -> None:
+        theirs, (nodes, ours) = subgraph(group, plan)[0], around.after(plan, group)
+        assert ours is not None and {n.meta["val"].dtype for n in nodes} >= {torch.bfloat16}
+        assert (count(theirs, *STATISTICS), count(theirs, *PRODUCTS)) == (1, 1)
+        assert (count(ours[0], *STATISTICS), count(ours[0], *PRODUCTS)) == (1, 0)
+        assert not any(map(is_backward, group.after))
+        assert {n for n in ours[1] if n in group.builts[0].draft.supplies}  # it reads what the Region stored
+
+    of_the_layer(look)
+
+
+def test_equal_casts_are_one() -> None:
+    """q and k read two equal roundings of the norm, which the partitioner makes one."""
+
+    def look(plan: Plan, group: Group) -> None:
+        outputs: Any = subgraph(group, plan)[0].output_node().args[0]
+        written = [n for n in outputs if n.meta["val"].dtype == torch.bfloat16]
+        assert len(written) > len({*written}) >= 1
+
+    of_the_layer(look)
+
+
+def test_without_the_loops_the_norm_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard broken."""
+    monkeypatch.setattr(around, "following", lambda plan, group: frozenset())
+    with pytest.raises(BackendCompilerFailed, match="StopIteration"):
+        test_the_norm_follows_on_both_sides()
+
+
+class Wide(nn.Module):
+    """A residual that each loop adds up again, from two tensors of half its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(D, D, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, a: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        made: Tensor = (x.float() + y.float()) + self.o(a).float()
+        return made
+
+
+def wide() -> list[str]:
+    """What must be written for the Region."""
+    found = list[str]()
+
+    def look(plan: Plan, every: list[Group]) -> None:
+        ((nodes, program),) = (around.before(plan, group) for group in every)
+        assert (program is None) == (not nodes)
+        assert program is None or count(program[0], aten.add.Tensor) == 1
+        found.extend(str(n.target) for n in nodes)
+
+    shown(look, Wide(), *(torch.zeros(B, T, D, dtype=torch.bfloat16) for _ in "axy"), mode="infer")
+    return found
+
+
+def test_what_no_tensor_holds_is_written_for_an_epilogue() -> None:
+    assert wide() == ["aten.add.Tensor"]
+
+
+def test_if_it_is_thought_to_be_there_it_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard broken."""
+    monkeypatch.setattr(extract, "unwritten", lambda group, node, there: False)
+    assert wide() == []
+
+
+def test_the_backward_reads_what_is_saved() -> None:
+    graphs = list[fx.Graph]()
+    capture(Layer(), streams(), {}, "train", graphs.append)
+    (graph,) = graphs
+    names = saved_names(graph)
+    memory = Memory(graph, names)
+    loops = [n for n in graph.nodes if n.op == "call_function" and kind_of(n) == "loop" and not is_backward(n)]
+    saved = {base_of(n) for n in graph.nodes if n.name in names}
+    kept = [n for n in loops if n in saved]
+    assert kept and all(memory.holds(n, late=True) for n in kept)
+    for node in loops:
+        parts = memory.of(node, late=True)
+        assert node in kept or node not in parts
+        assert all(p in kept or p.op == "placeholder" or kind_of(p) not in MADE_AGAIN for p in parts)
+        assert memory.kept(node) == parts & saved
+
+
+def test_nothing_is_saved_without_a_backward() -> None:
+    graphs = list[fx.Graph]()
+    capture(Layer(), tuple(x.detach() for x in streams()), {}, "infer", graphs.append)
+    assert saved_names(graphs[0]) == frozenset()
+
+
+def test_a_store_is_read_as_the_node_lies() -> None:
+    """[batch, heads, tokens, head], of rows of tokens."""
+    store, graph = torch.randn(B * T, D), fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.empty(B, T, 4, 16, device="meta").transpose(1, 2)
+    found = rehearsal.as_the_node(store, node)
+    assert torch.equal(found, store.view(B, T, 4, 16).transpose(1, 2)) and found.stride() == node.meta["val"].stride()
+    node.meta["val"] = torch.empty(B, T, 2 * D, device="meta", dtype=torch.bfloat16)
+    assert rehearsal.as_the_node(store, node).shape == (B, T, 2 * D)
+
+
+class Heads(nn.Module):
+    """Queries of four heads that lie in rows of tokens, and their sums over tokens, which a loop takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(D, D, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q = torch.tanh(self.q(x)).view(B, T, 4, 16).transpose(1, 2) * 2
+        return q, q.sum(2)
+
+
+def test_programs_read_what_regions_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uncached: None) -> None:
+    pretend(monkeypatch, tmp_path, inductor=True)
+    asked, whole = list[fx.Node](), rehearsal.as_the_node
+
+    def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
+        asked.append(node)
+        return whole(store, node)
+
+    monkeypatch.setattr(rehearsal, "as_the_node", as_the_node)
+    torch.manual_seed(0)
+    ran = run(Heads(), torch.randn(B, T, D, dtype=torch.bfloat16))
+    assert ran == [] and any(n.meta["val"].dim() == 4 for n in asked)
+
+
+def test_in_another_order_the_programs_refuse_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uncached: None
+) -> None:
+    """The guard broken: as they were read once."""
+    turned: Callable[..., Tensor] = lambda store, node: store.reshape(node.meta["val"].shape)  # noqa: E731
+    monkeypatch.setattr(rehearsal, "as_the_node", turned)
+    pretend(monkeypatch, tmp_path, inductor=True)
+    ran = run(Heads(), torch.randn(B, T, D, dtype=torch.bfloat16))
+    assert len(ran) == 1 and "stride" in ran[0]
