@@ -20,8 +20,7 @@ from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import subgraph
 from coda_inductor.inductor.group import Group, groups
 from coda_inductor.inductor.joint import Verdict
-from coda_inductor.inductor.lowering import base_of, kind_of
-from coda_inductor.inductor.memory import MADE_AGAIN, Memory
+from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.schedule import saved_names
 from coda_inductor.patterns.graph import aten, is_backward
@@ -44,7 +43,7 @@ class Layer(nn.Module):
     def forward(self, a: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         h = x + self.o(a)
         n = self.norm(h)
-        return h, self.q(n.bfloat16()), self.k(n.bfloat16())
+        return self.q(n.bfloat16()), self.k(n.bfloat16())
 
 
 def streams() -> tuple[Tensor, ...]:
@@ -159,20 +158,18 @@ def test_if_it_is_thought_to_be_there_it_costs_nothing(monkeypatch: pytest.Monke
 
 
 def test_the_backward_reads_what_is_saved() -> None:
+    """The stream normalised, in float32, of which the backward has an equal of its own."""
     graphs = list[fx.Graph]()
     capture(Layer(), streams(), {}, "train", graphs.append)
     (graph,) = graphs
-    names = saved_names(graph)
-    memory = Memory(graph, names)
-    loops = [n for n in graph.nodes if n.op == "call_function" and kind_of(n) == "loop" and not is_backward(n)]
-    saved = {base_of(n) for n in graph.nodes if n.name in names}
-    kept = [n for n in loops if n in saved]
-    assert kept and all(memory.holds(n, late=True) for n in kept)
-    for node in loops:
-        parts = memory.of(node, late=True)
-        assert node in kept or node not in parts
-        assert all(p in kept or p.op == "placeholder" or kind_of(p) not in MADE_AGAIN for p in parts)
-        assert memory.kept(node) == parts & saved
+    memory, before = Memory(graph, saved_names(graph)), Memory(graph)
+    tiles = [n for n in graph.nodes if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].shape[-1:] == (D,)]
+    (saved,) = (n for n in tiles if memory.saves(n))
+    assert saved.target is aten.mul.Tensor and saved.meta["val"].dtype == torch.float32
+    equals = [n for n in tiles if memory.holds(n, late=True) and not memory.holds(n)]
+    assert len(equals) == 2 and [is_backward(n) for n in equals] == [False, True] and equals[0] is saved
+    assert not any(before.saves(n) or before.holds(n, late=True) for n in equals)
+    assert all(memory.of(n) == before.of(n) for n in graph.nodes)
 
 
 def test_nothing_is_saved_without_a_backward() -> None:

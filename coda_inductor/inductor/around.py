@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from coda_inductor.inductor.extract import Program, goes_on_with, piece, read, waits
-from coda_inductor.inductor.lowering import kind_of
+from coda_inductor.inductor.lowering import base_of, kind_of
 from coda_inductor.inductor.memory import MADE_AGAIN
 from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.build import Built, Source, Table, Weight
@@ -97,7 +97,14 @@ def following(plan: Plan, group: Group) -> frozenset[fx.Node]:
         ):
             found.add(node)
             todo += node.users
-    return frozenset(found)
+    computing = [n for n in found if not g.is_view(n) and base_of(n) is n]  # others move what lies there on both sides
+    needed = set[fx.Node]()
+    while computing:
+        node = computing.pop()
+        if node in found and node not in needed:
+            needed.add(node)
+            computing += node.all_input_nodes
+    return frozenset(needed)
 
 
 def before(plan: Plan, group: Group) -> Piece:

@@ -178,11 +178,8 @@ def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], li
     late = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
     # (Two products that are added up: the sum is part of the loop that reads it, and of no time of its own.)
     sums = {node for b in group.builts if b.only_sums for node in b.draft.supplies}
-    read = {n: {g.is_backward(u) for u in n.users if u not in needed} for n in late}
-    parts = [
-        (a, later) for n, when in read.items() for later in when for a in (n.all_input_nodes if n in sums else [n])
-    ]
-    left = {held for n, later in parts for held in group.memory.of(n, later)}
+    read = {a for n in late if n.users.keys() - needed for a in (n.all_input_nodes if n in sums else [n])}
+    left = {held for n in read for held in group.memory.of(n)} | {n for n in late if group.memory.saves(n)}
     return needed, given, [*again, *(n for n in late if n in left), *group.taken]
 
 

@@ -38,7 +38,8 @@ class Known:
         return self.vectors
 
     def surround(self, group: Group, *, lawless: bool) -> None:
-        """Gives a group its loops. (A law is also compared with a program of none that takes its sums.)"""
+        """Gives a group its loops. (A law is also compared with a program of none that takes its sums; and what follows
+        it reads products, with which Inductor fuses nothing: the norm is part of the group.)"""
         if len(group.builts) == 1 and lawless:
             if group.mask not in self.loops:
                 self.loops[group.mask] = loops_of(self.plan, group)
@@ -46,6 +47,7 @@ class Known:
         if self.rest is None:
             self.rest = around.rest(self.plan, [build(self.plan, draft) for draft in self.plan.unique()])
         group.rest = self.rest
-        if group.mask not in self.after:
-            self.after[group.mask] = around.following(self.plan, group)
-        group.after = self.after[group.mask]
+        if lawless:
+            if group.mask not in self.after:
+                self.after[group.mask] = around.following(self.plan, group)
+            group.after = self.after[group.mask]

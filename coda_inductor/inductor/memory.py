@@ -3,9 +3,8 @@ what it asks of them.
 
 A pointwise value is a tensor only where a product or another operation that is no loop takes it, or where reading it
 is cheaper than reading what it is made of (a residual stream); else each reader makes it again. Neither a sigmoid that
-the graph shares nor a normalised stream before its gain is stored, unless the partitioner saves it for the backward:
-that reads what is saved. (Under autocast a float32 stream normalised is as large as the stream, and is saved in its
-place.)
+the graph shares nor a normalised stream before its gain is stored, unless the partitioner saves it for the backward.
+(Under autocast a float32 stream normalised is as large as the stream, and is saved in its place.)
 """
 
 from __future__ import annotations
@@ -29,12 +28,18 @@ class Memory:
     """Of one graph, as it is when this is made, of which the partitioner saves the nodes of these names."""
 
     def __init__(self, graph: fx.Graph, saved: AbstractSet[str] = frozenset()) -> None:
-        self._saved = {base_of(node) for node in graph.nodes if node.name in saved}
         self._found: dict[fx.Node, frozenset[fx.Node]] = {}
         self._later: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._saved, firsts = set[fx.Node](), dict[tuple[str, ...], fx.Node]()
+        names = {base_of(node) for node in graph.nodes if node.name in saved}
+        equal: dict[fx.Node, fx.Node] = {}  # to the first of its kind: of equal operations the partitioner leaves one
         for node in graph.nodes:
-            self._found[node] = self._of(node, late=g.is_backward(node))
-            self._later[node] = self._found[node] if g.is_backward(node) else self._of(node, late=True)
+            equal[node] = firsts.setdefault(_operation(node, equal), node)
+            self._found[node] = self._of(node, self._found)
+            if node in names and not self.holds(node):
+                self._saved.add(node)
+            kept = equal[node] in self._saved
+            self._later[node] = frozenset({node}) if kept else self._of(node, self._later)
 
     def of(self, node: fx.Node, late: bool = False) -> frozenset[fx.Node]:
         """The tensors in memory that the node is read from: itself, or what a loop makes it of; as the backward reads
@@ -45,27 +50,29 @@ class Memory:
         """Does the node itself lie in memory?"""
         return node in self.of(node, late)
 
-    def kept(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The tensors that the forward leaves to who reads the node in the backward."""
-        parts = self.of(node, late=True)
-        return parts & self._saved if self._saved else parts
+    def saves(self, node: fx.Node) -> bool:
+        """Does the forward write the node for the backward alone?"""
+        return node in self._saved
 
-    def _of(self, node: fx.Node, late: bool) -> frozenset[fx.Node]:
+    def _of(self, node: fx.Node, found: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), TENSORS):
             return frozenset({node})
         kind = kind_of(node)
         if kind not in MADE_AGAIN:
             return frozenset({node})
         inputs = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), TENSORS)]
-        parts = frozenset(p for a in inputs for p in self.of(a, late))
-        if kind in ("view", "part"):
-            return parts
-        if late and self._saved and not g.is_backward(node):
-            return frozenset({node}) if node in self._saved else parts
-        if g.widens(node):
+        parts = frozenset(p for a in inputs for p in found[a])
+        if kind in ("view", "part") or g.widens(node):
             return parts
         cheap = sum(map(_bytes, parts)) <= VECTORS * _bytes(node)
         return parts if cheap and not taken_whole(node) else frozenset({node})
+
+
+def _operation(node: fx.Node, equal: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
+    """Equal for equal operations on equal operands."""
+    if node.op != "call_function" or kind_of(node) == "random":
+        return (node.name,)
+    return (str(node.target), *map(str, fx.map_arg((node.args, node.kwargs), equal.__getitem__)))
 
 
 def in_loop(node: fx.Node) -> bool:

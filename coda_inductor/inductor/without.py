@@ -39,7 +39,7 @@ class Without:
         way = functools.partial(on_the_way, self.group, self.plan)
         supplied = [{*b.draft.supplies, *b.draft.totals} for b in self.rival.builts]
         asked = [read(b, self.other, self.rival, self.group.mask) for b in self.rival.builts]
-        asked.append([n for n in goes_on_with(self.group, self.plan) if not self.left_out(n)])
+        asked.append([n for n in goes_on_with(self.group, self.plan) if not self.stored_bare(n)])
         for i, names in enumerate(asked):
             wanted = [n for n in names if n not in done]
             there = done.union(wanted, *supplied)
@@ -50,12 +50,15 @@ class Without:
             done = done.union(wanted, *supplied[i : i + 1])
         return found
 
-    def left_out(self, node: fx.Node) -> bool:
-        """Is the node a product that a Region of the rival makes and does not store? Then its reader goes on with
-        something else, as the backward with a residual stream in place of the product that the partitioner saves."""
-        accs = [acc for b in self.rival.builts for acc in b.products]
-        supplied = any(node in b.draft.supplies for b in self.rival.builts)
-        return not supplied and any(self.other.program.product(acc).node is node for acc in accs)
+    def stored_bare(self, node: fx.Node) -> bool:
+        """Is the node a product with its bias, which a Region of the rival stores without, to be made of that later?"""
+        program = self.other.program
+        if not any(p.node is node for p in program.lifted.products.values()):
+            return False
+        whole = program.new[program.lifted.term[node]]
+        drafts = [b.draft for b in self.rival.builts]
+        stored = [(d.space, {s.term for s in d.stores}) for d in drafts if node not in d.supplies]
+        return any(whole not in terms and program.bases(whole, space) & terms for space, terms in stored)
 
     def _lies(self, node: fx.Node) -> bool:
         """Is the node a tensor in memory, of itself or as one of several?"""
