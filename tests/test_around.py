@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from compiling import pretend, run
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import around, extract, rehearsal
+from coda_inductor.inductor import around, contest, extract, rehearsal, schedule
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import subgraph
@@ -28,7 +30,7 @@ from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
 B, T, D = 4, 80, 64
-SETTINGS = Settings(target="sm_90a", tune="off")
+SETTINGS = Settings(target="sm_90a", tune="quick")
 
 
 class Layer(nn.Module):
@@ -56,13 +58,13 @@ Look = Callable[[Plan, list[Group]], None]
 
 def shown(look: Look, model: nn.Module, *args: Tensor, mode: Any = "train") -> None:
     """Shows the groups of a plan in which no law defers anything."""
-    contest, seen = Contest(SETTINGS, torch.device("cpu"), print), list[Plan]()
+    mine, seen = Contest(SETTINGS, torch.device("cpu"), print), list[Plan]()
 
     def decide(plan: Plan, builts: list[Built]) -> Verdict:
         every = groups(plan, builts)
         if undeferred := sum(deferred(plan, members) for members in every):
             return Verdict({}, undeferred)
-        look(plan, [contest.group(plan, members) for members in every])
+        look(plan, [mine.group(plan, members) for members in every])
         seen.append(plan)
         return Verdict()
 
@@ -170,6 +172,52 @@ def test_the_backward_reads_what_is_saved() -> None:
     assert len(equals) == 2 and [is_backward(n) for n in equals] == [False, True] and equals[0] is saved
     assert not any(before.saves(n) or before.holds(n, late=True) for n in equals)
     assert all(memory.of(n) == before.of(n) for n in graph.nodes)
+
+
+def partitions(monkeypatch: pytest.MonkeyPatch, tune: Any) -> int:
+    """How often a contest asks what is saved, for all its groups."""
+    asked, whole = list[fx.Graph](), schedule.saved_names
+
+    def saved(graph: fx.Graph) -> frozenset[str]:
+        asked.append(graph)
+        return whole(graph)
+
+    monkeypatch.setattr(contest, "saved_names", saved)
+    settings = Settings(target="sm_90a", tune=tune)
+
+    def decide(plan: Plan, builts: list[Built]) -> Verdict:
+        made = Contest(settings, torch.device("cpu"), print)
+        for members in groups(plan, builts):
+            made.group(plan, members)
+        return Verdict()
+
+    def on_graph(graph: fx.Graph) -> None:
+        rewrite_for(graph, settings, decide)
+
+    capture(Layer(), streams(), {}, "train", on_graph)
+    return len(asked)
+
+
+@pytest.mark.parametrize(("tune", "times"), [("off", 0), ("quick", 1)])
+def test_a_contest_asks_once_what_is_saved(monkeypatch: pytest.MonkeyPatch, tune: Any, times: int) -> None:
+    assert partitions(monkeypatch, tune) == times
+
+
+def test_no_rank_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may agree on what is saved; who asks beside the compile asks alone."""
+    seen = list[bool]()
+    whole = min_cut_rematerialization_partition
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        seen.append(functorch_config._sync_decision_cross_ranks)
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(schedule, "min_cut_rematerialization_partition", partition)
+    graphs = list[fx.Graph]()
+    capture(Layer(), streams(), {}, "train", graphs.append)
+    with functorch_config.patch(_sync_decision_cross_ranks=True):
+        schedule.partition(graphs[0])
+    assert seen == [False]
 
 
 def test_nothing_is_saved_without_a_backward() -> None:

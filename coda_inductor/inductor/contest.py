@@ -239,7 +239,8 @@ class Contest:
         """The members, at the size to measure at."""
         if self._memory is None or self._memory_of is not plan.program.lifted:
             graph = plan.program.lifted.graph
-            self._saved = saved_names(graph) if self._saved is None else self._saved
+            if self._saved is None:  # it takes seconds for many layers; nothing is timed without tuning
+                self._saved = frozenset() if self.settings.tune == "off" else saved_names(graph)
             self._memory, self._memory_of = Memory(graph, self._saved), plan.program.lifted
         known = self.of(plan)
         group = Group(members, self.device, tokens(plan, members[0]), self._memory, known.before(members))

@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
@@ -68,7 +69,8 @@ def partition(graph: fx.Graph) -> Halves | None:
     forward = 1 + max(i for i, d in enumerate(described) if d is not None and not isinstance(d, GradAOTOutput))
     owner_module = graph.owning_module or torch.nn.Module()
     twin = fx.GraphModule(owner_module, copied(graph))
-    first, second = min_cut_rematerialization_partition(twin, [], compiler="inductor", num_fwd_outputs=forward)
+    with functorch_config.patch(_sync_decision_cross_ranks=False):  # other ranks may not ask
+        first, second = min_cut_rematerialization_partition(twin, [], compiler="inductor", num_fwd_outputs=forward)
     return first.graph, second.graph
 
 
