@@ -13,6 +13,7 @@ import torch._functorch.config as functorch_config
 from compiling import pretend, run
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGetAttrAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.settings import Settings
@@ -218,6 +219,32 @@ def test_no_rank_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     with functorch_config.patch(_sync_decision_cross_ranks=True):
         schedule.partition(graphs[0])
     assert seen == [False]
+
+
+def test_gradients_of_subclasses_are_the_backwards() -> None:
+    """As DTensor's parts are described."""
+    graphs = list[fx.Graph]()
+    capture(Layer(), streams(), {}, "train", graphs.append)
+    (graph,), wanted = graphs, saved_names(graphs[0])
+    described = graph.output_node().meta["desc"]
+    assert wanted and any(isinstance(d, GradAOTOutput) for d in described)
+    parts = [SubclassGetAttrAOTOutput(base=d, attr="_local_tensor") if d is not None else None for d in described]
+    graph.output_node().meta["desc"] = parts
+    assert schedule.partition(graph) is not None and saved_names(graph) == wanted
+
+
+def test_what_cannot_be_known_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = list[fx.Graph]()
+    capture(Layer(), streams(), {}, "train", graphs.append)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("Node was invalid, but is output")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(schedule, "min_cut_rematerialization_partition", fails)
+        assert saved_names(graphs[0]) == frozenset()
+    del graphs[0].output_node().meta["desc"]
+    assert schedule.partition(graphs[0]) is None and saved_names(graphs[0]) == frozenset()
 
 
 def test_nothing_is_saved_without_a_backward() -> None:

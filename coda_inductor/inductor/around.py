@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from coda_inductor.inductor.extract import Program, goes_on_with, piece, read, waits
 from coda_inductor.inductor.lowering import base_of, kind_of
-from coda_inductor.inductor.memory import MADE_AGAIN
+from coda_inductor.inductor.memory import MADE_AGAIN, TENSORS
 from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.build import Built, Source, Table, Weight
 from coda_inductor.rewrite.halves import Lane
@@ -92,9 +93,10 @@ def following(plan: Plan, group: Group) -> frozenset[fx.Node]:
         node = todo.pop()
         if node in found or node not in left or node.op != "call_function" or kind_of(node) not in FUSED:
             continue
-        if g.is_backward(node) == late and all(
-            a in made or a in found or not waits(plan, group.mask, a) for a in node.all_input_nodes
-        ):
+        inputs = node.all_input_nodes
+        ready = all(a in made or a in found or not waits(plan, group.mask, a) for a in inputs)
+        sampled = all(isinstance(a.meta.get("val"), (*TENSORS, torch.SymInt)) for a in inputs)  # no number but a size
+        if g.is_backward(node) == late and ready and sampled:
             found.add(node)
             todo += node.users
     computing = [n for n in found if not g.is_view(n) and base_of(n) is n]  # others move what lies there on both sides
@@ -109,12 +111,15 @@ def following(plan: Plan, group: Group) -> frozenset[fx.Node]:
 
 def before(plan: Plan, group: Group) -> Piece:
     """What writes the tensors that its Regions read and that no one else needs written."""
-    nodes = list(dict.fromkeys(n for b in group.builts for n in read(b, plan, group, 0)))
+    found = dict.fromkeys(n for b in group.builts for n in read(b, plan, group, 0))
+    nodes = [n for n in found if not waits(plan, group.mask, n)]
     return nodes, piece(group, plan, nodes, frozenset())
 
 
 def after(plan: Plan, group: Group) -> Piece:
     """The loops that follow, which read what the Regions and those before them wrote."""
+    if not group.after:
+        return [], None
     there = {n for b in group.builts for n in (*b.draft.supplies, *b.draft.totals)}
-    nodes = [n for n in goes_on_with(group, plan) if n in group.after] if group.after else []
+    nodes = [n for n in goes_on_with(group, plan) if n in group.after]
     return nodes, piece(group, plan, nodes, there.union(before(plan, group)[0]))

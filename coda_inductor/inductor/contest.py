@@ -56,7 +56,6 @@ class Contest:
         self.rows: list[dict[str, Any]] = []
         self._compared, self._foreseen = 0, False
         self._memory: Memory | None = None
-        self._saved: frozenset[str] | None = None
         self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
         self._plans = list[Known]()
         self._ahead = Ahead(settings.cache_dir)
@@ -239,9 +238,9 @@ class Contest:
         """The members, at the size to measure at."""
         if self._memory is None or self._memory_of is not plan.program.lifted:
             graph = plan.program.lifted.graph
-            if self._saved is None:  # it takes seconds for many layers; nothing is timed without tuning
-                self._saved = frozenset() if self.settings.tune == "off" else saved_names(graph)
-            self._memory, self._memory_of = Memory(graph, self._saved), plan.program.lifted
+            # (It takes seconds for many layers, and nothing is timed without tuning.)
+            saved = frozenset[str]() if self.settings.tune == "off" else saved_names(graph)
+            self._memory, self._memory_of = Memory(graph, saved), plan.program.lifted
         known = self.of(plan)
         group = Group(members, self.device, tokens(plan, members[0]), self._memory, known.before(members))
         known.surround(group, lawless=not deferred(plan, members))

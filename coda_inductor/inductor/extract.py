@@ -156,7 +156,8 @@ def unwritten(group: Group, node: fx.Node, there: AbstractSet[fx.Node]) -> bool:
     base, tile = node, elements(node) >= TILE * group.tokens
     while base not in there and base_of(base) is not base:
         base = base.all_input_nodes[0]
-    return tile and base not in there and in_loop(base) and not group.memory.holds(base)
+    held = base in there or group.memory.holds(base) or group.memory.saves(base)
+    return tile and in_loop(base) and not held
 
 
 def waits(plan: Plan, mask: int, node: fx.Node) -> bool:
