@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGe
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import around, contest, extract, rehearsal, schedule
+from coda_inductor.inductor import around, contest, rehearsal, schedule
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import subgraph
@@ -156,7 +156,7 @@ def test_what_no_tensor_holds_is_written_for_an_epilogue() -> None:
 
 def test_if_it_is_thought_to_be_there_it_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard broken."""
-    monkeypatch.setattr(extract, "unwritten", lambda group, node, there: False)
+    monkeypatch.setattr(around, "unwritten", lambda built, plan, group: [])
     assert wide() == []
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.lowering import base_of, elements, kind_of
-from coda_inductor.inductor.memory import in_loop
+from coda_inductor.inductor.lowering import base_of, elements
+from coda_inductor.inductor.memory import in_loop, operation
 from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
@@ -146,18 +146,22 @@ def read(built: Built, plan: Plan, group: Group, mask: int) -> list[fx.Node]:
     that a loop must write first, for the Region."""
     keys = [*built.inputs, *small(plan, group, built, group.computed(built))[1]]
     nodes = dict.fromkeys(key for key in keys if isinstance(key, fx.Node))
+    first = unwritten(built, plan, group)
+    return [n for n in nodes if n in first or waits(plan, mask, n)]
+
+
+def unwritten(built: Built, plan: Plan, group: Group) -> list[fx.Node]:
+    """The tiles that a Region reads, or views of them, that lie in no memory unless it does."""
     late = plan.program.in_backward(built.draft.space)
     there = group.rest.made | group.rest.early if late else group.rest.made
-    return [n for n in nodes if waits(plan, mask, n) or (n in built.inputs and unwritten(group, n, there))]
 
+    def lies(node: fx.Node) -> bool:
+        while node not in there and base_of(node) is not node:
+            node = node.all_input_nodes[0]
+        return node in there or not in_loop(node) or group.memory.holds(node) or group.memory.saves(node)
 
-def unwritten(group: Group, node: fx.Node, there: AbstractSet[fx.Node]) -> bool:
-    """Is it a tile, or a view of one, that lies in no memory unless a Region reads it? What is `there` does."""
-    base, tile = node, elements(node) >= TILE * group.tokens
-    while base not in there and base_of(base) is not base:
-        base = base.all_input_nodes[0]
-    held = base in there or group.memory.holds(base) or group.memory.saves(base)
-    return tile and in_loop(base) and not held
+    nodes = [n for n in dict.fromkeys(built.inputs) if isinstance(n, fx.Node)]
+    return [n for n in nodes if elements(n) >= TILE * group.tokens and not lies(n)]
 
 
 def waits(plan: Plan, mask: int, node: fx.Node) -> bool:
@@ -197,11 +201,11 @@ def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list
     for node in tensors:
         copies[node] = new.placeholder(node.name)
         copies[node].meta["val"] = node.meta["val"]
-    alike, joint = dict[tuple[Any, ...], fx.Node](), any(map(g.is_backward, plan.program.lifted.graph.nodes))
+    alike, joint = dict[tuple[str, ...], fx.Node](), any(map(g.is_backward, plan.program.lifted.graph.nodes))
     for node in made:
         # Of equal operations, as autocast's roundings of what several products take, the partitioner leaves one.
-        key = node.target, *map(str, fx.map_arg((node.args, node.kwargs), copies.__getitem__))
-        if not joint or kind_of(node) == "random" or key not in alike:
+        key = operation(node, copies)
+        if not joint or key not in alike:
             alike[key] = new.node_copy(node, copies.__getitem__)
         copies[node] = alike[key]
     new.output(tuple(copies[n] for n in wanted))

@@ -10,7 +10,9 @@ the graph shares nor a normalised stream before its gain is stored, unless the p
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -34,7 +36,7 @@ class Memory:
         names = {base_of(node) for node in graph.nodes if node.name in saved}
         equal: dict[fx.Node, fx.Node] = {}  # to the first of its kind: of equal operations the partitioner leaves one
         for node in graph.nodes:
-            equal[node] = firsts.setdefault(_operation(node, equal), node)
+            equal[node] = firsts.setdefault(operation(node, equal), node)
             self._found[node] = self._of(node, self._found)
             if node in names and not self.holds(node):
                 self._saved.add(node)
@@ -68,11 +70,11 @@ class Memory:
         return parts if cheap and not taken_whole(node) else frozenset({node})
 
 
-def _operation(node: fx.Node, equal: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
-    """Equal for equal operations on equal operands."""
+def operation(node: fx.Node, operands: Mapping[fx.Node, Any]) -> tuple[str, ...]:
+    """What the node computes of its inputs, which are looked up in `operands`: equal only for what is equal."""
     if node.op != "call_function" or kind_of(node) == "random":
         return (node.name,)
-    return (str(node.target), *map(str, fx.map_arg((node.args, node.kwargs), equal.__getitem__)))
+    return (str(node.target), *map(str, fx.map_arg((node.args, node.kwargs), operands.__getitem__)))
 
 
 def in_loop(node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ class Without:
         program reads."""
         found, done, nodes = list[Wanted](), frozenset[fx.Node](), self.plan.program.lifted.graph.nodes
         way = functools.partial(on_the_way, self.group, self.plan)
-        supplied = [{*b.draft.supplies, *b.draft.totals} for b in self.rival.builts]
+        supplied = [b.draft.nodes for b in self.rival.builts]
         asked = [read(b, self.other, self.rival, self.group.mask) for b in self.rival.builts]
         asked.append([n for n in goes_on_with(self.group, self.plan) if not self.stored_bare(n)])
         for i, names in enumerate(asked):

@@ -58,6 +58,11 @@ class Draft:
         return [s.term for s in self.stores] + [s.args[0] for s in self.sums]
 
     @property
+    def nodes(self) -> frozenset[fx.Node]:
+        """The graph's nodes that its stores and sums replace."""
+        return frozenset((*self.supplies, *self.totals))
+
+    @property
     def deps(self) -> int:
         """The products that must have run before all of its outputs exist."""
         return functools.reduce(int.__or__, (t.deps for t in self.values), 0)
