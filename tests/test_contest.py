@@ -26,7 +26,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import group
 from coda_inductor.inductor.contest import Contest, warm_up_early
 from coda_inductor.inductor.group import Group, hint
-from coda_inductor.inductor.outcome import TIMED, outcome_of, timed
+from coda_inductor.inductor.outcome import TIMED, median_of_bursts, outcome_of, timed
 from coda_inductor.inductor.rehearsal import Programs
 from coda_inductor.rewrite.build import Built
 
@@ -249,6 +249,21 @@ def test_what_is_a_record() -> None:
     assert timed(lost) and timed(lost | busy) and timed(won | busy)
     assert not timed(won) and not timed(lost | {"busy_ms": 1.0}) and not timed(won | {"busy_baseline_ms": 1.0})
     assert not timed({}) and not timed(busy | {"regions": ["a"]}) and not timed(lost | {"ms": "1.0"})
+
+
+@pytest.mark.parametrize(
+    ("busy", "taken"),
+    [
+        ([1.05, 0.5, 0.6], 0.6),  # as good as equal: the median of the ratios
+        ([0.96, 1.1, 1.02], 1.02),
+        ([1.07], 1.07),
+        ([0.93], 0.93),
+        ([1.0], 1.0),  # one time for both: by turns alone, or under a load that lasts
+    ],
+)
+def test_a_near_tie_takes_the_median_of_several_bursts(busy: list[float], taken: float) -> None:
+    made = [[Times(1.0, ms), Times(1.0, 1.0)] for ms in busy]
+    assert median_of_bursts(lambda: made.pop(0))[0].busy == taken and not made
 
 
 @pytest.mark.usefixtures("uncached")

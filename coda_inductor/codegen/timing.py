@@ -39,7 +39,7 @@ KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it,
 LONG_MS, LONG_SLACK = 8, 1.25
 STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 400, 3  # until then; a call's share from there; there and back, for ratios
 LONG_SETTLING = 0.75
-CLEAR = 1.06  # calls that lie so far apart, there and back, need no further pass: 1.01 decides, seven deviations off
+CLEAR = 1.05  # calls that lie so far apart need no further pass: 1.01 decides, more than five deviations off
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
 # then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
@@ -188,15 +188,15 @@ def steady(calls: Sequence[Call], about: Sequence[float], passes: int) -> list[f
     order = [*range(len(calls)), *reversed(range(len(calls)))]
     rest_ms = LONG_SETTLING * LONG_SHARE_MS
     run_for(calls[-1], STEADY_MS, about[-1], least=math.ceil(STEADY_MS / about[-1]))
-    times: list[list[float]] = [[] for _ in calls]
+    both: list[list[float]] = [[] for _ in calls]  # the means of there and back
     for _ in range(passes):
         marks = [block(calls[i], rest_ms, LONG_SHARE_MS - rest_ms, about[i], least=1) for i in order]
         torch.cuda.synchronize()
-        for i, (start, end, count) in zip(order, marks, strict=True):
-            times[i].append(start.elapsed_time(end) / count)
-        if apart(times):
+        found = [start.elapsed_time(end) / count for start, end, count in marks]
+        for ms, there, back in zip(both, found[: len(calls)], reversed(found[len(calls) :]), strict=True):
+            ms.append((there + back) / 2)
+        if apart(both):
             break
-    both = [[sum(pair) / 2 for pair in zip(t[::2], t[1::2], strict=True)] for t in times]  # there and back
     off = max(max(t) / min(t) - 1 for t in both)
     if off > LEVEL:
         log.info("the load did not hold: in %d passes a call's times differ by %.1f %%", len(both[0]), 100 * off)

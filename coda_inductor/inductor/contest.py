@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from coda_inductor.codegen import launch, legality, prebuild, record, store, timing
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported, forget_frames
+from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import around
 from coda_inductor.inductor.extract import put_off
@@ -32,7 +33,18 @@ from coda_inductor.inductor.group import Group, groups, hint, mask, readers, tie
 from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.known import Known
 from coda_inductor.inductor.memory import Memory
-from coda_inductor.inductor.outcome import TIMED, Outcome, borne, fully_timed, outcome_of, recorded, sure, timed, wins
+from coda_inductor.inductor.outcome import (
+    TIMED,
+    Outcome,
+    borne,
+    fully_timed,
+    median_of_bursts,
+    outcome_of,
+    recorded,
+    sure,
+    timed,
+    wins,
+)
 from coda_inductor.inductor.rehearsal import Programs, rehearse
 from coda_inductor.inductor.schedule import saved_names
 from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
@@ -176,7 +188,7 @@ class Contest:
             with self.real_tensors():
                 fused = self.fused(group, plan)
                 steps = without.steps(self._programs, self.settings.cache_dir)
-                times = timing.compared([fused, in_order(steps)], ROUNDS)
+                times = median_of_bursts(lambda: timing.compared([fused, in_order(steps)], ROUNDS))
             found = {"against": rival.digests, **recorded(group.digests, times)}
             found = store.write_record(store.open_store(self.settings.cache_dir), key, found, fully_timed)
         self.say(key, found)
@@ -187,8 +199,9 @@ class Contest:
         Those that come `later` may yet be asked for."""
         if self.settings.tune == "off":
             return
-        unknown, start_s = self.unknown(plan, candidates), time.perf_counter()
+        start_s = time.perf_counter()
         begun = self.begin(plan, candidates) + self.begin(plan, later, idle=True)
+        unknown = self.unknown(plan, candidates)
         for members in unknown.values():
             with passing_over():  # said where the group is measured
                 self.compile(plan, self.group(plan, members))
@@ -207,23 +220,20 @@ class Contest:
         return found
 
     def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, idle: bool = False) -> int:
-        """Begins to compile the kernels of what is not known; how many. In idle time one of alike groups speaks for
-        all: a group's key takes longer to find than it is worth there."""
+        """Begins to compile the kernels that tuning will ask for, if it was not done before; how many. (What else is
+        known of a group takes longer to find than kernels have to wait.)"""
         if self.settings.tune == "off":
             return 0
-        if idle:
-            candidates = [*{tuple(b.region for b in members): members for members in candidates}.values()]
-        unknown = self.unknown(plan, candidates).values()
-        return self._ahead.begin((job for members in unknown for job in self.jobs(plan, members)), idle=idle)
+        return self._ahead.begin(self.jobs(plan, (b for members in candidates for b in members)), idle=idle)
 
-    def jobs(self, plan: Plan, members: list[Built]) -> list[prebuild.Job]:
-        """The kernels that tuning will ask for."""
-        directory, found = store.open_store(self.settings.cache_dir), list[prebuild.Job]()
-        for region, rows in {b.region: tokens(plan, b) for b in members}.items():
-            size = legality.bucket(rows)
-            if record.remembered(directory, region, size) is None:
-                found += [prebuild.Job(region, config) for config in legality.candidates(region, size)]
-        return found
+    def jobs(self, plan: Plan, builts: Iterable[Built]) -> list[prebuild.Job]:
+        """The kernels of Regions that are not tuned."""
+        directory, sizes = store.open_store(self.settings.cache_dir), dict[tuple[Region, int], None]()
+        for b in builts:
+            with contextlib.suppress(Unsupported):  # of a size that is not known
+                sizes[b.region, legality.bucket(tokens(plan, b))] = None
+        new = [(region, size) for region, size in sizes if record.remembered(directory, region, size) is None]
+        return [prebuild.Job(region, config) for region, size in new for config in legality.candidates(region, size)]
 
     def compile(self, plan: Plan, group: Group) -> None:
         """Compiles what is timed beside the kernels."""
@@ -302,7 +312,7 @@ class Contest:
         lawless = not deferred(plan, group.builts)
         with self.real_tensors():
             fused, before = self.fused(group, plan), self._programs.baseline(group, plan)
-            decided = lambda turns: not wins(turns) or (lawless and sure(turns))  # noqa: E731
+            decided = lambda turns: not wins(turns) or sure(turns, lawless=lawless)  # noqa: E731
             times = timing.compared([fused, before], ROUNDS, decided=decided)
         return recorded(group.digests, times)
 
