@@ -82,6 +82,14 @@ def llama(d: int, ff: int, heads: int, count: int, vocabulary: int) -> nn.Module
     return hf.LlamaForCausalLM(hf.LlamaConfig(**fields))
 
 
+def vit(count: int) -> nn.Module:
+    """transformers' ViT-L with its classifier."""
+    fields = sizes(1024, 4096, 16, image_size=224, patch_size=16) | {"num_hidden_layers": count}
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(**fields, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    )
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-1b": lambda: llama(2048, 8192, 32, 2, 128256),
     "llama-1b-x16": lambda: llama(2048, 8192, 32, 16, 128256),
@@ -89,13 +97,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2-xl": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(n_embd=1600, n_head=25, n_layer=2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0, **SDPA)
     ),
-    "vit-l": lambda: hf.ViTForImageClassification(
-        hf.ViTConfig(
-            **sizes(1024, 4096, 16, image_size=224, patch_size=16),
-            attention_probs_dropout_prob=0.0,
-            hidden_dropout_prob=0.0,
-        )
-    ),
+    "vit-l": lambda: vit(2),
+    "vit-l-x24": lambda: vit(24),
     "bert-large": lambda: hf.BertForMaskedLM(
         hf.BertConfig(
             **sizes(1024, 4096, 16, vocab_size=30522, max_position_embeddings=512),
@@ -131,7 +134,7 @@ def case(name: str) -> tuple[nn.Module, list[Inputs], Step, Step, int]:
     wide, name = name.startswith(AUTOCAST), name.removeprefix(AUTOCAST)
     with torch.device("cuda"):
         model = MODELS[name]().to(torch.float32 if wide else torch.bfloat16)
-    if name == "vit-l":
+    if name.startswith("vit-l"):
         inputs = [
             (
                 torch.randn(42, 3, 224, 224, device="cuda", dtype=torch.bfloat16),

@@ -5,8 +5,8 @@ as a group. The group runs as generated kernels, and the same nodes of the user'
 real tensors of the graph's sizes: by turns and, unless turns decide, in a GPU that is busy with other work; long ones
 under a load of their own that lasts. What does not win by 2 % (of long calls by 1 %), or costs more than 1 % in a busy
 GPU, is derived again without the law, and if that loses too it is left to Inductor, unless groups that read its sums
-win more than it loses; a law that wins narrowly must also beat the program that is derived without it. Results are kept
-on disk by content and never change. The other side is always Inductor's default mode.
+win more than it loses; a law that wins narrowly must also cost no more than the program derived without it. Results
+are kept on disk by content and never change. The other side is always Inductor's default mode.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class Contest:
         return search.plan(program.lifted, laws, program.banned | banned, before | undeferred, *alike)
 
     def better_undeferred(self, plan: Plan, close: dict[int, list[Built]]) -> int:
-        """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands: a norm
-        in the L2 cache costs less than the sums and the longer epilogue that would replace it."""
+        """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands, by more
+        than equal calls differ: a norm in the L2 cache costs less than the sums and the longer epilogue that would
+        replace it."""
         bits = functools.reduce(int.__or__, close)
         self._compared |= bits
         other = self.replanned(plan, {}, bits)
@@ -170,7 +171,7 @@ class Contest:
             parts = [b for m in kept if mask(m) & ~mask(members) == 0 for b in m]
             parts.sort(key=lambda b: b.draft.space.accs[-1].bit)  # as they run
             with passing_over():
-                if parts and self.against(plan, members, other, parts).gain_ms < 0:
+                if parts and self.against(plan, members, other, parts).costs:
                     found |= late
         return found
 

@@ -52,9 +52,9 @@ class Outcome:
         return min(baseline / fused if fused > 0 else math.inf for baseline, fused in pairs)
 
     @property
-    def gain_ms(self) -> float:
-        """What the group spares of the other side's time."""
-        return self.baseline.mean - self.fused.mean
+    def costs(self) -> bool:
+        """Does the group take more than the other side, beyond what equal calls differ by?"""
+        return self.fused.mean - self.baseline.mean > COSTS * self.baseline.mean
 
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:
