@@ -125,11 +125,11 @@ def test_what_a_law_gains_is_timed_in_a_busy_gpu(monkeypatch: pytest.MonkeyPatch
     assert laws == {(True, False, False, False, True)} and others == {(True, False, True, True, True)}
 
 
-@pytest.mark.parametrize("bursts", [(1.02, 0.98, 0.97), (0.98, 1.02, 1.03)])
-def test_one_burst_undoes_no_law_that_is_as_good(
+@pytest.mark.parametrize("bursts", [(1.02, 0.98, 0.97), (1.02, 0.98, 1.03)])
+def test_one_burst_undoes_no_law_narrowly(
     bursts: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nor keeps it: of three that compare two programs which are as good as equal the median counts."""
+    """Of three the median counts, and what equal calls differ by does not."""
     pretend(monkeypatch, tmp_path)
     ours = itertools.cycle(bursts)
 
@@ -140,7 +140,7 @@ def test_one_burst_undoes_no_law_that_is_as_good(
 
     monkeypatch.setattr(timing, "compared", compared)
     (report,) = trained("llama").reports
-    assert sum("bilinearity" in site.laws for site in report.sites) == (5 if sorted(bursts)[1] < 1 else 0)
+    assert sum("bilinearity" in site.laws for site in report.sites) == (5 if sorted(bursts)[1] < 1.01 else 0)
 
 
 @pytest.mark.parametrize("loses", [True, False])

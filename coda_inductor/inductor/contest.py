@@ -38,7 +38,7 @@ from coda_inductor.inductor.outcome import (
     Outcome,
     borne,
     fully_timed,
-    median_of_bursts,
+    in_bursts,
     outcome_of,
     recorded,
     sure,
@@ -189,7 +189,7 @@ class Contest:
             with self.real_tensors():
                 fused = self.fused(group, plan)
                 steps = without.steps(self._programs, self.settings.cache_dir)
-                times = median_of_bursts(lambda: timing.compared([fused, in_order(steps)], ROUNDS))
+                times = in_bursts(lambda: timing.compared([fused, in_order(steps)], ROUNDS))
             found = {"against": rival.digests, **recorded(group.digests, times)}
             found = store.write_record(store.open_store(self.settings.cache_dir), key, found, fully_timed)
         self.say(key, found)
