@@ -264,7 +264,7 @@ def test_what_is_a_record() -> None:
 )
 def test_what_would_undo_a_law_narrowly_takes_the_median_of_several_bursts(busy: list[float], taken: float) -> None:
     made = [[Times(1.0, ms), Times(1.0, 1.0)] for ms in busy]
-    assert in_bursts(lambda: made.pop(0))[0].busy == taken and not made
+    assert in_bursts(lambda: made.pop(0), 0.01)[0].busy == taken and not made
 
 
 @pytest.mark.usefixtures("uncached")

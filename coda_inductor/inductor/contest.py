@@ -34,6 +34,7 @@ from coda_inductor.inductor.joint import Verdict, laws_of
 from coda_inductor.inductor.known import Known
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.outcome import (
+    COSTS,
     TIMED,
     Outcome,
     borne,
@@ -151,9 +152,8 @@ class Contest:
         return search.plan(program.lifted, laws, program.banned | banned, before | undeferred, *alike)
 
     def better_undeferred(self, plan: Plan, close: dict[int, list[Built]]) -> int:
-        """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands, by more
-        than equal calls differ: a norm in the L2 cache costs less than the sums and the longer epilogue that would
-        replace it."""
+        """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands: a norm
+        in the L2 cache costs less than the sums and the longer epilogue that would replace it."""
         bits = functools.reduce(int.__or__, close)
         self._compared |= bits
         other = self.replanned(plan, {}, bits)
@@ -171,9 +171,14 @@ class Contest:
             parts = [b for m in kept if mask(m) & ~mask(members) == 0 for b in m]
             parts.sort(key=lambda b: b.draft.space.accs[-1].bit)  # as they run
             with passing_over():
-                if parts and self.against(plan, members, other, parts).costs:
+                if parts and self.against(plan, members, other, parts).costs(self.margin(plan, members)):
                     found |= late
         return found
+
+    def margin(self, plan: Plan, members: list[Built]) -> float:
+        """How much more than the program without its law a group may take: what equal calls differ by, but nothing if
+        it leaves to the backward what takes time there, too."""
+        return 0.0 if put_off(self.group(plan, members), plan) else COSTS
 
     def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
         """How a group fares against the program that is derived without its law, in the same burst: the Regions of that
@@ -189,7 +194,8 @@ class Contest:
             with self.real_tensors():
                 fused = self.fused(group, plan)
                 steps = without.steps(self._programs, self.settings.cache_dir)
-                times = in_bursts(lambda: timing.compared([fused, in_order(steps)], ROUNDS))
+                burst = lambda: timing.compared([fused, in_order(steps)], ROUNDS)  # noqa: E731
+                times = in_bursts(burst, self.margin(plan, members))
             found = {"against": rival.digests, **recorded(group.digests, times)}
             found = store.write_record(store.open_store(self.settings.cache_dir), key, found, fully_timed)
         self.say(key, found)

@@ -52,10 +52,9 @@ class Outcome:
         pairs = zip(self.baseline, self.fused, strict=True)
         return min(baseline / fused if fused > 0 else math.inf for baseline, fused in pairs)
 
-    @property
-    def costs(self) -> bool:
-        """Does the group take more than the other side, beyond what equal calls differ by?"""
-        return self.fused.mean - self.baseline.mean > COSTS * self.baseline.mean
+    def costs(self, margin: float) -> bool:
+        """Does the group take more than the other side, by more than that part of its time?"""
+        return self.fused.mean - self.baseline.mean > margin * self.baseline.mean
 
 
 def together(outcomes: Iterable[Outcome]) -> Outcome:
@@ -92,15 +91,15 @@ def sure(turns: Sequence[float], *, lawless: bool = True) -> bool:
     return baseline >= (SURE if lawless else SURE_OF_LAWS) * fused
 
 
-def in_bursts(burst: Callable[[], Sequence[Times]]) -> Sequence[Times]:
-    """Both sides' times in a burst; if ours cost narrowly more, those of the median ratio of several. (What was timed
-    by turns alone, or under a load that lasts, would hardly change.)"""
+def in_bursts(burst: Callable[[], Sequence[Times]], margin: float) -> Sequence[Times]:
+    """Both sides' times in a burst; if ours cost narrowly more than the margin, those of the median ratio of several.
+    (What was timed by turns alone, or under a load that lasts, would hardly change.)"""
 
     def ratio(times: Sequence[Times]) -> float:
         return times[0].mean / times[1].mean
 
     found = [burst()]
-    if 1 + COSTS < ratio(found[0]) < NEAR and any(t.turns != t.busy for t in found[0]):
+    if 1 + margin < ratio(found[0]) < NEAR and any(t.turns != t.busy for t in found[0]):
         found += [burst() for _ in range(BURSTS - 1)]
     return sorted(found, key=ratio)[len(found) // 2]
 
