@@ -224,6 +224,28 @@ def test_out_of_memory_that_only_its_words_tell(pretended: None, monkeypatch: py
     assert "a region is left" in left_to_inductor("out of memory while it was measured")[0]
 
 
+@pytest.mark.parametrize(("size", "kept"), [(0, []), (10, [1])])
+def test_what_inductor_cannot_compile_alone(
+    pretended: None, monkeypatch: pytest.MonkeyPatch, size: int, kept: list[int]
+) -> None:
+    """What a contest cuts out may fail where the whole graph does not: that Region is left, and the others stay."""
+    whole = GraphLowering.run
+
+    def lower(self: GraphLowering, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and len(self.graph.nodes) > size:
+            raise NotImplementedError("provoked")
+        return whole(self, *args)
+
+    monkeypatch.setattr(GraphLowering, "run", lower)
+    model, x = half(BF16), streams(BF16)
+    ran = run(model, *x)
+    close(ran.output, model(*x).detach())
+    assert [len(s.region.products) for r in ran.reports for s in r.sites] == kept
+    assert len(ran) == 1 and ran[0].startswith("coda_inductor: a region is left to Inductor: ") and HERE in ran[0]
+    assert "Inductor fails on what is to be measured: NotImplementedError: provoked" in ran[0]
+    raised(monkeypatch, HERE, "Unsupported: ", "Inductor fails on what is to be measured: ", "provoked")
+
+
 def test_memory_for_some_regions_and_not_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What could be measured stays; with more memory the rest is measured again, and what is on disk is not."""
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import tune
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.extract import Program, described, small, subgraph
 from coda_inductor.inductor.group import Group, hint, outputs
+from coda_inductor.inductor.unmeasured import foreseen
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -23,6 +25,8 @@ PLAINLY = {"joint_custom_pre_pass": None, "max_autotune": False, "coordinate_des
 """The modes of torch.compile are off, also under max-autotune: records are shared by all modes. Before torch 2.12 the
 options of the compile around us hold in this thread, too: under mode="reduce-overhead" the copies into a CUDA graph's
 memory were timed (H200: 12 ms for a group of four layers of BERT-large, which take 1.7)."""
+
+SAID = 200  # characters of an error of Inductor's
 
 
 @dataclass(slots=True)
@@ -33,11 +37,17 @@ class Programs:
 
     def compiled(self, graph: fx.Graph, tensors: list[Tensor]) -> Callable[..., Any]:
         """The graph as a function of such tensors, compiled in a thread of its own: the compile around us has its own
-        contexts."""
+        contexts. Raises Unsupported if Inductor cannot: it may compile the whole graph all the same."""
         text = described(*graph.nodes)
         if text not in self.done:
             with ThreadPoolExecutor(1) as worker:
-                self.done[text] = worker.submit(_compile, fx.GraphModule(torch.nn.Module(), graph), tensors).result()
+                made = worker.submit(_compile, fx.GraphModule(torch.nn.Module(), graph), tensors)
+            if (error := made.exception()) is not None:
+                if foreseen(error) or not isinstance(error, Exception):
+                    raise error
+                said = " ".join(str(error).split())[:SAID]
+                raise Unsupported(f"Inductor fails on what is to be measured: {said}") from error
+            self.done[text] = made.result()
         return self.done[text]
 
     def computations(self, plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
