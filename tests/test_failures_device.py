@@ -226,7 +226,11 @@ def test_out_of_memory_that_only_its_words_tell(pretended: None, monkeypatch: py
 
 @pytest.mark.parametrize(("size", "kept"), [(0, []), (10, [1])])
 def test_what_inductor_cannot_compile_alone(
-    pretended: None, monkeypatch: pytest.MonkeyPatch, size: int, kept: list[int]
+    pretended: None,
+    monkeypatch: pytest.MonkeyPatch,
+    alive: Callable[[], tuple[int, int]],
+    size: int,
+    kept: list[int],
 ) -> None:
     """What a contest cuts out may fail where the whole graph does not: that Region is left, and the others stay."""
     whole = GraphLowering.run
@@ -243,6 +247,8 @@ def test_what_inductor_cannot_compile_alone(
     assert [len(s.region.products) for r in ran.reports for s in r.sites] == kept
     assert len(ran) == 1 and ran[0].startswith("coda_inductor: a region is left to Inductor: ") and HERE in ran[0]
     assert "Inductor fails on what is to be measured: NotImplementedError: provoked" in ran[0]
+    made, left = alive()
+    assert made >= 2 and left == 0
     raised(monkeypatch, HERE, "Unsupported: ", "Inductor fails on what is to be measured: ", "provoked")
 
 
