@@ -4,6 +4,7 @@ another kind, one warning, the right result, and no tensor that stays behind."""
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import types
 import weakref
@@ -19,7 +20,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.codegen import launch, target, timing, tune
-from coda_inductor.core.errors import CodaWarning, Unsupported
+from coda_inductor.core.errors import BrokenInvariant, CodaWarning, Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import group, joint_pass, launching, rehearsal
@@ -233,10 +234,11 @@ def test_what_inductor_cannot_compile_alone(
     kept: list[int],
 ) -> None:
     """What a contest cuts out may fail where the whole graph does not: that Region is left, and the others stay."""
-    whole = GraphLowering.run
+    whole, failed = GraphLowering.run, list[str]()
 
     def lower(self: GraphLowering, *args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread() and len(self.graph.nodes) > size:
+            failed.append(str(self.graph))
             raise NotImplementedError("provoked")
         return whole(self, *args)
 
@@ -246,10 +248,34 @@ def test_what_inductor_cannot_compile_alone(
     close(ran.output, model(*x).detach())
     assert [len(s.region.products) for r in ran.reports for s in r.sites] == kept
     assert len(ran) == 1 and ran[0].startswith("coda_inductor: a region is left to Inductor: ") and HERE in ran[0]
-    assert "Inductor fails on what is to be measured: NotImplementedError: provoked" in ran[0]
+    assert "Inductor fails on what is to be measured: InductorError: NotImplementedError: provoked" in ran[0]
     made, left = alive()
     assert made >= 2 and left == 0
+    assert failed and len(failed) == len({*failed})  # each is tried once
     raised(monkeypatch, HERE, "Unsupported: ", "Inductor fails on what is to be measured: ", "provoked")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            AssertionError(),
+            "a region is left .*: Inductor fails on what is to be measured: AssertionError:",
+        ),
+        (BrokenInvariant("provoked"), "a graph is left to Inductor: .*: provoked"),
+    ],
+)
+def test_what_fails_before_inductor_does(
+    pretended: None, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    """An error without words is named; one of ours is a bug, and said to be one."""
+
+    def fail(module: Any, tensors: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(rehearsal, "_compile", fail)
+    (warning,) = left_to_inductor("")
+    assert re.search(said, warning)
 
 
 def test_memory_for_some_regions_and_not_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ same nodes of the user's graph."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import tune
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.inductor.extract import Program, described, small, subgraph
 from coda_inductor.inductor.group import Group, hint, outputs
 from coda_inductor.inductor.unmeasured import foreseen
@@ -26,6 +27,8 @@ PLAINLY = {"joint_custom_pre_pass": None, "max_autotune": False, "coordinate_des
 options of the compile around us hold in this thread, too: under mode="reduce-overhead" the copies into a CUDA graph's
 memory were timed (H200: 12 ms for a group of four layers of BERT-large, which take 1.7)."""
 
+log = logging.getLogger("coda_inductor.contest")
+
 SAID = 200  # characters of an error of Inductor's
 
 
@@ -34,20 +37,26 @@ class Programs:
     """Small programs as Inductor compiles them, each once: layers are alike, and so are the derivations compared."""
 
     done: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """What Inductor said of those that it cannot compile."""
 
     def compiled(self, graph: fx.Graph, tensors: list[Tensor]) -> Callable[..., Any]:
         """The graph as a function of such tensors, compiled in a thread of its own: the compile around us has its own
         contexts. Raises Unsupported if Inductor cannot: it may compile the whole graph all the same."""
         text = described(*graph.nodes)
-        if text not in self.done:
+        if text not in self.done and text not in self.failed:
             with ThreadPoolExecutor(1) as worker:
                 made = worker.submit(_compile, fx.GraphModule(torch.nn.Module(), graph), tensors)
-            if (error := made.exception()) is not None:
-                if foreseen(error) or not isinstance(error, Exception):
-                    raise error
-                said = " ".join(str(error).split())[:SAID]
-                raise Unsupported(f"Inductor fails on what is to be measured: {said}") from error
-            self.done[text] = made.result()
+            if (error := made.exception()) is None:
+                self.done[text] = made.result()
+            elif foreseen(error) or isinstance(error, CodaError) or not isinstance(error, Exception):
+                raise error
+            else:
+                log.info("Inductor fails on a program that is to be measured", exc_info=error)
+                self.failed[text] = " ".join(f"{type(error).__name__}: {error}".split())[:SAID]
+                forget_frames(error)
+        if text in self.failed:
+            raise Unsupported(f"Inductor fails on what is to be measured: {self.failed[text]}")
         return self.done[text]
 
     def computations(self, plan: Plan, group: Group, built: Built) -> list[Callable[[], object]]:
