@@ -228,8 +228,8 @@ class Contest:
         return found
 
     def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, idle: bool = False) -> int:
-        """Begins to compile the kernels that tuning will ask for, if it was not done before; how many. (What else is
-        known of a group takes longer to find than kernels have to wait.)"""
+        """Begins to compile the kernels of Regions that are not tuned; how many. (Whether their groups were measured
+        takes seconds to find out, for which this does not wait.)"""
         if self.settings.tune == "off":
             return 0
         return self._ahead.begin(self.jobs(plan, (b for members in candidates for b in members)), idle=idle)

@@ -27,9 +27,9 @@ PLAINLY = {"joint_custom_pre_pass": None, "max_autotune": False, "coordinate_des
 options of the compile around us hold in this thread, too: under mode="reduce-overhead" the copies into a CUDA graph's
 memory were timed (H200: 12 ms for a group of four layers of BERT-large, which take 1.7)."""
 
-log = logging.getLogger("coda_inductor.contest")
-
 SAID = 200  # characters of an error of Inductor's
+
+log = logging.getLogger("coda_inductor.contest")
 
 
 @dataclass(slots=True)
@@ -45,13 +45,13 @@ class Programs:
         contexts. Raises Unsupported if Inductor cannot: it may compile the whole graph all the same."""
         text = described(*graph.nodes)
         if text not in self.done and text not in self.failed:
-            with ThreadPoolExecutor(1) as worker:
-                made = worker.submit(_compile, fx.GraphModule(torch.nn.Module(), graph), tensors)
-            if (error := made.exception()) is None:
-                self.done[text] = made.result()
-            elif foreseen(error) or isinstance(error, CodaError) or not isinstance(error, Exception):
-                raise error
-            else:
+            try:
+                with ThreadPoolExecutor(1) as worker:
+                    module = fx.GraphModule(torch.nn.Module(), graph)
+                    self.done[text] = worker.submit(_compile, module, tensors).result()
+            except Exception as error:
+                if foreseen(error) or isinstance(error, CodaError):
+                    raise
                 log.info("Inductor fails on a program that is to be measured", exc_info=error)
                 self.failed[text] = " ".join(f"{type(error).__name__}: {error}".split())[:SAID]
                 forget_frames(error)

@@ -37,12 +37,12 @@ def passing_over() -> Iterator[None]:
         forget_frames(error)
 
 
-def foreseen(error: BaseException) -> bool:
+def foreseen(error: Exception) -> bool:
     """May a group fail so, and the others be measured all the same?"""
     return isinstance(error, Unsupported) or out_of_memory(error)
 
 
-def out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: Exception) -> bool:
     """Torch has a class for it, which Inductor wraps; the driver and cuBLAS say it in words."""
     full = isinstance(error, RuntimeError) and any(said in str(error) for said in ("out of memory", "ALLOC_FAILED"))
     return full or isinstance(error, torch.OutOfMemoryError)
