@@ -4,7 +4,8 @@
 
 A JSON line for each: "from rest" is the mean ms of a product beside the company of contests in bins of 50 ms, after 1.5
 s of rest; "equal calls" are the times in a busy GPU (timing.compared) of six times the same product, and "unlike calls"
-those of a product and of a smaller one with a pass, in either order; all begin `idle_s` after what ran before.
+those of a product and of a smaller one with a pass, in either order; all begin `idle_s` after what ran before. "pause"
+says how far apart a call's two times lie in the first try of a burst that such a pause precedes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import platform
 import sys
 import time
@@ -86,6 +88,23 @@ def rows() -> Iterator[dict[str, Any]]:
             seconds = time.perf_counter() - start_s
             yield {"what": what, "idle_s": idle_s, "busy_ms": [t.busy for t in found],
                    "turns_ms": [t.turns for t in found], "seconds": seconds}  # fmt: skip
+    yield from pauses([large, smaller])
+
+
+def pauses(calls: list[Call]) -> Iterator[dict[str, Any]]:
+    """What the calls' times are worth after pauses of some lengths before the burst."""
+    usual, heard = timing.PAUSE_S, list[float]()
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: heard.append(record.args[1]) if "from itself" in record.msg else None  # type: ignore
+    timing.log.addHandler(handler)
+    timing.log.setLevel(logging.DEBUG)
+    for timing.PAUSE_S in (0.25, 0.1, 0.05, 0.0) * 5:
+        heard.clear()
+        found = timing.compared(calls, 25)
+        yield {"what": "pause", "pause_s": timing.PAUSE_S, "apart_percent": list(heard),
+               "busy_ms": [t.busy for t in found], "turns_ms": [t.turns for t in found]}  # fmt: skip
+    timing.PAUSE_S = usual
+    timing.log.removeHandler(handler)
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def standin() -> dict[str, Any]:
     for kind in (*KINDS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
     names |= dict.fromkeys(OF_HALVES, lambda *_: None)
-    for decorator in ("gemm_epilogue", "two_products", "summed_products"):
+    for decorator in ("one_product", "two_products", "summed_products"):
         names[decorator] = lambda **given: lambda fn: (fn, given)
     return names
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from codegen_cases import lane_sums, norm_gradients, random_inputs, swiglu_backward
+from codegen_cases import lane_sums, norm_gradients, random_inputs, scores, swiglu_backward
 from compiling import Centred, Interpreted, close, pretend
 from torch import Tensor
 
-from coda_inductor.codegen import executable, tune
+from coda_inductor.codegen import executable, source, tune
+from coda_inductor.codegen.executable import Executable, Parts
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Reduction, Region
 from coda_inductor.inductor import launching
@@ -77,10 +80,32 @@ def test_sums_over_both_axes_in_a_compiled_graph(monkeypatch: pytest.MonkeyPatch
         close(out, wanted)
 
 
-def test_rows_of_one_tensor_are_found_again() -> None:
-    """They are finished in one launch; a kernel must not take for rows what lies beside by chance."""
-    whole = torch.arange(24.0).view(3, 8)[:, :5]
-    found = executable._one_tensor(list(whole))
-    assert found is not None and torch.equal(found, whole)
-    for rows in ([whole[0], None], [whole[0], whole[1], whole[0]], [whole[1], whole[0]], [whole[0], torch.zeros(5)]):
-        assert executable._one_tensor(rows) is None
+@pytest.mark.parametrize("make", [norm_gradients, swiglu_backward, lambda n, k: MIXED, scores])
+@pytest.mark.parametrize("unread", [False, True])
+def test_sums_have_partial_results_and_a_place(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int, int], Region], unread: bool
+) -> None:
+    """What the kernel is given for each: a number for each tile, one tile's behind another's, and where the sum goes,
+    scratch if nobody reads it."""
+    region, m = make(64, 32), 300
+    names, asked = source.slots(region), list[tuple[Any, ...]]()
+    fields = tuple(f for f in (*names.operands, *names.stores, *names.sums) if f not in ("c", "D"))
+    fields += tuple(map(source.whole, names.sums))
+    monkeypatch.setattr(executable, "resident", lambda config: 1)
+    config = Config(128, 32, 1, 1, True)
+    run = Executable(region, config, Parts(lambda *given: asked.append(given), fields, 8, None))
+    inputs = random_inputs(region, m, "cpu")
+    outs: list[Tensor | None] = list(tune.outputs(region, inputs))
+    first = len(region.stores)
+    outs[first:] = [None] * len(region.reductions) if unread else outs[first:]
+    run(inputs, outs)
+    given = dict(zip(fields, asked[0][4], strict=True))
+    for slot, r, out in zip(names.sums, region.reductions, outs[first:], strict=True):
+        parts, whole = given[slot], given[source.whole(slot)]
+        length, tiles = (m, -(-region.n // 32)) if r.over == "N" else (region.n, -(-m // 128))
+        assert parts.shape == ((m, tiles) if r.over == "N" else (tiles, region.n))
+        assert (parts.t() if r.over == "N" else parts).stride() == (length, 1)
+        assert whole.shape == (length,) and whole.dtype == parts.dtype == torch.float32
+        assert (whole is out) is (out is not None)
+    apart = [given[slot].data_ptr() for slot in names.sums]
+    assert len({*apart}) == len(apart)

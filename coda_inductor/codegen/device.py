@@ -1,5 +1,5 @@
-"""What quack 0.6.5 lacks: masked sums, a feature vector for two lanes, two products in one tile or in one accumulator,
-halves of heads.
+"""What quack 0.6.5 lacks: sums finished and masked, a feature vector for two lanes, two products in one tile or in one
+accumulator, halves of heads.
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """
@@ -8,15 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import cutlass
 import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
+from quack.compile_utils import make_fake_tensor
+from quack.epilogue import ops
 from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import ColVecReduce, RowVecLoad, RowVecReduce, Scalar, TileStore
+from quack.epilogue.ops import EpiOp, RowVecLoad, RowVecReduce, Scalar, TileStore
+from quack.gemm_sm90 import GemmSm90
+from quack.tile_scheduler import TileSchedulerOptions
+from quack.varlen_utils import VarlenArguments
+
+from coda_inductor.codegen.finish import Total, finish
 
 TILE_K = 64  # legality.TILE_K
+
+
+class _TileByTile:
+    """Mixed into a sum over N of quack's: its partial results [M, tiles] lie tile by tile, as finish.py reads them."""
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        dtype, _ = key
+        return make_fake_tensor(dtype, (fctx.m, cute.sym_int()), leading_dim=0, divisibility=1)
+
+
+class ColVecReduce(_TileByTile, ops.ColVecReduce):  # type: ignore[misc]
+    """A sum over N."""
+
+
+class OnlineLSEReduce(_TileByTile, ops.OnlineLSEReduce):  # type: ignore[misc]
+    """A logsumexp over N."""
+
+
+class Whole(EpiOp):  # type: ignore[misc]
+    """The vector that a finished sum goes to, f32: none of the kernel's, but of the one after it."""
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        dtype, _ = key
+        return make_fake_tensor(dtype, (cute.sym_int(),), leading_dim=0, divisibility=1)
+
+    def param_fields(self) -> list[tuple[str, Any, None]]:
+        return [(self.name, object, None)]  # which the kernel gets as None
 
 
 class _Masked:
@@ -34,7 +69,7 @@ class _Masked:
             frag[i] = cutlass.select_(coords[i][axis] < limit, frag[i], Float32(0.0))
 
 
-class MaskedColVecReduce(_Masked, ColVecReduce):  # type: ignore[misc]
+class MaskedColVecReduce(_Masked, ColVecReduce):
     """A sum over N without the columns past N."""
 
 
@@ -113,35 +148,75 @@ class HalfStore(TileStore):  # type: ignore[misc]
         return super().to_params(gemm, SimpleNamespace(**{self.name: halves}))  # type: ignore[no-any-return]
 
 
-class _Mixed(EpiMod):  # type: ignore[misc]
-    """An epilogue whose GEMM classes, each minted once, have `mixin` with `fields` mixed in."""
+class _Finished:
+    """Mixed into a GEMM class whose epilogue takes `totals`: they are finished after its kernel."""
 
-    mixin: type
-    suffix: str
+    totals: tuple[Total, ...]
+    use_pdl: bool
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def __call__(  # type: ignore[no-untyped-def]
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: Optional[cute.Tensor],  # noqa: UP045  (the compiler reads these)
+        mC: Optional[cute.Tensor],  # noqa: UP045
+        epilogue_args: tuple,  # type: ignore[type-arg]
+        scheduler_args: TileSchedulerOptions,
+        varlen_args: Optional[VarlenArguments],  # noqa: UP045
+        stream: CUstream,
+        mSFA: Optional[cute.Tensor] = None,  # noqa: UP045
+        mSFB: Optional[cute.Tensor] = None,  # noqa: UP045
+    ):
+        GemmSm90.__call__(self, mA, mB, mD, mC, epilogue_args, scheduler_args, varlen_args, stream, mSFA, mSFB)
+        finish(self.totals, epilogue_args, stream, self.use_pdl)
+
+
+class Epilogue(EpiMod):  # type: ignore[misc]
+    """An epilogue whose GEMM classes, each minted once, have `mixins` with `fields` mixed in: its own, and what
+    finishes its sums. Of a sum "r0" the result goes to the field "r0w"."""
+
+    mixins: tuple[type, ...] = ()
+    suffix = "of_one"
     fields: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, fn: Any, *, reduces: dict[str, Any], extra_ops: tuple[Any, ...] = (), **options: Any) -> None:
+        totals = tuple(
+            Total(name, f"{name}w", isinstance(op, RowVecReduce), isinstance(op, OnlineLSEReduce))
+            for name, op in reduces.items()
+        )
+        if totals:
+            self.mixins, self.fields = (_Finished, *self.mixins), {**self.fields, "totals": totals}
+        wholes = tuple(Whole(total.whole) for total in totals)
+        super().__init__(fn, reduces=reduces, extra_ops=(*extra_ops, *wholes), **options)
 
     def _mint(self, *mint_key: Any) -> type:
         minted = super()._mint(*mint_key)
         mixed: dict[type, type] = self.__dict__.setdefault("_mixed", {})
-        if minted not in mixed:
+        if minted not in mixed and self.mixins:
             fields = {"__module__": __name__, **self.fields}
-            mixed[minted] = type(f"{minted.__name__}_{self.suffix}", (self.mixin, minted), fields)
-        return mixed[minted]
+            mixed[minted] = type(f"{minted.__name__}_{self.suffix}", (*self.mixins, minted), fields)
+        return mixed.get(minted, minted)  # type: ignore[no-any-return]
 
 
-class TwoProductsMod(_Mixed):
+def one_product(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
+    """Decorator for the epilogue of a product, as quack's `gemm_epilogue`."""
+    return lambda fn: Epilogue(fn, outputs=outputs, ops=ops, reduces=reduces)
+
+
+class TwoProductsMod(Epilogue):
     """An epilogue over pairs (first product, second product), which reads B in two lanes: of two weights or, with
     `half`, of one."""
 
-    mixin = _Lanes
+    mixins = (_Lanes,)
 
     def __init__(self, fn: Any, *, half: int = 0, **options: Any) -> None:
-        super().__init__(fn, mode="acc_pair", extra_ops=() if half else (Scalar("lane_offset", Int64),), **options)
         self.suffix, self.fields = f"lanes{half or ''}", {"half": half}
+        super().__init__(fn, mode="acc_pair", extra_ops=() if half else (Scalar("lane_offset", Int64),), **options)
 
 
 def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int = 0) -> Any:
-    """Decorator for the epilogue of two products, as quack's `gemm_epilogue` is for one."""
+    """Decorator for the epilogue of two products."""
     return lambda fn: TwoProductsMod(fn, half=half, outputs=outputs, ops=ops, reduces=reduces)
 
 
@@ -181,10 +256,10 @@ def _twice(matrix: Any, apart: Any) -> Any:
     return cute.make_tensor(matrix.iterator, cute.make_layout((rows, (TILE_K, k // TILE_K, 2), l), stride=strides))
 
 
-class SummedProductsMod(_Mixed):
+class SummedProductsMod(Epilogue):
     """An epilogue over the sum of two products, which reads two tensors as A and two as B."""
 
-    mixin, suffix = _Summed, "summed"
+    mixins, suffix = (_Summed,), "summed"
 
     def __init__(self, fn: Any, **options: Any) -> None:
         apart = (Scalar("a_apart", Int64), Scalar("b_apart", Int64), Scalar("crossed", Int32))
@@ -192,7 +267,7 @@ class SummedProductsMod(_Mixed):
 
 
 def summed_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
-    """Decorator for the epilogue of a sum of two products, as quack's `gemm_epilogue` is for one."""
+    """Decorator for the epilogue of a sum of two products."""
     return lambda fn: SummedProductsMod(fn, outputs=outputs, ops=ops, reduces=reduces)
 
 

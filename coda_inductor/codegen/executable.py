@@ -8,7 +8,6 @@ each new M, 28 us).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,6 @@ from torch import Tensor
 from coda_inductor.codegen import source
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.region import DTYPES, Region
-
-FINISH: dict[str, Any] = {"sum": torch.sum, "logsumexp": torch.logsumexp}
-"""What makes one result of each tile's. (torch.logsumexp is several kernels over [M, tiles of N], which are 16 MB for
-8192 tokens, 128256 words and tiles of 256.)"""
 
 
 class Parts(NamedTuple):
@@ -57,9 +52,9 @@ class Executable:
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
         self._seconds = [(place[s], place[source.second(s)]) for s in names.stores] if region.half else []
         totals = zip(names.sums, region.reductions, strict=True)
-        self._sums: dict[tuple[bool, str], list[tuple[int, int]]] = {}  # by whether they are over M, and their kind
+        self._sums: dict[bool, list[tuple[int, int, int]]] = {}  # by whether they are over M: parts, whole, output
         for i, (s, r) in enumerate(totals, len(names.stores)):
-            self._sums.setdefault((r.over == "M", r.of), []).append((place[s], i))
+            self._sums.setdefault(r.over == "M", []).append((place[s], place[source.whole(s)], i))
         self._c = first + names.operands.index("c") if "c" in names.operands else None
         self._d = 0 if "D" in names.stores else None
         products = region.products[::-1] if swapped else region.products
@@ -71,8 +66,7 @@ class Executable:
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
-        contiguous. A None store is written to scratch, a None sum is left unfinished; sums that are rows of one tensor
-        are finished together. M >= 1."""
+        contiguous. What is None is written to scratch. M >= 1."""
         a, b = inputs[self._a].t() if self._turned else inputs[self._a], inputs[self._b]
         fields = self._blank.copy()
         for field, i in self._inputs:
@@ -83,17 +77,11 @@ class Executable:
             fields[field] = self._store(i, outs[i], a)
         for field, other in self._seconds:
             fields[other] = fields[field]  # one tensor, of whose heads each store takes its halves
-        finish = []
-        for (over_m, of), sums in self._sums.items():
-            m, n = self._partials(a.shape[0], over_m)
-            shape = (m, n) if len(sums) == 1 else (len(sums), m, n)
-            partials = torch.empty(shape, dtype=torch.float32, device=a.device)
-            if len(sums) == 1:  # most: unbind took a fifth of a launch's time on the host
-                fields[sums[0][0]] = partials
-            else:
-                for (field, _), partial in zip(sums, partials.unbind(), strict=True):
-                    fields[field] = partial
-            finish.append((FINISH[of], partials, 0 if over_m else 1, [outs[i] for _, i in sums]))
+        for over_m, sums in self._sums.items():
+            length, parts = self._partials(a, over_m, len(sums))
+            for (part, whole, i), partial in zip(sums, parts, strict=True):
+                out = outs[i]
+                fields[part], fields[whole] = partial, partial.new_empty(length) if out is None else out
         if self._plus is not None:
             a, a_apart, a_turned = _spanned(a, inputs[self._plus[0]])
             b, b_apart, b_turned = _spanned(b, inputs[self._plus[1]])
@@ -105,19 +93,21 @@ class Executable:
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
         self._run(a, b, d, c, tuple(fields), self._scheduler, None, None, None)
-        for add_up, partials, dim, totals in finish:
-            if len(totals) > 1 and (rows := _one_tensor(totals)) is not None:
-                add_up(partials, dim + 1, out=rows)
-                continue
-            for partial, out in zip(partials if len(totals) > 1 else (partials,), totals, strict=True):
-                if out is not None:
-                    add_up(partial, dim, out=out)
 
-    def _partials(self, m: int, over_m: bool) -> tuple[int, int]:
-        """A sum leaves the kernel as one partial result per tile: [tiles of M, N], or [M, tiles of N]."""
+    def _partials(self, a: Tensor, over_m: bool, count: int) -> tuple[int, Sequence[Tensor]]:
+        """The length of a sum, and for each of `count` what its tiles leave: [tiles of M, N] or [M, tiles of N], either
+        way with one tile's behind another's."""
+        m, n = a.shape[0], self.region.n
         if over_m:
-            return -(-m // self.config.tile_m), self.region.n
-        return m, -(-self.region.n * len(self.region.products) // self.config.tile_n)
+            tiles, length = -(-m // self.config.tile_m), n
+            shape, strides = [tiles, n], [n, 1]
+        else:
+            tiles, length = -(-n * len(self.region.products) // self.config.tile_n), m
+            shape, strides = [m, tiles], [1, m]
+        if count == 1:  # most: unbind took a fifth of a launch's time on the host
+            return length, [torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device)]
+        shape, strides = [count, *shape], [tiles * length, *strides]
+        return length, torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device).unbind()
 
     def _store(self, i: int, out: Tensor | None, like: Tensor) -> Tensor:
         if out is not None:
@@ -130,17 +120,6 @@ def _spanned(x: Tensor, y: Tensor) -> tuple[Tensor, int, bool]:
     """(that of two tensors which lies first, how many of its elements, of 16 bits, later the other starts, is it y)."""
     apart = (y.data_ptr() - x.data_ptr()) // 2
     return (x, apart, False) if apart > 0 else (y, -apart, True)
-
-
-def _one_tensor(rows: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensor whose rows these (two or more) are, None if they are not those of one."""
-    found = [row for row in rows if row is not None]
-    if len(found) < len(rows) or len({row.untyped_storage().data_ptr() for row in found}) > 1:
-        return None
-    pitch, *others = {b.storage_offset() - a.storage_offset() for a, b in pairwise(found)}
-    if others or pitch < len(found[0]):
-        return None
-    return found[0].as_strided((len(rows), len(found[0])), (pitch, 1))
 
 
 def resident(config: Config) -> int:

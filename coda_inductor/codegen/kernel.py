@@ -93,6 +93,7 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
     stores = {slot: _blank(s.dtype, 8, 8) for slot, s in zip(names.stores, region.stores, strict=True)}
     values |= stores | ({source.second(slot): blank for slot, blank in stores.items()} if region.half else {})
     values |= {slot: _blank("f32", 8, 8) for slot in names.sums}
+    values |= {source.whole(slot): _blank("f32", 8) for slot in names.sums}
     if len(region.products) == 2 and not region.half:
         values["lane_offset"] = 0
     values |= dict.fromkeys(source.SPANS, 0) if region.summed else {}

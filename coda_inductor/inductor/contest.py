@@ -304,8 +304,19 @@ class Contest:
             measured = self.measure(group, plan)
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
             found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, timed)
+            if not outcome_of(group.mask, found).loses:
+                self._ahead.begin(self.turned(plan, members))
         self.say(key, found)
         return outcome_of(group.mask, found)
+
+    def turned(self, plan: Plan, builts: Iterable[Built]) -> Iterator[prebuild.Job]:
+        """The tuned kernels of two weights for weights that lie in the other order in memory: in which order they do
+        is known when the graph runs, and compiling the kernel then takes seconds."""
+        directory = store.open_store(self.settings.cache_dir)
+        for region, size in {(b.region, legality.bucket(tokens(plan, b))) for b in builts}:
+            config = record.remembered(directory, region, size)
+            if len(region.products) == 2 and not region.half and config is not None:
+                yield prebuild.Job(region, config, swapped=True)
 
     def say(self, key: str, found: dict[str, Any]) -> None:
         """Reports a record, and logs it once."""

@@ -1,0 +1,124 @@
+"""The kernel after one that takes sums: of what each tile left it makes one result, on the same stream.
+
+A sum leaves a kernel as partial results [tiles, length], f32: over N one for each row and tile of columns (length is
+M), over M one for each column and tile of rows (length is N). They are added in the order of the tiles, so that equal
+inputs give equal results. Imported by generated modules (through device.py), so it imports the compiler; its content is
+part of their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+LANES, WARPS = 32, 16  # a block's: entries, and parts into which its tiles are split
+AHEAD = 4  # partial results that a thread asks for at once: none waits for the one before
+
+
+class Total(NamedTuple):
+    """One sum: the field of its partial results, the field of the result, is it over M, is it a logsumexp?"""
+
+    parts: str
+    whole: str
+    over_m: bool
+    logsumexp: bool
+
+
+def finish(totals: Sequence[Total], args: Any, stream: Any, use_pdl: bool) -> None:
+    """Launches what finishes the `totals`, whose fields `args` has: one kernel for those over N, one for those over M.
+    Traced into the host function of the kernel that they follow."""
+    for over_m in (False, True):
+        some = [total for total in totals if total.over_m == over_m]
+        if some:
+            parts = [getattr(args, total.parts) for total in some]
+            if not over_m:  # [length, tiles]
+                parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
+            wholes = [getattr(args, total.whole) for total in some]
+            blocks = (cute.size(wholes[0]) + (LANES - 1)) // LANES
+            _finish(parts, wholes, [total.logsumexp for total in some]).launch(
+                grid=(blocks, len(some), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=use_pdl
+            )
+
+
+@cute.kernel  # type: ignore[untyped-decorator]
+def _finish(parts: list, wholes: list, logsumexp: cutlass.Constexpr):  # type: ignore[no-untyped-def, type-arg]
+    """parts: [tiles, length] each, wholes: [length] each; a block is LANES entries of one of them."""
+    block, which, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout((LANES, WARPS)), 16)
+    # What comes next may be set up meanwhile; it waits in turn, and for this kernel to end.
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+    for i in cutlass.range_constexpr(len(parts)):
+        if which == i:
+            if cutlass.const_expr(logsumexp[i]):
+                _normaliser(parts[i], wholes[i], shared, block, thread)
+            else:
+                _sum(parts[i], wholes[i], shared, block, thread)
+
+
+@cute.jit
+def _sum(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
+    lane, warp = thread % LANES, thread // LANES
+    entry = block * LANES + lane
+    tiles, length = parts.shape
+    total = Float32(0.0)
+    if entry < length:
+        for first in cutlass.range(warp, tiles, WARPS * AHEAD):
+            for value in _some(parts, first, entry, Float32(0.0)):
+                total += value
+    total = _of_all_warps(total, shared, lane, warp)
+    if warp == 0 and entry < length:
+        whole[entry] = total
+
+
+@cute.jit
+def _normaliser(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
+    """log sum exp, as torch takes it: relative to the largest, unless that is infinite."""
+    lane, warp = thread % LANES, thread // LANES
+    entry = block * LANES + lane
+    tiles, length = parts.shape
+    largest = Float32(-math.inf)
+    if entry < length:
+        for first in cutlass.range(warp, tiles, WARPS * AHEAD):
+            for value in _some(parts, first, entry, Float32(-math.inf)):
+                largest = cute.arch.fmax(largest, value)
+    shared[lane, warp] = largest
+    cute.arch.sync_threads()
+    for other in cutlass.range_constexpr(WARPS):
+        largest = cute.arch.fmax(largest, shared[lane, other])
+    cute.arch.sync_threads()
+    finite = largest - largest == Float32(0.0)
+    shift = cutlass.select_(finite, largest, Float32(0.0))
+    total = Float32(0.0)
+    if entry < length:
+        for first in cutlass.range(warp, tiles, WARPS * AHEAD):
+            for value in _some(parts, first, entry, Float32(-math.inf)):
+                total += cute.math.exp(value - shift)
+    total = _of_all_warps(total, shared, lane, warp)
+    if warp == 0 and entry < length:
+        whole[entry] = cute.math.log(total) + shift
+
+
+def _some(parts: Any, first: Any, entry: Any, otherwise: Any) -> list[Any]:
+    """The next of a warp's partial results, from the tile `first` on; `otherwise` past the last."""
+    tiles = [first + WARPS * i for i in range(AHEAD)]
+    inside = [tile < parts.shape[0] for tile in tiles]
+    found = [parts[cutlass.select_(i, tile, first), entry] for i, tile in zip(inside, tiles, strict=True)]
+    return [cutlass.select_(i, value, otherwise) for i, value in zip(inside, found, strict=True)]
+
+
+@cute.jit
+def _of_all_warps(total, shared, lane, warp):  # type: ignore[no-untyped-def]
+    """The sum of what the warps hold in a lane."""
+    shared[lane, warp] = total
+    cute.arch.sync_threads()
+    total = Float32(0.0)
+    for other in cutlass.range_constexpr(WARPS):
+        total += shared[lane, other]
+    return total
