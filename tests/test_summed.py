@@ -123,7 +123,7 @@ def test_gradients_of_what_two_layers_read_meet_in_one_accumulator(keys: int, bi
         close(mine, theirs)
     regions = [site.region for report in ran.reports for site in report.sites]
     assert sums(regions) == 2
-    over_rows = [any(s.is_row_sum for s in r.reductions) for r in regions if r.summed]
+    over_rows = [any(s.over == "N" for s in r.reductions) for r in regions if r.summed]
     assert sum(over_rows) == summed
     texts = [show(r) for r in regions if r.summed]
     assert all(text.count(" @ ") == 2 and "per tile" not in text.split("\n")[1] for text in texts)

@@ -18,7 +18,6 @@ BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 LOADED = ("tile", "table")  # operands that pass through shared memory, a subtile at a time
 PLANES = {"sum": 1, "logsumexp": 2}  # numbers for each row that warps pass on: of a logsumexp the maximum and the sum
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
-ALIGNED = 4  # elements of float32 in 16 bytes, at whose multiples the inputs of a kernel must start
 TILE_K = 64  # four wgmma instructions of 16-bit operands
 HALVES = (32, 64, 128)  # of heads: what was tried on hardware, in every tile
 MIN_STAGES = 3  # below three the mainloop starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)

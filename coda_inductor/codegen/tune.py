@@ -127,13 +127,11 @@ def examine(
 
 
 def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Empty outputs for `inputs`; sums over N are rows of one tensor, as compiled graphs have them."""
-    like = inputs[region.products[0].a]
-    m, of = region.m(inputs), region.reductions
+    """Empty outputs for `inputs`."""
+    like, m = inputs[region.products[0].a], region.m(inputs)
     stores = [like.new_empty((m, region.width), dtype=DTYPES[s.dtype]) for s in region.stores]
-    pitch = -(-m // legality.ALIGNED) * legality.ALIGNED
-    rows = iter(like.new_empty((sum(r.over == "N" for r in of), pitch), dtype=region.compute)[:, :m])
-    return stores + [next(rows) if r.over == "N" else like.new_empty(region.n, dtype=region.compute) for r in of]
+    sizes = [m if r.over == "N" else region.n for r in region.reductions]
+    return stores + [like.new_empty(size, dtype=region.compute) for size in sizes]
 
 
 def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> float:

@@ -90,11 +90,6 @@ class Reduction:
     over: Literal["N", "M"] = "N"
     of: Literal["sum", "logsumexp"] = "sum"
 
-    @property
-    def is_row_sum(self) -> bool:
-        """Is it a plain sum over N?"""
-        return self.over == "N" and self.of == "sum"
-
 
 @dataclass(frozen=True)
 class Region:

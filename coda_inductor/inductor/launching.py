@@ -6,7 +6,6 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -15,18 +14,15 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
-from torch.utils._sympy.functions import FloorDiv
 
 from coda_inductor.codegen.launch import fall_back, kernel
-from coda_inductor.codegen.legality import ALIGNED
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.ops import REGION, STORED
 
-aten = torch.ops.aten
 Launch = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
@@ -35,30 +31,13 @@ def launcher(text: str) -> Launch:
     of the compile that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
     settings = current()
     run: list[Launch] = []
-    region = parse(text)
 
     def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         if not run:
             run.append(ready(text, settings))
-        run[0](inputs, apart(region, outs))
+        run[0](inputs, outs)
 
     return launch
-
-
-def together(region: Region) -> bool:
-    """Are its sums over N rows of one tensor, the last of the buffers? One launch finishes them all. (Not so sums over
-    M: they are gradients, which outlive the graph.)"""
-    return sum(r.is_row_sum for r in region.reductions) > 1
-
-
-def apart(region: Region, outs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The Region's outputs, from the buffers that Inductor allocates."""
-    if not together(region):
-        return outs
-    *others, sums = outs
-    stores, totals = others[: len(region.stores)], iter(others[len(region.stores) :])
-    rows = iter(sums) if sums is not None else itertools.repeat(None)
-    return [*stores, *(next(rows if r.is_row_sum else totals) for r in region.reductions)]
 
 
 def current() -> Settings:
@@ -98,7 +77,7 @@ class RegionKernel(ir.FallbackKernel):
 
 
 class RegionOutput(ir.MultiOutput):
-    """A store or sum of a RegionKernel, or all of its sums over N: a buffer of Inductor's that the kernel writes."""
+    """A store or sum of a RegionKernel: a buffer of Inductor's that the kernel writes."""
 
     def should_allocate(self) -> bool:
         """Inductor allocates it."""
@@ -119,31 +98,14 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     i, dim = region.m_axis
     layouts = _layouts(region, tensors[i].get_size()[dim], device)
     packed.outputs = [RegionOutput(layout, packed, [(list, i)]) for i, layout in enumerate(layouts)]
-    boxes = [ir.TensorBox.create(out) for out in packed.outputs]
-    if not together(region):
-        return boxes
-    *others, sums = boxes
-    row = itertools.count()
-    for i, r in enumerate(region.reductions, len(region.stores)):
-        if r.is_row_sum:
-            others.insert(i, lowerings[aten.select.int](sums, 0, next(row)))
-    return others
+    return [ir.TensorBox.create(out) for out in packed.outputs]
 
 
 def _layouts(region: Region, m: Any, device: torch.device) -> list[ir.FixedLayout]:
-    """Of the buffers: stores, then sums, those over N last if they are rows of one."""
-
-    def layout(dtype: torch.dtype, size: list[Any], stride: list[Any]) -> ir.FixedLayout:
-        return ir.FixedLayout(device, dtype, size, stride)
-
-    stores = [layout(DTYPES[s.dtype], [m, region.width], [region.width, 1]) for s in region.stores]
+    """Of the outputs: stores, then sums."""
+    stores = [ir.FixedLayout(device, DTYPES[s.dtype], [m, region.width], [region.width, 1]) for s in region.stores]
     sizes = [m if r.over == "N" else region.n for r in region.reductions]
-    alone = [not together(region) or not r.is_row_sum for r in region.reductions]
-    stores += [layout(region.compute, [n], [1]) for n in itertools.compress(sizes, alone)]
-    if all(alone):
-        return stores
-    pitch = FloorDiv(m + ALIGNED - 1, ALIGNED) * ALIGNED
-    return [*stores, layout(region.compute, [alone.count(False), m], [pitch, 1])]
+    return stores + [ir.FixedLayout(device, region.compute, [n], [1]) for n in sizes]
 
 
 def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
