@@ -169,28 +169,63 @@ def test_what_a_losing_law_takes_along_is_not_measured(
 
 
 def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What loses without a law is known by then. Where the laws lose, no kernel is left to compile."""
+    """What loses without a law is known by then. Where the laws lose, no kernel is left to compile, but winners' for
+    weights in the other order."""
     timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if late(group, plan) else 1.1)
     monkeypatch.setattr(Contest, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
-    begun, before = list[tuple[bool, int]](), list[tuple[bool, int]]()
-    measured, begin = Contest.measure, prebuild.begin
+    begun, before, turned = list[tuple[bool, int]](), list[tuple[bool, int]](), dict[str, bool]()
+    measured, begin, judged = Contest.measure, prebuild.begin, Contest.outcome
 
     def late(group: Group, plan: Plan) -> bool:
         return plan.program.in_backward(group.builts[0].draft.space)
 
     def counted(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
-        begun.extend([(over is not None, len(jobs))] if jobs else [])
+        orders = {job.swapped for job in jobs}
+        if orders == {True}:
+            turned.update((job.region.digest, over is not None) for job in jobs)
+        elif orders:
+            assert orders == {False}
+            begun.append((over is not None, len(jobs)))
         return begin(jobs, cache_dir, over=over)
 
     def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
         before.append((bool(deferred(plan, group.builts)), len(begun)))
         return measured(self, group, plan)
 
+    def outcome(self: Contest, plan: Plan, members: list[Built]) -> Outcome:
+        found = judged(self, plan, members)
+        pairs.extend((b.region.digest, not found.loses) for b in members if len(b.region.products) == 2)
+        return found
+
+    pairs = list[tuple[str, bool]]()
     monkeypatch.setattr(prebuild, "begin", counted)
     monkeypatch.setattr(Contest, "measure", measure)
+    monkeypatch.setattr(Contest, "outcome", outcome)
     trained("llama")
     assert [idle for idle, _ in begun] == [False, True, True]  # the first plan's, ahead, what losers changed
     assert before[0] == (False, 1) and {n for law, n in before if law} == {2, 3}
+    # What wins and has two weights, for weights that lie in the other order, too.
+    assert turned == {digest: False for digest, wins in pairs if wins} != {}
+
+
+def test_what_loses_is_not_compiled_for_the_other_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def pair(group: Group) -> bool:
+        return any(len(b.region.products) == 2 for b in group.builts)
+
+    def ratio(group: Group, plan: Plan) -> float:
+        lost.append(pair(group))
+        return 0.5 if pair(group) else 1.1
+
+    timed(monkeypatch, tmp_path, ratio)
+    lost, begin = list[bool](), prebuild.begin
+
+    def seen(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
+        assert not any(job.swapped for job in jobs)
+        return begin(jobs, cache_dir, over=over)
+
+    monkeypatch.setattr(prebuild, "begin", seen)
+    trained("llama")
+    assert any(lost)
 
 
 class Packed(nn.Module):
