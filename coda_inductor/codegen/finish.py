@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass.memory import SmemAllocator
 
 LANES, WARPS = 32, 16  # a block's: entries, and parts into which its tiles are split
 AHEAD = 4  # partial results that a thread asks for at once: none waits for the one before
@@ -50,7 +51,7 @@ def _finish(parts: list, wholes: list, logsumexp: cutlass.Constexpr):  # type: i
     """parts: [tiles, length] each, wholes: [length] each; a block is LANES entries of one of them."""
     block, which, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
-    shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout((LANES, WARPS)), 16)
+    shared = SmemAllocator().allocate_tensor(Float32, cute.make_layout((LANES, WARPS)), 16)
     # What comes next may be set up meanwhile; it waits in turn, and for this kernel to end.
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
