@@ -1,9 +1,9 @@
 """The kernel after one that takes sums: of what each tile left it makes one result, on the same stream.
 
 A sum leaves a kernel as partial results [tiles, length], f32: over N one for each row and tile of columns (length is
-M), over M one for each column and tile of rows (length is N). They are added in the order of the tiles, so that equal
-inputs give equal results. Imported by generated modules (through device.py), so it imports the compiler; its content is
-part of their names.
+M), over M one for each column and tile of rows (length is N). They are added in an order that depends on nothing but
+how many tiles there are, so that equal inputs give equal results. Imported by generated modules (through device.py), so
+it imports the compiler; its content is part of their names.
 """
 
 from __future__ import annotations
