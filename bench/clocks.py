@@ -5,7 +5,7 @@
 A JSON line for each: "from rest" is the mean ms of a product beside the company of contests in bins of 50 ms, after 1.5
 s of rest; "equal calls" are the times in a busy GPU (timing.compared) of six times the same product, and "unlike calls"
 those of a product and of a smaller one with a pass, in either order; all begin `idle_s` after what ran before. "pause"
-says how far apart a call's two times lie in the first try of a burst that such a pause precedes.
+says how far apart a call's two times lie in each try of a burst that such a pause precedes (its first).
 """
 
 from __future__ import annotations
@@ -88,11 +88,13 @@ def rows() -> Iterator[dict[str, Any]]:
             seconds = time.perf_counter() - start_s
             yield {"what": what, "idle_s": idle_s, "busy_ms": [t.busy for t in found],
                    "turns_ms": [t.turns for t in found], "seconds": seconds}  # fmt: skip
-    yield from pauses([large, smaller])
+    small = product(16384, 2048, 4096)
+    passing = with_a_pass(small, torch.randn(16384, 5504, device="cuda", dtype=torch.bfloat16))
+    yield from pauses([product(16384, 2048, 5504), passing])
 
 
 def pauses(calls: list[Call]) -> Iterator[dict[str, Any]]:
-    """What the calls' times are worth after pauses of some lengths before the burst."""
+    """What two calls' times are worth after pauses of some lengths before the burst."""
     usual, heard = timing.PAUSE_S, list[float]()
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: heard.append(record.args[1]) if "from itself" in record.msg else None  # type: ignore
@@ -102,7 +104,7 @@ def pauses(calls: list[Call]) -> Iterator[dict[str, Any]]:
         heard.clear()
         found = timing.compared(calls, 25)
         yield {"what": "pause", "pause_s": timing.PAUSE_S, "apart_percent": list(heard),
-               "busy_ms": [t.busy for t in found], "turns_ms": [t.turns for t in found]}  # fmt: skip
+               "busy_ratio": found[1].busy / found[0].busy, "turns_ratio": found[1].turns / found[0].turns}  # fmt: skip
     timing.PAUSE_S = usual
     timing.log.removeHandler(handler)
 

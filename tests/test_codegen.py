@@ -554,3 +554,18 @@ def test_idle_work_is_begun_again_when_it_is_asked_for(monkeypatch: pytest.Monke
     ahead.end()
     ahead.begin([third], idle=True)
     assert [over.is_set() for over in given] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["device.py", "finish.py"])
+def test_kernels_are_named_by_all_of_the_device_code(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a change to either file no kernel may be left that was compiled before."""
+    here = Path(source.__file__)
+    for path in here.parent.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    before = source.device_digest()
+    monkeypatch.setattr(source, "__file__", str(tmp_path / here.name))
+    assert source.device_digest() == before
+    (tmp_path / name).write_text((tmp_path / name).read_text() + "# changed\n")
+    assert source.device_digest() != before

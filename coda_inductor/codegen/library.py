@@ -33,7 +33,7 @@ FUNCTION = "func"  # as quack exports it
 KEPT = "launch.json"
 LINKERS = ("cc", "gcc", "clang")
 LINK_S = 60
-OURS = ("kernel.py", "executable.py", "library.py")  # (a module's name holds what device.py is)
+OURS = ("kernel.py", "executable.py", "library.py")  # (a module's name holds source.device_digest)
 
 
 def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Path:

@@ -27,8 +27,8 @@ MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is
 # then compared as 1.13 to 1.19x, whichever came first, and six equal ones lay 0.2 to 2.8 % apart (in the same order
 # twice the last took 2.1 to 3.0 % more than the first; with 0.1 s to rise, up to 6.3 %).
 RISING_MS, BURST_MS = 200, 700
-# Before a burst; before another try. After 0.1 s a call's two times lay 0.8 to 1.2 % apart in five bursts, as after
-# 0.25 s; after 0.05 s 2 to 10 %, after none 10 to 24 % (H200, bench/clocks.py).
+# Before a burst; before another try. After 0.1 s a call's two times lay 0.7 to 1.3 % apart in five bursts, after
+# 0.25 s 0.6 to 1.2 %; after 0.05 s 2 to 10 %, after none 10 to 24 % (H200, bench/results/clocks.jsonl, "pause").
 PAUSE_S, REST_S = 0.1, 0.5
 SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
 LEVEL, TRIES = 0.03, 3  # how far a call's times may lie apart
