@@ -22,6 +22,7 @@ from quack.gemm_sm90 import GemmSm90
 from quack.tile_scheduler import TileSchedulerOptions
 from quack.varlen_utils import VarlenArguments
 
+from coda_inductor.codegen import source
 from coda_inductor.codegen.finish import Total, finish
 
 TILE_K = 64  # legality.TILE_K
@@ -174,7 +175,7 @@ class _Finished:
 
 class Epilogue(EpiMod):  # type: ignore[misc]
     """An epilogue whose GEMM classes, each minted once, have `mixins` with `fields` mixed in: its own, and what
-    finishes its sums. Of a sum "r0" the result goes to the field "r0w"."""
+    finishes its sums."""
 
     mixins: tuple[type, ...] = ()
     suffix = "of_one"
@@ -182,7 +183,7 @@ class Epilogue(EpiMod):  # type: ignore[misc]
 
     def __init__(self, fn: Any, *, reduces: dict[str, Any], extra_ops: tuple[Any, ...] = (), **options: Any) -> None:
         totals = tuple(
-            Total(name, f"{name}w", isinstance(op, RowVecReduce), isinstance(op, OnlineLSEReduce))
+            Total(name, source.whole(name), isinstance(op, RowVecReduce), isinstance(op, OnlineLSEReduce))
             for name, op in reduces.items()
         )
         if totals:
