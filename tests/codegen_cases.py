@@ -201,6 +201,18 @@ def rotary(n: int, k: int, half: int = 64) -> Region:
     ))  # fmt: skip
 
 
+def rotary_alone(n: int, k: int, half: int = 64) -> Region:
+    """q through a rotary embedding, whose halves share cosines and sines, with nothing else."""
+    return verify(Region(
+        heads(n, half) * half, "bf16", (Product("x", 0, 1, k, "nk"), Product("y", 0, 1, k, "nk")),
+        (Operand("table", "table", "bf16"),),
+        (Let("cos", "first", ("table",)), Let("sin", "second", ("table",)),
+         Let("xc", "mul", ("x", "cos")), Let("ys", "mul", ("y", "sin")), Let("first_half", "sub", ("xc", "ys")),
+         Let("yc", "mul", ("y", "cos")), Let("xs", "mul", ("x", "sin")), Let("second_half", "add", ("yc", "xs"))),
+        (Store("first_half", "bf16", "second_half"),), (), half,
+    ))  # fmt: skip
+
+
 def rotary_tables(n: int, k: int, half: int = 32) -> Region:
     """The same of a product alone, whose halves have tables of their own; and the halves as they were."""
     return verify(Region(

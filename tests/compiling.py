@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from coda_inductor.codegen import launch, prebuild, target, timing
+from coda_inductor.codegen.executable import Run
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import CodaWarning
@@ -136,6 +137,9 @@ class Interpreted:
 
     def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
         self.region, self.config = region, config
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
+        return lambda early: self(inputs, outs)
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         for out, value in zip(outs, interpret(self.region, inputs), strict=True):

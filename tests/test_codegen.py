@@ -38,6 +38,7 @@ from torch import Tensor
 
 from coda_inductor.codegen import launch, legality, library, prebuild, record, source, store, target, tiles, tune
 from coda_inductor.codegen.ahead import Ahead
+from coda_inductor.codegen.executable import Run
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -343,7 +344,10 @@ class FakeKernel:
     def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
         self.region, self.config, self.swapped = region, config, swapped
 
-    def __call__(self, inputs: list[Tensor], outs: list[Tensor | None]) -> None:
+    def prepare(self, inputs: list[Tensor], outs: list[Tensor | None]) -> Run:
+        return lambda early: self.run(inputs, outs)
+
+    def run(self, inputs: list[Tensor], outs: list[Tensor | None]) -> None:
         first, *others = self.region.products
         lanes = [] if self.region.half else [(first.b, p.b) for p in others]
         for i, j in [*zip(*first.pairs, strict=True)] if self.region.summed else lanes:

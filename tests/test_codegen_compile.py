@@ -431,9 +431,9 @@ def test_the_compiler_is_imported_in_a_thread_of_its_own(monkeypatch: pytest.Mon
         assert launch.compiler() != threading.get_ident()
     code = """
 import sys
-from coda_inductor.inductor.launching import launcher
+from coda_inductor.inductor.launching import Launcher
 from codegen_cases import token_scale
-launcher(token_scale(64, 64).text)
+Launcher(token_scale(64, 64).text)
 assert not sys.modules.keys() & {"quack", "cutlass"}
 """
     done = fresh(code)

@@ -602,7 +602,7 @@ def test_launch_without_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     region, inputs = spec()
     out = torch.empty(300, 64, dtype=BF16)
     monkeypatch.setenv("CODA_INDUCTOR_STRICT", str(int(strict)))
-    launch_ = launching.launcher(region.text)
+    launch_ = launching.Launcher(region.text)
     if strict:
         with pytest.raises(Unsupported, match="others may write"):
             launch_(inputs, [out])
@@ -621,7 +621,7 @@ def test_launch_without_a_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     region, inputs = spec()
     out = torch.empty(300, 64, dtype=BF16)
     monkeypatch.setenv("CODA_INDUCTOR_STRICT", str(int(strict)))
-    launch_ = launching.launcher(region.text)
+    launch_ = launching.Launcher(region.text)
     if strict:
         with pytest.raises(Unsupported, match=r"nvvm says no(.|\n)*without CODA_INDUCTOR_STRICT"):
             launch_(inputs, [out])
@@ -643,7 +643,7 @@ def test_a_kernel_comes_from_the_directory_of_its_own_compile(monkeypatch: pytes
     for name in "ab":
         ours = JointPass(Settings(cache_dir=name))
         with torch._inductor.config.patch(joint_custom_pre_pass=ours):  # as compile_fx does
-            launches.append(launching.launcher(spec()[0].text))
+            launches.append(launching.Launcher(spec()[0].text))
     monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(tmp_path))
     for launch_ in (*launches, *launches):
         launch_([], [])

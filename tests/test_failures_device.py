@@ -108,7 +108,7 @@ def test_launch_where_the_compiler_cannot_be_loaded(
     monkeypatch.setenv("CODA_INDUCTOR_STRICT", str(int(strict)))
     region = token_scale(64, 32)
     inputs, out = random_inputs(region, 300, "cpu"), torch.empty(300, 64, dtype=BF16)
-    run_region = launching.launcher(region.text)
+    run_region = launching.Launcher(region.text)
     if strict:
         with pytest.raises(Unsupported, match="cannot be loaded"):
             run_region(inputs, [out])

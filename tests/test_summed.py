@@ -231,11 +231,11 @@ def test_what_a_kernel_is_told_spans_both_tensors(
         order = side[::-1] if turned else side
         for i, x in zip(order, torch.stack([inputs[j] for j in order]).unbind(), strict=True):
             inputs[i] = x
-    fields = ("a_apart", "b_apart", "crossed", "x1", "x2", "x3", "x4", "c", "r0", "r1", "r0w", "r1w")
+    fields = ("a_apart", "b_apart", "crossed", "x1", "x2", "x3", "x4", "c", "r0", "r1", "r0w", "r1w", "early")
     monkeypatch.setattr(executable, "resident", lambda config: 1)
     kernel = Executable(region, TILE, Parts(lambda *given: asked.append(given), fields, 8, None))
     outs = [torch.empty(40, 64, dtype=DTYPES[s.dtype]) for s in region.stores]
-    kernel(inputs, outs + [torch.empty(0) for _ in region.reductions])
+    kernel.prepare(inputs, outs + [torch.empty(0) for _ in region.reductions])(False)
     ((a, b, *_),) = asked
     a_apart, b_apart, crossed = asked[0][4][:3]
     assert a_apart > 0 and b_apart > 0 and crossed == (a_turned != b_turned)

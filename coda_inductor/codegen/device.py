@@ -1,5 +1,5 @@
-"""What quack 0.6.5 lacks: sums finished and masked, a feature vector for two lanes, two products in one tile or in one
-accumulator, halves of heads.
+"""What quack 0.6.5 lacks: launches that overlap, sums finished and masked, a feature vector for two lanes, two products
+in one tile or in one accumulator, halves of heads.
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """
@@ -149,11 +149,51 @@ class HalfStore(TileStore):  # type: ignore[misc]
         return super().to_params(gemm, SimpleNamespace(**{self.name: halves}))  # type: ignore[no-any-return]
 
 
+class _Launch:
+    """A kernel whose blocks are placed while the one before it on the stream still runs."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def launch(self, **options: Any) -> None:
+        self.kernel.launch(**{**options, "use_pdl": True})
+
+
+class _Overlapping:
+    """Mixed into every GEMM class, in place of quack's own waits: a block waits for the kernel before it on the stream
+    before its first load, or, told `early`, after the loads of its first tile. Once it has waited, or need not, blocks
+    of the next kernel may be placed where there is room.
+
+    `early` asks that the kernel before is one of these, that this one reads nothing that it writes, and that neither
+    writes where the other reads or writes. What that one waited for is complete when blocks of this one are placed; and
+    as each of them waits for it in the end, what comes after both waits for both.
+    """
+
+    def kernel(self, *args: Any) -> _Launch:
+        return _Launch(super().kernel(*args))  # type: ignore[misc]
+
+    def epi_get_smem_tensors(self, params, storage):  # type: ignore[no-untyped-def]
+        self._early = params.early  # the first that a kernel asks of its epilogue, before its warps part
+        return super().epi_get_smem_tensors(params, storage)  # type: ignore[misc]
+
+    def load_tma(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        _wait_unless(self._early)
+        cute.arch.griddepcontrol_launch_dependents()
+        state = super().load_tma(*args, **kwargs)  # type: ignore[misc]
+        cute.arch.griddepcontrol_wait()  # after each tile's loads: all but the first find it done
+        return state
+
+
+@cute.jit
+def _wait_unless(early):  # type: ignore[no-untyped-def]
+    if early == 0:
+        cute.arch.griddepcontrol_wait()
+
+
 class _Finished:
     """Mixed into a GEMM class whose epilogue takes `totals`: they are finished after its kernel."""
 
     totals: tuple[Total, ...]
-    use_pdl: bool
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(  # type: ignore[no-untyped-def]
@@ -170,7 +210,7 @@ class _Finished:
         mSFB: Optional[cute.Tensor] = None,  # noqa: UP045
     ):
         GemmSm90.__call__(self, mA, mB, mD, mC, epilogue_args, scheduler_args, varlen_args, stream, mSFA, mSFB)
-        finish(self.totals, epilogue_args, stream, self.use_pdl)
+        finish(self.totals, epilogue_args, stream)
 
 
 class Epilogue(EpiMod):  # type: ignore[misc]
@@ -186,10 +226,12 @@ class Epilogue(EpiMod):  # type: ignore[misc]
             Total(name, source.whole(name), isinstance(op, RowVecReduce), isinstance(op, OnlineLSEReduce))
             for name, op in reduces.items()
         )
+        self.mixins = (*self.mixins, _Overlapping)
         if totals:
             self.mixins, self.fields = (_Finished, *self.mixins), {**self.fields, "totals": totals}
         wholes = tuple(Whole(total.whole) for total in totals)
-        super().__init__(fn, reduces=reduces, extra_ops=(*extra_ops, *wholes), **options)
+        early = Scalar(source.EARLY, Int32)
+        super().__init__(fn, reduces=reduces, extra_ops=(*extra_ops, *wholes, early), **options)
 
     def _mint(self, *mint_key: Any) -> type:
         minted = super()._mint(*mint_key)

@@ -7,7 +7,7 @@ each new M, 28 us).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ class Parts(NamedTuple):
     fields: tuple[str, ...]
     swizzle: int
     stack: int | None
+
+
+Run = Callable[[bool], None]
+"""Launches a kernel. Told True, it may begin before the kernel before it has ended: device._Overlapping says when."""
 
 
 class Executable:
@@ -62,11 +66,13 @@ class Executable:
         self._offset = place.get("lane_offset")
         self._plus = products[0].plus
         self._turned = products[0].a_layout == "km"
+        self._early = place[source.EARLY]
         self._spans = [place[field] for field in source.SPANS] if region.summed else []
 
-    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        """`inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`: stores, then sums,
-        contiguous. What is None is written to scratch. M >= 1."""
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
+        """What launches the kernel. `inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`:
+        stores, then sums, contiguous. What is None is written to scratch, which lives as long as what is returned.
+        M >= 1."""
         a, b = inputs[self._a].t() if self._turned else inputs[self._a], inputs[self._b]
         fields = self._blank.copy()
         for field, i in self._inputs:
@@ -92,7 +98,12 @@ class Executable:
             fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
-        self._run(a, b, d, c, tuple(fields), self._scheduler, None, None, None)
+
+        def run(early: bool) -> None:
+            fields[self._early] = int(early)
+            self._run(a, b, d, c, tuple(fields), self._scheduler, None, None, None)
+
+        return run
 
     def _partials(self, a: Tensor, over_m: bool, count: int) -> tuple[int, Sequence[Tensor]]:
         """The length of a sum, and for each of `count` what its tiles leave: [tiles of M, N] or [M, tiles of N], either

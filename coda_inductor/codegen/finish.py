@@ -30,7 +30,7 @@ class Total(NamedTuple):
     logsumexp: bool
 
 
-def finish(totals: Sequence[Total], args: Any, stream: Any, use_pdl: bool) -> None:
+def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
     """Launches what finishes the `totals`, whose fields `args` has: one kernel for those over N, one for those over M.
     Traced into the host function of the kernel that they follow."""
     for over_m in (False, True):
@@ -42,7 +42,7 @@ def finish(totals: Sequence[Total], args: Any, stream: Any, use_pdl: bool) -> No
             wholes = [getattr(args, total.whole) for total in some]
             blocks = (cute.size(wholes[0]) + (LANES - 1)) // LANES
             _finish(parts, wholes, [total.logsumexp for total in some]).launch(
-                grid=(blocks, len(some), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=use_pdl
+                grid=(blocks, len(some), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
             )
 
 

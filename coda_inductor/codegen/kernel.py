@@ -30,6 +30,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region
 
 SM90 = (9, 0)
+NO_WAITS = ("use_pdl", False)  # of quack's own: device._Overlapping has them
 
 
 class Compiled(Executable):
@@ -97,6 +98,7 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
     if len(region.products) == 2 and not region.half:
         values["lane_offset"] = 0
     values |= dict.fromkeys(source.SPANS, 0) if region.summed else {}
+    values[source.EARLY] = 0
     matrix = _blank(region.dtype, 8, 8)
     left = matrix if region.products[0].a_layout == "mk" else matrix.t()
     with _objects_in(objects):
@@ -105,7 +107,7 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
                 epilogue._mint(*mint_key), SM90, left, matrix, values.pop("D", None), values.pop("c", None),
                 epi_values=values, tile_M=config.tile_m, tile_N=config.tile_n, cluster_M=config.cluster_m,
                 cluster_N=config.cluster_n, pingpong=config.pingpong, b_kn=region.products[0].b_layout == "kn",
-                post_init_attrs=(("resolve_epi_m_major", along_n),) if config.order == "n" else (),
+                post_init_attrs=(NO_WAITS, *((("resolve_epi_m_major", along_n),) if config.order == "n" else ())),
                 gemm_cls_ref=epilogue._class_ref(mint_key),
             )  # fmt: skip
         except Exception as error:  # the boundary to a compiler: whatever it raises, this kernel does not exist

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from coda_inductor.codegen import legality, library, record
+from coda_inductor.codegen.executable import Run
 from coda_inductor.codegen.store import HINT, open_store
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported, warn
@@ -32,6 +33,17 @@ FALLBACKS: collections.Counter[str] = collections.Counter()
 """Launches that did not run as one kernel on the tensors given, by reason; each reason is warned about once."""
 
 REACH = 1 << 40  # bytes between two matrices that one TMA descriptor can span; beyond, the hardware wraps silently
+
+
+class Launch(Protocol):
+    """What together launches, as a Kernel."""
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
+        """What runs it, or None once it has run."""
+
+
+Work = tuple[Launch, Sequence[Tensor], Sequence[Tensor | None]]
+"""A launch, its inputs and its outputs."""
 
 
 class Kernel:
@@ -52,11 +64,6 @@ class Kernel:
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if
         unread."""
-        if not inputs[self._m].shape[self._dim]:
-            for out in outs:
-                if out is not None:
-                    out.zero_()  # of no tokens: what is not empty is a sum over them
-            return
         if inputs[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(inputs[0].device):
                 self._launch(inputs, outs, None)
@@ -68,10 +75,22 @@ class Kernel:
         self._launch(inputs, outs, config)
 
     def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None) -> None:
-        """Addresses, lanes, the bucket's kernel: nothing that depends on M is made here."""
+        if (run := self.prepare(inputs, outs, config)) is not None:
+            run(False)
+
+    def prepare(
+        self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None = None
+    ) -> Run | None:
+        """What launches the kernel: addresses, lanes, the bucket's kernel; nothing that depends on M is made here.
+        None: nothing is to be launched, `outs` hold the results."""
+        if not inputs[self._m].shape[self._dim]:
+            for out in outs:
+                if out is not None:
+                    out.zero_()  # of no tokens: what is not empty is a sum over them
+            return None
         if self._dim and inputs[self._m].shape[1] & 7:
             self.fall_back(inputs, outs, "the left operand has rows of M numbers, which is not a multiple of 8")
-            return
+            return None
         for t in inputs:
             *pitch, step = t.stride()
             if t.data_ptr() & 15 or step != 1 or (pitch and pitch[0] * t.element_size() & 15):
@@ -88,14 +107,15 @@ class Kernel:
             compiled = self.compiled(config, swapped=swapped)
         else:
             key = (legality.bucket(inputs[self._m].shape[self._dim]), swapped)
-            compiled = self._ready[key] if key in self._ready else self._prepare(*key)
+            compiled = self._ready[key] if key in self._ready else self._choose(*key)
         if compiled is None:
             self.fall_back(inputs, outs, self._refusal)
-            return
+            return None
         LAUNCHES[self._digest] += 1
-        compiled(inputs, outs)
+        run: Run = compiled.prepare(inputs, outs)
+        return run
 
-    def _prepare(self, size: int, swapped: bool) -> Any:
+    def _choose(self, size: int, swapped: bool) -> Any:
         """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
         measured = record.remembered(self.directory, self.region, size)
         found, refusals = None, list[str]()
@@ -121,7 +141,7 @@ class Kernel:
     def build(self, m: int) -> None:
         """Builds the kernel of `m` tokens now. Raises Unsupported if there is none."""
         key = (legality.bucket(m), False)
-        if (self._ready[key] if key in self._ready else self._prepare(*key)) is None:
+        if (self._ready[key] if key in self._ready else self._choose(*key)) is None:
             raise Unsupported(self._refusal)
 
     def config(self, m: int) -> Config | None:
@@ -149,6 +169,20 @@ class Kernel:
                         raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
                 self._compiled[key] = found
         return self._compiled[key]
+
+
+def together(work: Sequence[Work]) -> None:
+    """Launches kernels of one device, none of which reads what another writes: each may begin where blocks of the one
+    before have ended. The outputs' memory must be apart, and apart from all inputs'."""
+    first = work[0][1][0]
+    there = first.get_device() == torch.cuda.current_device()
+    with contextlib.nullcontext() if there else torch.cuda.device(first.device):
+        runs = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]  # with their scratch, until all run
+        early = False
+        for run in runs:
+            if run is not None:
+                run(early)
+                early = True
 
 
 def compiler() -> Any:

@@ -6,8 +6,8 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -17,27 +17,46 @@ from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
-from coda_inductor.codegen.launch import fall_back, kernel
+from coda_inductor.codegen.executable import Run
+from coda_inductor.codegen.launch import Kernel, fall_back, kernel
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.ops import REGION, STORED
 
-Launch = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
+
+class Launcher:
+    """What a compiled graph calls. The kernel is built or loaded at the first call, with the settings of the compile
+    that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.settings = text, current()
+
+    @cached_property
+    def kernel(self) -> Kernel | OnTorch:
+        """Ready to be called."""
+        return ready(self.text, self.settings)
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        self.kernel(inputs, outs)
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
+        """As Kernel.prepare."""
+        return self.kernel.prepare(inputs, outs)
 
 
-def launcher(text: str) -> Launch:
-    """What a compiled graph calls: f(inputs, outs). The kernel is built or loaded at the first call, with the settings
-    of the compile that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
-    settings = current()
-    run: list[Launch] = []
+class OnTorch:
+    """A Region that has no kernel."""
 
-    def launch(inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        if not run:
-            run.append(ready(text, settings))
-        run[0](inputs, outs)
+    def __init__(self, region: Region, reason: str) -> None:
+        self.region, self.reason = region, reason
 
-    return launch
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        fall_back(self.region, inputs, outs, self.reason)
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """Computes at once."""
+        fall_back(self.region, inputs, outs, self.reason)
 
 
 def current() -> Settings:
@@ -46,26 +65,45 @@ def current() -> Settings:
     return settings if isinstance(settings, Settings) else Settings.read()[0]
 
 
-def ready(text: str, settings: Settings) -> Launch:
-    """The Region's kernel, or the interpreter where none can be. Under CODA_INDUCTOR_STRICT raises Unsupported."""
+def ready(text: str, settings: Settings) -> Kernel | OnTorch:
+    """The Region's kernel, or what runs without one. Under CODA_INDUCTOR_STRICT raises Unsupported."""
     try:
         return kernel(text, settings.cache_dir, strict=settings.strict)
     except Unsupported as error:
         if settings.strict:
             raise
-        return partial(fall_back, parse(text), reason=str(error))
+        return OnTorch(parse(text), str(error))
 
 
 class RegionKernel(ir.FallbackKernel):
     """One launch. Its outputs are RegionOutputs, allocated by Inductor before the call; unread ones are None."""
 
+    written = False
+
     def codegen(self, wrapper: Any) -> None:
-        """Writes the call."""
+        """Writes the call, and with it those that may overlap with it."""
+        if self.written:
+            return
+        regions = [self, *_beside(self)]
+        for region in regions:
+            region.codegen_comment(wrapper)
+        calls = [region.call(wrapper) for region in regions]
+        names = "".join(f"{region.get_name()} = " for region in regions)
+        if len(calls) == 1:
+            ((run, given),) = calls
+            wrapper.writeline(f"{names}{run}({given})")
+            return
+        wrapper.add_import_once("from coda_inductor.codegen.launch import together as coda_together")
+        wrapper.writeline(f"{names}coda_together([{', '.join(f'({run}, {given})' for run, given in calls)}])")
+
+    def call(self, wrapper: Any) -> tuple[str, str]:
+        """What is called, and with what. Allocates the outputs: all those of one line before it, so that none of them
+        lies where an input of the line did."""
+        self.written = True
         text, _ = self.constant_args
         digest = parse(text).digest
-        wrapper.add_import_once("from coda_inductor.inductor.launching import launcher as coda_launcher")
+        wrapper.add_import_once("from coda_inductor.inductor.launching import Launcher as coda_launcher")
         wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
-        self.codegen_comment(wrapper)
         outs = []
         for out in self.outputs:
             dead = out.get_name() in V.graph.removed_buffers
@@ -73,7 +111,34 @@ class RegionKernel(ir.FallbackKernel):
                 wrapper.codegen_allocation(out)
             outs.append("None" if dead else out.get_name())
         inputs = ", ".join(x.codegen_reference() for x in self.inputs)  # type: ignore[union-attr]
-        wrapper.writeline(f"{self.get_name()} = coda_{digest}([{inputs}], [{', '.join(outs)}])")
+        return f"coda_{digest}", f"[{inputs}], [{', '.join(outs)}]"
+
+
+def _beside(first: RegionKernel) -> list[RegionKernel]:
+    """The Regions that Inductor has put right behind `first` and that read nothing of it, nor of one another."""
+    nodes, current = V.graph.scheduler.nodes, V.graph.scheduler.current_node
+    assert current is not None
+    found = list[RegionKernel]()
+    written = {first.get_name(), *(out.get_name() for out in first.outputs)}
+    for node in nodes[nodes.index(current) + 1 :]:
+        other = getattr(node, "node", None)
+        if isinstance(other, RegionOutput):
+            continue
+        reads = {dep.name for dep in node.read_writes.reads}
+        if not isinstance(other, RegionKernel) or reads & written or not _alike(current, node):
+            break
+        found.append(other)
+        written |= {other.get_name(), *(out.get_name() for out in other.outputs)}
+    return found
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Do two nodes run on one device and stream, and in one part of a graph that is cut for CUDA graphs?"""
+    streams = getattr(V.graph.scheduler, "node_to_stream", {})
+    if a.get_device() != b.get_device() or streams.get(a) != streams.get(b):
+        return False
+    cut = V.graph.scheduler.should_partition
+    return not inductor_config.graph_partition or bool(cut(a)) == bool(cut(b))
 
 
 class RegionOutput(ir.MultiOutput):

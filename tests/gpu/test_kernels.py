@@ -39,7 +39,13 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.codegen.tune import tune
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.region import Region
+from coda_inductor.core.region import Product, Reduction, Region
+
+
+def logsumexp(n: int, k: int) -> Region:
+    """A head's normaliser, and nothing else."""
+    return Region(n, "bf16", (Product("acc", 0, 1, k, "nk"),), (), (), (), (Reduction("acc", "N", "logsumexp"),))
+
 
 RANDOM = [random_region(seed, n=328, k=136) for seed in range(12)]
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3
@@ -180,6 +186,33 @@ def test_sums_over_tokens_at_every_edge(cache_dir: str) -> None:
     outs = blank_outputs(region, 385, "cuda")
     launch.kernel(region.text, cache_dir).run_in(config, inputs, [None, None, outs[2], None])
     assert relative_error(outs[2], interpret(region, inputs)[2]) < TOLERANCE and bool(outs[1].isnan().all())
+
+
+@pytest.mark.parametrize(("region", "m"), [(scores(20008, 64), 300), (bias_sums(1000, 64), 8321)])
+def test_sums_of_more_tiles_than_are_added_at_once(region: Region, m: int, cache_dir: str) -> None:
+    inputs, outs = random_inputs(region, m, "cuda"), blank_outputs(region, m, "cuda")
+    for config in (Config(128, 64, 1, 1, False), legality.candidates(region, legality.bucket(m))[0]):
+        launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)
+        assert verdict(region, inputs, outs) == {}, str(config)
+
+
+def test_the_logsumexp_of_scores_that_are_not_finite(cache_dir: str) -> None:
+    """As torch's, but for a score of inf, of which quack's logsumexp in the epilogue makes NaN."""
+    region, m = logsumexp(1000, 64), 300
+    inputs = [
+        torch.zeros(m, 64, dtype=torch.bfloat16, device="cuda"),
+        torch.zeros(1000, 64, dtype=torch.bfloat16, device="cuda"),
+    ]
+    a, b = inputs
+    a[:, 0], b[:, 0] = 1, torch.arange(1000, device="cuda") % 17  # scores up to 16, then rows of others
+    a[1, 0], a[2, 0], a[3, 0], a[4, 0] = -1e38, 0, float("nan"), 1e4
+    b[:, 1] = 1
+    a[5, 1] = float("-inf")
+    (found,) = outs = blank_outputs(region, m, "cuda")
+    launch.kernel(region.text, cache_dir)([a, b], outs)
+    wanted = torch.logsumexp(a.double() @ b.double().t(), 1)
+    assert bool(wanted[5].isneginf()) and bool(wanted[3].isnan())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_what_follows_a_vector_in_memory_does_not_count(cache_dir: str) -> None:

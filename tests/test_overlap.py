@@ -1,0 +1,208 @@
+"""Launches that may overlap: which Regions stand in one line of a compiled graph, where their outputs lie, and what
+their kernels are told."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from codegen_cases import bias_sums, blank_outputs, plain, random_inputs, token_scale
+from compiling import close, pretend
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from coda_inductor.codegen import executable, launch, source
+from coda_inductor.codegen.executable import Executable, Parts, Run
+from coda_inductor.codegen.launch import Launch, Work
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.errors import CodaWarning
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import Store
+from coda_inductor.inductor import launching
+
+SQUARE = replace(plain(64, 64), stores=(Store("acc", "bf16"),)).text
+TILE = Config(128, 64, 1, 1, True)
+
+
+def region(x: Tensor, w: Tensor) -> Tensor:
+    out: Tensor = torch.ops.coda.region([x, w], SQUARE, "sm_90a")[0]
+    return out
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+class Seen(list[list[int]]):
+    """For each line of several Regions how many bytes of its outputs lie in its inputs or in one another."""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
+    pretend(monkeypatch, tmp_path)
+    launching.register()
+    torch._dynamo.reset()
+    found, whole = Seen(), launch.together
+
+    def together(work: Sequence[Work]) -> None:
+        places = [[place(t) for t in ts if t is not None] for _, *given in work for ts in given]
+        outs, everything = joined(places[1::2]), joined(places)
+        found.append([sum(common(out, other) for other in everything) - out[1] + out[0] for out in outs])
+        whole(work)
+
+    monkeypatch.setattr(launch, "together", together)
+    return found
+
+
+def joined(lists: list[list[Any]]) -> list[Any]:
+    return functools.reduce(operator.add, lists)
+
+
+def place(t: Tensor) -> tuple[int, int]:
+    return t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
+
+
+def common(a: tuple[int, int], b: tuple[int, int]) -> int:
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def compiled(f: Any, *args: Tensor) -> tuple[Any, str]:
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):  # whose key knows nothing of ours
+        found, (code,) = run_and_get_code(torch.compile(f, fullgraph=True), *args)
+        for out, wanted in zip(found, f(*args), strict=True):
+            close(out, wanted)
+    return found, code
+
+
+def test_what_reads_nothing_of_one_another_is_launched_in_one_line(seen: Seen) -> None:
+    def f(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        return [region(x, w) for w in weights]
+
+    _, code = compiled(f, drawn(96, 64), *(drawn(64, 64) for _ in range(3)))
+    assert code.count("coda_together([") == 1
+    assert seen == [[0, 0, 0]]
+
+
+def test_what_reads_another_is_not(seen: Seen) -> None:
+    def f(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+        return [region(region(x, v), w)]
+
+    _, code = compiled(f, drawn(96, 64), drawn(64, 64), drawn(64, 64))
+    assert "coda_together" not in code
+    assert seen == []
+
+
+def test_a_line_ends_at_what_reads_it_and_at_other_kernels(seen: Seen) -> None:
+    def f(x: Tensor, *w: Tensor) -> list[Tensor]:
+        first, second = region(x, w[0]), region(x, w[1])
+        third, fourth = region(second, w[2]), region(x, w[3])
+        return [first, third, fourth, region(fourth @ w[4], w[0]), region(x, w[5])]
+
+    _, code = compiled(f, drawn(96, 64), *(drawn(64, 64) for _ in range(6)))
+    lines = [line for line in code.splitlines() if "= coda_" in line and "launcher" not in line]
+    read_once = [set(line.split(" = ")[:-1]) for line in lines]
+    for line, names in zip(lines, read_once, strict=True):
+        assert not any(f"{name}," in line.split("coda_", 1)[1].split("], [")[0] for name in names)
+    assert sum(line.count("(coda_") + ("together" not in line) for line in lines) == 6
+    assert all(not any(row) for row in seen)
+
+
+def test_outputs_of_a_line_lie_apart_from_what_its_first_region_reads_last(seen: Seen) -> None:
+    """Inductor gives memory that is read for the last time to the next output of its size. The second Region begins
+    while the first still reads it."""
+
+    def f(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+        first = region(x.sin() @ v, w)
+        second = region(x, w)
+        return [first @ w, second @ w]
+
+    _, code = compiled(f, drawn(64, 64), drawn(64, 64), drawn(64, 64))
+    assert "coda_together" in code and "# reuse" in code
+    assert seen == [[0, 0]]
+
+
+def test_regions_on_other_devices_streams_and_parts_of_a_graph_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Node:
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def get_device(self) -> str:
+            return self.device
+
+    a, b, elsewhere, cut = Node(device="0"), Node(device="0"), Node(device="1"), Node(device="0")
+    scheduler = SimpleNamespace(node_to_stream={}, should_partition=lambda node: node is cut)
+    monkeypatch.setattr(launching, "V", SimpleNamespace(graph=SimpleNamespace(scheduler=scheduler)))
+    with torch._inductor.config.patch(graph_partition=True):
+        assert launching._alike(a, b) and not launching._alike(a, elsewhere) and not launching._alike(a, cut)
+    scheduler.node_to_stream[b] = 1
+    assert not launching._alike(a, b)
+
+
+class Recorded:
+    """A launch that writes down when it is prepared and run."""
+
+    def __init__(self, name: str, log: list[str], *, launches: bool = True) -> None:
+        self.name, self.log, self.launches = name, log, launches
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
+        self.log.append(f"prepare {self.name}")
+        return (lambda early: self.log.append(f"{self.name} {early}")) if self.launches else None
+
+
+def test_all_are_prepared_before_the_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that a preparation launches, and scratch that it allocates, come before all kernels."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    log: list[str] = []
+    launch.together([(Recorded(name, log), [torch.empty(1)], []) for name in "abc"])
+    assert log == ["prepare a", "prepare b", "prepare c", "a False", "b True", "c True"]
+
+
+def test_what_is_not_launched_lets_no_other_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    log: list[str] = []
+    work = [
+        Recorded("a", log, launches=False),
+        Recorded("b", log),
+        Recorded("c", log, launches=False),
+        Recorded("d", log),
+    ]
+    launch.together([(each, [torch.empty(1)], []) for each in work])
+    assert log[4:] == ["b False", "d True"]
+
+
+def test_without_a_kernel_a_region_of_a_line_runs_on_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path)
+    regions = [token_scale(64, 64), plain(64, 64)]
+    inputs = [random_inputs(r, 40, "cpu") for r in regions]
+    outs = [blank_outputs(r, 40, "cpu") for r in regions]
+    runs: list[Launch] = [launching.OnTorch(regions[0], "because"), launching.Launcher(regions[1].text)]
+    with pytest.warns(CodaWarning, match="because"):
+        launch.together(list(zip(runs, inputs, outs, strict=True)))
+    for r, given, found in zip(regions, inputs, outs, strict=True):
+        for out, wanted in zip(found, interpret(r, given), strict=True):
+            close(out, wanted)
+
+
+def test_a_kernel_is_told_when_it_runs_and_keeps_its_scratch_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executable, "resident", lambda config: 1)
+    r, asked = bias_sums(64, 64), list[tuple[Any, ...]]()
+    names = source.slots(r)
+    fields = tuple(f for f in (*names.operands, *names.stores, *names.sums) if f not in ("c", "D"))
+    fields += (*map(source.whole, names.sums), source.EARLY)
+    kernel = Executable(r, TILE, Parts(lambda *given: asked.append(given), fields, 8, None))
+    runs = [kernel.prepare(random_inputs(r, 40, "cpu"), [None] * len(blank_outputs(r, 40, "cpu"))) for _ in range(2)]
+    assert asked == []
+    for run, early in zip(runs, (False, True), strict=True):
+        run(early)
+    told = [dict(zip(fields, given[4], strict=True)) for given in asked]
+    assert [t[source.EARLY] for t in told] == [0, 1]
+    scratch = [place(t[name]) for t in told for name in (*names.sums, *map(source.whole, names.sums))]
+    assert not any(common(a, b) for a, b in itertools.combinations(scratch, 2))
