@@ -16,13 +16,14 @@ from compiling import pretend, run
 from test_training_device import trained
 from torch import Tensor, fx, nn
 
-from coda_inductor.codegen import prebuild, timing
+from coda_inductor.codegen import library, prebuild, timing
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import put_off, subgraph
 from coda_inductor.inductor.group import Group
 from coda_inductor.inductor.joint import Verdict
+from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.outcome import FREE, SLOW, Outcome
 from coda_inductor.rewrite.build import Built
@@ -169,12 +170,12 @@ def test_what_a_losing_law_takes_along_is_not_measured(
 
 
 def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What loses without a law is known by then. Where the laws lose, no kernel is left to compile, but winners' for
-    weights in the other order."""
+    """What loses without a law is known by then. Where the laws lose, no kernel is left to compile, but those of what
+    is kept for weights in the other order."""
     timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if late(group, plan) else 1.1)
     monkeypatch.setattr(Contest, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
     begun, before, turned = list[tuple[bool, int]](), list[tuple[bool, int]](), dict[str, bool]()
-    measured, begin, judged = Contest.measure, prebuild.begin, Contest.outcome
+    measured, begin = Contest.measure, prebuild.begin
 
     def late(group: Group, plan: Plan) -> bool:
         return plan.program.in_backward(group.builts[0].draft.space)
@@ -192,20 +193,13 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
         before.append((bool(deferred(plan, group.builts)), len(begun)))
         return measured(self, group, plan)
 
-    def outcome(self: Contest, plan: Plan, members: list[Built]) -> Outcome:
-        found = judged(self, plan, members)
-        pairs.extend((b.region.digest, not found.loses) for b in members if len(b.region.products) == 2)
-        return found
-
-    pairs = list[tuple[str, bool]]()
     monkeypatch.setattr(prebuild, "begin", counted)
     monkeypatch.setattr(Contest, "measure", measure)
-    monkeypatch.setattr(Contest, "outcome", outcome)
     trained("llama")
     assert [idle for idle, _ in begun] == [False, True, True]  # the first plan's, ahead, what losers changed
     assert before[0] == (False, 1) and {n for law, n in before if law} == {2, 3}
-    # What wins and has two weights, for weights that lie in the other order, too.
-    assert turned == {digest: False for digest, wins in pairs if wins} != {}
+    # What is kept and has two weights, for weights that lie in the other order, too.
+    assert turned == dict.fromkeys(pairs_kept(), False) != {}
 
 
 def test_what_loses_is_not_compiled_for_the_other_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -226,6 +220,26 @@ def test_what_loses_is_not_compiled_for_the_other_order(monkeypatch: pytest.Monk
     monkeypatch.setattr(prebuild, "begin", seen)
     trained("llama")
     assert any(lost)
+
+
+def test_what_is_on_disk_is_not_compiled_for_the_other_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timed(monkeypatch, tmp_path, lambda group, plan: 1.1)
+    asked, begin = list[bool](), prebuild.begin
+
+    def seen(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
+        asked.extend(job.swapped for job in jobs)
+        return begin(jobs, cache_dir, over=over)
+
+    monkeypatch.setattr(prebuild, "begin", seen)
+    monkeypatch.setattr(library, "kept", lambda region, config, directory, swapped: True)
+    trained("llama")
+    assert pairs_kept() and asked and not any(asked)
+
+
+def pairs_kept() -> set[str]:
+    """The Regions of two weights that the last graph runs."""
+    regions = [site.region for site in REPORTS[-1].sites]
+    return {r.digest for r in regions if len(r.products) == 2 and not r.half}
 
 
 class Packed(nn.Module):

@@ -47,20 +47,25 @@ def load(region: Region, config: Config, directory: Path, *, swapped: bool = Fal
     """The kernel as it was kept. None if it was not, or is not what it was."""
     place = folder(region, config, directory, swapped=swapped)
     try:
-        kept = json.loads((place / KEPT).read_text())
-        path = place / kept["library"]
-        if hashlib.sha256(path.read_bytes()).hexdigest() != kept["sha256"]:
+        found = json.loads((place / KEPT).read_text())
+        path = place / found["library"]
+        if hashlib.sha256(path.read_bytes()).hexdigest() != found["sha256"]:
             return None
         import tvm_ffi
 
         function = tvm_ffi.load_module(path)[FUNCTION]
-        parts = Parts(function, tuple(kept["fields"]), int(kept["swizzle"]), kept["stack"])
+        parts = Parts(function, tuple(found["fields"]), int(found["swizzle"]), found["stack"])
         return Executable(region, config, parts, swapped=swapped)
     except FileNotFoundError:
         return None
     except Exception as error:  # a broken record, another loader: the compiler will find or make the kernel
         log.info("%s is not loaded as it was kept: %s: %s", place, type(error).__name__, error)
         return None
+
+
+def kept(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> bool:
+    """Was the kernel kept, as far as can be told without loading it?"""
+    return (folder(region, config, directory, swapped=swapped) / KEPT).exists()
 
 
 def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> None:
@@ -80,8 +85,8 @@ def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> N
             digest = hashlib.sha256(linked.read_bytes()).hexdigest()
             linked.replace(path)
         found = {"library": str(path.relative_to(place)), "sha256": digest}
-        kept = {**found, "fields": parts.fields, "swizzle": parts.swizzle, "stack": parts.stack}
-        store.write(place / KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        parted = {"fields": parts.fields, "swizzle": parts.swizzle, "stack": parts.stack}
+        store.write(place / KEPT, json.dumps({**found, **parted}, indent=1, sort_keys=True) + "\n")
     except (OSError, subprocess.SubprocessError, Unsupported) as error:  # the kernel runs; a warm start takes longer
         log.info("%s is not linked: %s %s", compiled, error, getattr(error, "stderr", ""))
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from coda_inductor.codegen import launch, legality, prebuild, record, store, timing
+from coda_inductor.codegen import launch, legality, library, prebuild, record, store, timing
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.core.region import Region
@@ -94,6 +94,7 @@ class Contest:
             verdict = self.judge(plan, fresh)
         if verdict.settled:
             self._ahead.end()
+            self._ahead.begin(self.turned(plan, builts))
         return verdict
 
     def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:
@@ -236,11 +237,8 @@ class Contest:
 
     def jobs(self, plan: Plan, builts: Iterable[Built]) -> list[prebuild.Job]:
         """The kernels of Regions that are not tuned."""
-        directory, sizes = store.open_store(self.settings.cache_dir), dict[tuple[Region, int], None]()
-        for b in builts:
-            with contextlib.suppress(Unsupported):  # of a size that is not known
-                sizes[b.region, legality.bucket(tokens(plan, b))] = None
-        new = [(region, size) for region, size in sizes if record.remembered(directory, region, size) is None]
+        directory = store.open_store(self.settings.cache_dir)
+        new = [found for found in sizes(plan, builts) if record.remembered(directory, *found) is None]
         return [prebuild.Job(region, config) for region, size in new for config in legality.candidates(region, size)]
 
     def compile(self, plan: Plan, group: Group) -> None:
@@ -304,18 +302,19 @@ class Contest:
             measured = self.measure(group, plan)
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
             found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, timed)
-            if not outcome_of(group.mask, found).loses:
-                self._ahead.begin(self.turned(plan, members))
         self.say(key, found)
         return outcome_of(group.mask, found)
 
     def turned(self, plan: Plan, builts: Iterable[Built]) -> Iterator[prebuild.Job]:
-        """The tuned kernels of two weights for weights that lie in the other order in memory: in which order they do
-        is known when the graph runs, and compiling the kernel then takes seconds."""
+        """The tuned kernels of two weights for weights that lie in the other order in memory, which are not on disk: in
+        which order they do is known when the graph runs, and compiling the kernel then takes seconds. Inductor compiles
+        the graph meanwhile."""
+        if self.settings.tune == "off":
+            return
         directory = store.open_store(self.settings.cache_dir)
-        for region, size in {(b.region, legality.bucket(tokens(plan, b))) for b in builts}:
+        for region, size in sizes(plan, (b for b in builts if len(b.region.products) == 2 and not b.region.half)):
             config = record.remembered(directory, region, size)
-            if len(region.products) == 2 and not region.half and config is not None:
+            if config is not None and not library.kept(region, config, directory, swapped=True):
                 yield prebuild.Job(region, config, swapped=True)
 
     def say(self, key: str, found: dict[str, Any]) -> None:
@@ -358,6 +357,15 @@ def deferred(plan: Plan, members: list[Built]) -> int:
     """The products of a group (a bit set) whose operands a law defers."""
     bits = {acc.bit for b in members for acc in b.draft.space.accs}
     return sum(1 << bit for bit in {f.product for f in plan.firings} & bits)
+
+
+def sizes(plan: Plan, builts: Iterable[Built]) -> list[tuple[Region, int]]:
+    """The Regions, each once, with the bucket to measure in, if it is known."""
+    found = dict[tuple[Region, int], None]()
+    for b in builts:
+        with contextlib.suppress(Unsupported):
+            found[b.region, legality.bucket(tokens(plan, b))] = None
+    return [*found]
 
 
 def tokens(plan: Plan, built: Built) -> int:
