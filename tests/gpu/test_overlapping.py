@@ -36,17 +36,19 @@ def bare(n: int, k: int) -> Region:
 LINES = {  # Regions that stand side by side: the first takes long, or the last, or they leave sums
     "queries, keys, values": [rotary(2048, 512), rotary(512, 512), token_scale(512, 512)],
     "the first takes long": [bare(4096, 4096), bare(128, 64), token_scale(64, 512)],
+    "the first runs on few multiprocessors": [bare(128, 1 << 16), token_scale(4096, 64), bare(128, 64)],
     "the last takes long": [token_scale(64, 64), bare(128, 64), bare(4096, 4096)],
     "with sums": [bias_sums(1000, 520), norm_producer(1000, 520), scores(1000, 64), swiglu(1000, 520)],
     "gradients of weights": [weight_gradient(1000, 520), weight_gradient(2056, 520)],
 }
 SIZES = (1, 37, 4097)
+DEEP = 1 << 16
 
 
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = str(tmp_path_factory.mktemp("store") / "kernels")
-    regions = [*dict.fromkeys(r for line in LINES.values() for r in line), norm_producer(512, 4096), bare(64, 4096)]
+    regions = dict.fromkeys(r for line in LINES.values() for r in line)
     prebuild([Job(r, c) for r in regions for c in {legality.candidates(r, m)[0] for m in SIZES}], directory)
     return directory
 
@@ -89,14 +91,15 @@ def test_a_line_gives_what_its_regions_give_alone(line: str, m: int, cache_dir: 
             x.copy_(old)
 
 
-@pytest.mark.parametrize("m", [300, 4097])
-def test_a_line_reads_what_the_kernel_before_it_writes(m: int, cache_dir: str) -> None:
-    """A residual stream and the sum of its squares, fresh each time, then three Regions that read both."""
-    producer, line = norm_producer(512, 4096), [token_scale(1024, 512), token_scale(128, 512), token_scale(512, 512)]
-    for seed in range(20):
-        inputs, (h, z, squares) = random_inputs(producer, m, "cuda", seed=seed), blank_outputs(producer, m, "cuda")
-        weights = [random_inputs(r, m, "cuda", seed=seed)[1] for r in line]
-        work = [(r, [z, w, squares], blank_outputs(r, m, "cuda")) for r, w in zip(line, weights, strict=True)]
+@pytest.mark.parametrize("k", [512, DEEP])
+def test_a_line_reads_what_the_kernel_before_it_writes(k: int, cache_dir: str) -> None:
+    """A residual stream and the sum of its squares, fresh each time, then three Regions that read both. Blocks of the
+    deep producer run on few multiprocessors, and long: those of the line could begin at once."""
+    producer, line = norm_producer(128, k), [token_scale(1024, 128), token_scale(64, 128), token_scale(512, 128)]
+    for seed in range(10):
+        inputs, (h, z, squares) = random_inputs(producer, 100, "cuda", seed=seed), blank_outputs(producer, 100, "cuda")
+        weights = [random_inputs(r, 100, "cuda", seed=seed)[1] for r in line]
+        work = [(r, [z, w, squares], blank_outputs(r, 100, "cuda")) for r, w in zip(line, weights, strict=True)]
         launch.kernel(producer.text, cache_dir)(inputs, [h, z, squares])
         launch.together(on_gpu(work, cache_dir))
         for r, read, (end,) in work:
@@ -104,12 +107,13 @@ def test_a_line_reads_what_the_kernel_before_it_writes(m: int, cache_dir: str) -
 
 
 def test_what_comes_behind_a_line_waits_for_all_of_it(cache_dir: str) -> None:
-    """The first takes long, the last ends early; the kernel behind reads what the first writes, into its memory."""
-    slow, quick, reader = bare(4096, 4096), bare(128, 64), bare(64, 4096)
-    for seed in range(20):
-        work = [*given([slow], 4097, seed), *given([quick], 37, seed)]
+    """The first takes long, on few multiprocessors, the last ends at once; the kernel behind reads what the first
+    writes."""
+    slow, quick, reader = bare(128, DEEP), bare(128, 64), bare(64, 128)
+    for seed in range(10):
+        work = [*given([slow], 100, seed), *given([quick], 37, seed)]
         (_, read, (out,)), _ = work
-        weight, found = random_inputs(reader, 1, "cuda", seed=seed)[1], blank_outputs(reader, 4097, "cuda")
+        weight, found = random_inputs(reader, 1, "cuda", seed=seed)[1], blank_outputs(reader, 100, "cuda")
         launch.together(on_gpu(work, cache_dir))
         launch.kernel(reader.text, cache_dir)([out, weight], found)
         assert relative_error(found[0], interpret(reader, [out, weight])[0]) < 4e-3
