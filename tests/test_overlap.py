@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from codegen_cases import bias_sums, blank_outputs, plain, random_inputs, token_scale
+from codegen_cases import bias_sums, blank_outputs, plain, random_inputs, summed, swiglu, token_scale
 from compiling import close, pretend
 from torch import Tensor
+from torch._inductor import compile_fx
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.codegen import executable, launch, source
@@ -30,6 +34,9 @@ from coda_inductor.inductor import launching
 
 SQUARE = replace(plain(64, 64), stores=(Store("acc", "bf16"),)).text
 TILE = Config(128, 64, 1, 1, True)
+
+
+WIDE = replace(plain(1024, 64), stores=(Store("acc", "bf16"),)).text
 
 
 def region(x: Tensor, w: Tensor) -> Tensor:
@@ -107,26 +114,44 @@ def test_a_line_ends_at_what_reads_it_and_at_other_kernels(seen: Seen) -> None:
         return [first, third, fourth, region(fourth @ w[4], w[0]), region(x, w[5])]
 
     _, code = compiled(f, drawn(96, 64), *(drawn(64, 64) for _ in range(6)))
-    lines = [line for line in code.splitlines() if "= coda_" in line and "launcher" not in line]
-    read_once = [set(line.split(" = ")[:-1]) for line in lines]
-    for line, names in zip(lines, read_once, strict=True):
-        assert not any(f"{name}," in line.split("coda_", 1)[1].split("], [")[0] for name in names)
-    assert sum(line.count("(coda_") + ("together" not in line) for line in lines) == 6
+    calls = [re.findall(r"\(coda_\w+, \[(.*?)\], \[(.*?)\]\)", line) for line in code.splitlines()]
+    lines = [line for line in calls if line]
+    for line in lines:
+        assert not {out for _, out in line} & {name for given, _ in line for name in re.findall(r"buf\d+", given)}
+    assert [*map(len, lines)] == [2] and len(re.findall(r"= coda_[0-9a-f]{16}\(", code)) == 4
     assert all(not any(row) for row in seen)
 
 
-def test_outputs_of_a_line_lie_apart_from_what_its_first_region_reads_last(seen: Seen) -> None:
-    """Inductor gives memory that is read for the last time to the next output of its size. The second Region begins
-    while the first still reads it."""
+def test_what_reads_for_the_last_time_as_much_as_it_stores_ends_a_line(seen: Seen) -> None:
+    """Its memory can then be what the next Region writes, as without lines."""
 
     def f(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
-        first = region(x.sin() @ v, w)
-        second = region(x, w)
-        return [first @ w, second @ w]
+        return [region(x.sin() @ v, w), region(x, w)]
 
     _, code = compiled(f, drawn(64, 64), drawn(64, 64), drawn(64, 64))
-    assert "coda_together" in code and "# reuse" in code
+    assert "coda_together" not in code and "# reuse" in code
+
+
+def test_outputs_of_a_line_lie_apart_from_what_its_first_region_reads_last(seen: Seen) -> None:
+    """Inductor gives memory that is read for the last time to the next output of its size, here the second Region's,
+    which begins while the first still reads it."""
+
+    def f(x: Tensor, v: Tensor, wide: Tensor, w: Tensor) -> list[Tensor]:
+        return [torch.ops.coda.region([x.sin() @ v, wide], WIDE, "sm_90a")[0], region(x, w)]
+
+    _, code = compiled(f, drawn(64, 64), drawn(64, 64), drawn(1024, 64), drawn(64, 64))
+    assert "coda_together" in code
     assert seen == [[0, 0]]
+
+
+def test_inputs_are_aligned_before_the_line_that_reads_them(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor copies an input that is not aligned before the kernel that reads it first (on a GPU, torch 2.13)."""
+    if not hasattr(PythonWrapperCodegen, "codegen_deferred_alignment_copies"):
+        pytest.skip("this torch copies them all at the start")
+    monkeypatch.setattr(compile_fx, "get_input_idxs_to_check", lambda inputs, static: range(len(inputs)))
+    _, code = compiled(lambda x, v, w: [region(x, v), region(x, w)], *(drawn(64, 64) for _ in range(3)))
+    body = code[code.index("def call(") :]
+    assert body.count("copy_if_misaligned") == 3 and "copy_if_misaligned" not in body[body.index("coda_together([") :]
 
 
 def test_regions_on_other_devices_streams_and_parts_of_a_graph_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +231,21 @@ def test_a_kernel_is_told_when_it_runs_and_keeps_its_scratch_until_then(monkeypa
     assert [t[source.EARLY] for t in told] == [0, 1]
     scratch = [place(t[name]) for t in told for name in (*names.sums, *map(source.whole, names.sums))]
     assert not any(common(a, b) for a, b in itertools.combinations(scratch, 2))
+
+
+def test_a_prepared_kernel_keeps_what_it_reads_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second weight of two is in no argument of its own. It may be a copy that nobody else holds."""
+    monkeypatch.setattr(executable, "resident", lambda config: 1)
+    for r, addresses in ((swiglu(64, 64), ("lane_offset",)), (summed(64, 64), source.SPANS)):
+        names = source.slots(r)
+        fields = (*addresses, *(f for f in (*names.operands, *names.stores, *names.sums) if f not in ("c", "D")))
+        fields += (*map(source.whole, names.sums), source.EARLY)
+        kernel = Executable(r, TILE, Parts(lambda *given: None, fields, 8, None))
+        inputs = random_inputs(r, 40, "cpu")
+        kept = [weakref.ref(x) for x in inputs]
+        run = kernel.prepare(inputs, blank_outputs(r, 40, "cpu"))
+        del inputs
+        assert all(x() is not None for x in kept)
+        run(False)
+        del run
+        assert all(x() is None for x in kept)

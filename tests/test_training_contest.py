@@ -199,7 +199,7 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     assert [idle for idle, _ in begun] == [False, True, True]  # the first plan's, ahead, what losers changed
     assert before[0] == (False, 1) and {n for law, n in before if law} == {2, 3}
     # What is kept and has two weights, for weights that lie in the other order, too.
-    assert turned == dict.fromkeys(pairs_kept(), False) != {}
+    assert turned == dict.fromkeys(pairs_kept(), True) != {}
 
 
 def test_what_loses_is_not_compiled_for_the_other_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

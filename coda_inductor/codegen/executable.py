@@ -70,9 +70,9 @@ class Executable:
         self._spans = [place[field] for field in source.SPANS] if region.summed else []
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
-        """What launches the kernel. `inputs` as the Region orders them, on one device, in 16-byte aligned rows; `outs`:
-        stores, then sums, contiguous. What is None is written to scratch, which lives as long as what is returned.
-        M >= 1."""
+        """What launches the kernel, and until then keeps all that it reads and writes. `inputs` as the Region orders
+        them, on one device, in 16-byte aligned rows; `outs`: stores, then sums, contiguous. What is None is written to
+        scratch. M >= 1."""
         a, b = inputs[self._a].t() if self._turned else inputs[self._a], inputs[self._b]
         fields = self._blank.copy()
         for field, i in self._inputs:
@@ -99,7 +99,7 @@ class Executable:
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
 
-        def run(early: bool) -> None:
+        def run(early: bool, read: Any = inputs) -> None:  # a second weight is in no field, but an address
             fields[self._early] = int(early)
             self._run(a, b, d, c, tuple(fields), self._scheduler, None, None, None)
 

@@ -52,7 +52,7 @@ def _finish(parts: list, wholes: list, logsumexp: cutlass.Constexpr):  # type: i
     block, which, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
     shared = SmemAllocator().allocate_tensor(Float32, cute.make_layout((LANES, WARPS)), 16)
-    # What comes next may be set up meanwhile; it waits in turn, and for this kernel to end.
+    # What comes next may be set up meanwhile; it waits in turn, or reads nothing of this (device._Overlapping).
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
     for i in cutlass.range_constexpr(len(parts)):

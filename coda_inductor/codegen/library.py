@@ -64,8 +64,9 @@ def load(region: Region, config: Config, directory: Path, *, swapped: bool = Fal
 
 
 def kept(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> bool:
-    """Was the kernel kept, as far as can be told without loading it?"""
-    return (folder(region, config, directory, swapped=swapped) / KEPT).exists()
+    """Was the kernel kept, or compiled and not linked, as far as can be told without loading it?"""
+    place = folder(region, config, directory, swapped=swapped)
+    return any(place.glob(KEPT)) or any(place.glob("*/*.o"))
 
 
 def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> None:

@@ -94,7 +94,7 @@ class Contest:
             verdict = self.judge(plan, fresh)
         if verdict.settled:
             self._ahead.end()
-            self._ahead.begin(self.turned(plan, builts))
+            self._ahead.begin(self.turned(plan, builts), idle=True)
         return verdict
 
     def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:

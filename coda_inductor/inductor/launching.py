@@ -6,7 +6,9 @@ The wrapper is cached as text, so all that a call needs is the Region's text, wr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from functools import cache, cached_property
 from typing import Any
 
@@ -80,11 +82,44 @@ class RegionKernel(ir.FallbackKernel):
 
     written = False
 
+    @property
+    def text(self) -> str:
+        """The Region's."""
+        return self.constant_args[0]  # type: ignore[no-any-return]
+
+    @property
+    def region(self) -> Region:
+        """What is computed."""
+        return parse(self.text)
+
+    @property
+    def stored(self) -> int:
+        """The columns of what it stores."""
+        return len(self.region.stores) * self.region.width
+
+    def freed(self, last: AbstractSet[str]) -> float:
+        """The columns of the tokens' tensors among its inputs that are read for the `last` time (names)."""
+        region, columns = self.region, dict[int, float]()
+        for product in region.products:
+            for a, b in product.pairs:  # if tokens are summed over, both are theirs, and no weight
+                columns |= {a: math.inf, b: math.inf} if product.a_layout == "km" else {a: product.k}
+        for i, operand in enumerate(region.operands, region.matrices):
+            columns[i] = {"tile": region.n, "table": 2 * region.half}.get(operand.extent, 0)
+        names = {x.get_name(): columns.get(i, 0) for i, x in enumerate(self.inputs)}  # type: ignore[union-attr]
+        return sum(names[name] for name in names.keys() & last)
+
+    def written_names(self) -> set[str]:
+        """What others would read, by name."""
+        return {self.get_name(), *(out.get_name() for out in self.outputs)}
+
     def codegen(self, wrapper: Any) -> None:
         """Writes the call, and with it those that may overlap with it."""
         if self.written:
             return
-        regions = [self, *_beside(self)]
+        others = _beside(self)
+        for node in others:
+            _check_inputs(wrapper, node)
+        regions = [self, *(node.node for node in others)]
         for region in regions:
             region.codegen_comment(wrapper)
         calls = [region.call(wrapper) for region in regions]
@@ -98,10 +133,9 @@ class RegionKernel(ir.FallbackKernel):
 
     def call(self, wrapper: Any) -> tuple[str, str]:
         """What is called, and with what. Allocates the outputs: all those of one line before it, so that none of them
-        lies where an input of the line did."""
+        lies where an input of the line does."""
         self.written = True
-        text, _ = self.constant_args
-        digest = parse(text).digest
+        text, digest = self.text, self.region.digest
         wrapper.add_import_once("from coda_inductor.inductor.launching import Launcher as coda_launcher")
         wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
         outs = []
@@ -114,22 +148,39 @@ class RegionKernel(ir.FallbackKernel):
         return f"coda_{digest}", f"[{inputs}], [{', '.join(outs)}]"
 
 
-def _beside(first: RegionKernel) -> list[RegionKernel]:
-    """The Regions that Inductor has put right behind `first` and that read nothing of it, nor of one another."""
-    nodes, current = V.graph.scheduler.nodes, V.graph.scheduler.current_node
-    assert current is not None
-    found = list[RegionKernel]()
-    written = {first.get_name(), *(out.get_name() for out in first.outputs)}
-    for node in nodes[nodes.index(current) + 1 :]:
+FREED = 1 / 8  # (queries' and keys' tables of cosines and sines are 1/16 of what Llama's heads of 128 store)
+
+
+def _beside(first: RegionKernel) -> list[Any]:
+    """The scheduler's nodes of the Regions that Inductor has put right behind `first` and that read nothing of it, nor
+    of one another. All of a line's outputs have memory before any of its inputs gives it back: what is read for the
+    last time before the line's last Region is little beside what is stored."""
+    nodes, leader = V.graph.scheduler.nodes, V.graph.scheduler.current_node
+    assert leader is not None
+    found, written = list[Any](), first.written_names()
+    freed, stored = first.freed(leader.last_usage), first.stored
+    for node in nodes[nodes.index(leader) + 1 :]:
         other = getattr(node, "node", None)
+        if not isinstance(other, RegionKernel | RegionOutput) or not _alike(leader, node):
+            break
         if isinstance(other, RegionOutput):
             continue
-        reads = {dep.name for dep in node.read_writes.reads}
-        if not isinstance(other, RegionKernel) or reads & written or not _alike(current, node):
+        if {dep.name for dep in node.read_writes.reads} & written or freed > FREED * stored:
             break
-        found.append(other)
-        written |= {other.get_name(), *(out.get_name() for out in other.outputs)}
+        found.append(node)
+        written |= other.written_names()
+        freed, stored = freed + other.freed(node.last_usage), stored + other.stored
     return found
+
+
+def _check_inputs(wrapper: Any, node: Any) -> None:
+    """Writes what Inductor (torch 2.13) would write before `node`, whose Region runs earlier: assertions on the sizes
+    of inputs of the graph, and copies of those that are not aligned. It writes both once."""
+    reads = [dep.name for dep in node.read_writes.reads]
+    if inductor_config.size_asserts and hasattr(wrapper, "codegen_deferred_input_asserts"):
+        wrapper.codegen_deferred_input_asserts(reads)
+    if hasattr(wrapper, "codegen_deferred_alignment_copies"):
+        wrapper.codegen_deferred_alignment_copies(reads)
 
 
 def _alike(a: Any, b: Any) -> bool:
