@@ -98,6 +98,19 @@ def test_what_reads_nothing_of_one_another_is_launched_in_one_line(seen: Seen) -
     assert seen == [[0, 0, 0]]
 
 
+def test_a_line_of_any_number_of_tokens(seen: Seen) -> None:
+    def f(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+        return [region(x, v), region(x, w)]
+
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        g = torch.compile(f, fullgraph=True, dynamic=True)
+        for tokens in (96, 40, 7):
+            given = drawn(tokens, 64), drawn(64, 64), drawn(64, 64)
+            for out, wanted in zip(g(*given), f(*given), strict=True):
+                close(out, wanted)
+    assert seen == [[0, 0]] * 3
+
+
 def test_what_reads_another_is_not(seen: Seen) -> None:
     def f(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
         return [region(region(x, v), w)]
