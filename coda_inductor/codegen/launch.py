@@ -172,12 +172,13 @@ class Kernel:
 
 
 def together(work: Sequence[Work]) -> None:
-    """Launches kernels of one device, none of which reads what another writes: each may begin where blocks of the one
-    before have ended. The outputs' memory must be apart, and apart from all inputs'."""
-    first = work[0][1][0]
-    there = first.get_device() == torch.cuda.current_device()
-    with contextlib.nullcontext() if there else torch.cuda.device(first.device):
-        runs = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]  # with their scratch, until all run
+    """Launches kernels of one device on its current stream, none of which reads what another writes: each may begin
+    where blocks of the one before have ended. The outputs' memory must be apart, and apart from all inputs'. What each
+    reads, and its scratch, is kept until all are launched."""
+    example = work[0][1][0]
+    current = example.get_device() == torch.cuda.current_device()
+    with contextlib.nullcontext() if current else torch.cuda.device(example.device):
+        runs = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]
         early = False
         for run in runs:
             if run is not None:
