@@ -164,10 +164,11 @@ class _Overlapping:
     before its first load, or, told `early`, after the loads of its first tile. Once it has waited, or need not, blocks
     of the next kernel may be placed where there is room.
 
-    `early` asks that the kernel before is one of these (or what finishes its sums), that this one reads nothing that it
-    writes, and that neither writes where the other reads or writes. When blocks of this one are placed, all of that one
-    have waited (what finishes sums is placed when they have), so what comes before both is complete, and, as we assume,
-    visible: PTX promises that only to who waits. And as each block waits in the end, what comes after waits for both.
+    `early` asks that the kernel before is one of these (or what finishes its sums), and that of a line, which is one
+    that is not told so and those behind it that are, none writes where another reads or writes: all may run at once.
+    When blocks of this one are placed, all of the one before have waited, or need not (what finishes sums is placed
+    when they have), so what comes before the line is complete, and, as we assume, visible: PTX promises that only to
+    who waits. And as each block waits in the end, what comes behind the line waits for all of it.
     """
 
     def kernel(self, *args: Any) -> _Launch:

@@ -64,17 +64,10 @@ class Kernel:
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if
         unread."""
-        if inputs[0].get_device() != torch.cuda.current_device():
-            with torch.cuda.device(inputs[0].device):
-                self._launch(inputs, outs, None)
-        else:
-            self._launch(inputs, outs, None)
+        together(((self, inputs, outs),))
 
     def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        """As a call, but in this configuration. Raises Unsupported if it cannot be built."""
-        self._launch(inputs, outs, config)
-
-    def _launch(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None) -> None:
+        """As a call on the current device, but in this configuration. Raises Unsupported if it cannot be built."""
         if (run := self.prepare(inputs, outs, config)) is not None:
             run(False)
 
@@ -176,14 +169,14 @@ def together(work: Sequence[Work]) -> None:
     where blocks of the one before have ended. The outputs' memory must be apart, and apart from all inputs'. What each
     reads, and its scratch, is kept until all are launched."""
     example = work[0][1][0]
-    current = example.get_device() == torch.cuda.current_device()
-    with contextlib.nullcontext() if current else torch.cuda.device(example.device):
-        runs = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]
-        early = False
-        for run in runs:
-            if run is not None:
-                run(early)
-                early = True
+    if example.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(example.device):
+            return together(work)
+    runs, early = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work], False
+    for run in runs:
+        if run is not None:
+            run(early)
+            early = True
 
 
 def compiler() -> Any:

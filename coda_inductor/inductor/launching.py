@@ -20,7 +20,7 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from coda_inductor.codegen.executable import Run
-from coda_inductor.codegen.launch import Kernel, fall_back, kernel
+from coda_inductor.codegen.launch import Kernel, fall_back, kernel, together
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
@@ -40,7 +40,7 @@ class Launcher:
         return ready(self.text, self.settings)
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        self.kernel(inputs, outs)
+        together(((self.kernel, inputs, outs),))
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
         """As Kernel.prepare."""
@@ -52,9 +52,6 @@ class OnTorch:
 
     def __init__(self, region: Region, reason: str) -> None:
         self.region, self.reason = region, reason
-
-    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        fall_back(self.region, inputs, outs, self.reason)
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """Computes at once."""
@@ -93,12 +90,12 @@ class RegionKernel(ir.FallbackKernel):
         return parse(self.text)
 
     @property
-    def stored(self) -> int:
-        """The columns of what it stores."""
+    def stored_columns(self) -> int:
+        """Of all that it stores."""
         return len(self.region.stores) * self.region.width
 
-    def freed(self, last: AbstractSet[str]) -> float:
-        """The columns of the tokens' tensors among its inputs that are read for the `last` time (names)."""
+    def freed_columns(self, last: AbstractSet[str]) -> float:
+        """Of those of its inputs that have a row for each token and are read for the `last` time (names)."""
         region, columns = self.region, dict[int, float]()
         for product in region.products:
             for a, b in product.pairs:  # if tokens are summed over, both are theirs, and no weight
@@ -148,7 +145,7 @@ class RegionKernel(ir.FallbackKernel):
         return f"coda_{digest}", f"[{inputs}], [{', '.join(outs)}]"
 
 
-FREED = 1 / 8  # (queries' and keys' tables of cosines and sines are 1/16 of what Llama's heads of 128 store)
+FREED = 1 / 8  # (at width 2048 tables of cosines and sines, of heads of 128, are 1/16 of what queries and keys store)
 
 
 def _beside(first: RegionKernel) -> list[Any]:
@@ -158,7 +155,7 @@ def _beside(first: RegionKernel) -> list[Any]:
     nodes, leader = V.graph.scheduler.nodes, V.graph.scheduler.current_node
     assert leader is not None
     found, written = list[Any](), first.written_names()
-    freed, stored = first.freed(leader.last_usage), first.stored
+    freed, stored = first.freed_columns(leader.last_usage), first.stored_columns
     for node in nodes[nodes.index(leader) + 1 :]:
         other = getattr(node, "node", None)
         if not isinstance(other, RegionKernel | RegionOutput) or not _alike(leader, node):
@@ -169,7 +166,7 @@ def _beside(first: RegionKernel) -> list[Any]:
             break
         found.append(node)
         written |= other.written_names()
-        freed, stored = freed + other.freed(node.last_usage), stored + other.stored
+        freed, stored = freed + other.freed_columns(node.last_usage), stored + other.stored_columns
     return found
 
 

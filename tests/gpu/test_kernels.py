@@ -199,11 +199,7 @@ def test_sums_of_more_tiles_than_are_added_at_once(region: Region, m: int, cache
 def test_the_logsumexp_of_scores_that_are_not_finite(cache_dir: str) -> None:
     """As torch's, but for a score of inf, of which quack's logsumexp in the epilogue makes NaN."""
     region, m = logsumexp(1000, 64), 300
-    inputs = [
-        torch.zeros(m, 64, dtype=torch.bfloat16, device="cuda"),
-        torch.zeros(1000, 64, dtype=torch.bfloat16, device="cuda"),
-    ]
-    a, b = inputs
+    a, b = (torch.zeros(rows, 64, dtype=torch.bfloat16, device="cuda") for rows in (m, 1000))
     a[:, 0], b[:, 0] = 1, torch.arange(1000, device="cuda") % 17  # scores up to 16, then rows of others
     a[1, 0], a[2, 0], a[3, 0], a[4, 0] = -1e38, 0, float("nan"), 1e4
     b[:, 1] = 1

@@ -33,16 +33,16 @@ def bare(n: int, k: int) -> Region:
     return Region(n, "bf16", (Product("acc", 0, 1, k, "nk"),), (), (), (Store("acc", "bf16"),), ())
 
 
+DEEP = 1 << 16
 LINES = {  # Regions that stand side by side: the first takes long, or the last, or they leave sums
     "queries, keys, values": [rotary(2048, 512), rotary(512, 512), token_scale(512, 512)],
     "the first takes long": [bare(4096, 4096), bare(128, 64), token_scale(64, 512)],
-    "the first runs on few multiprocessors": [bare(128, 1 << 16), token_scale(4096, 64), bare(128, 64)],
+    "the first runs on few multiprocessors": [bare(128, DEEP), token_scale(4096, 64), bare(128, 64)],
     "the last takes long": [token_scale(64, 64), bare(128, 64), bare(4096, 4096)],
     "with sums": [bias_sums(1000, 520), norm_producer(1000, 520), scores(1000, 64), swiglu(1000, 520)],
     "gradients of weights": [weight_gradient(1000, 520), weight_gradient(2056, 520)],
 }
 SIZES = (1, 37, 4097)
-DEEP = 1 << 16
 
 
 @pytest.fixture(scope="module")
