@@ -10,12 +10,11 @@ from functools import partial
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
-from coda_inductor.inductor.blocks import in_blocks
 from coda_inductor.inductor.ops import REGION
 from coda_inductor.inductor.order import collectives, sort
-from coda_inductor.inductor.origin import called
 from coda_inductor.inductor.repeats import read_repeats
 from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.vectors import Vectors
@@ -29,6 +28,9 @@ from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import Axes
 from coda_inductor.rewrite.sources import statistics
+
+ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
+"""What a new node takes over from the one that it replaces: its line, its side of a joint graph, its checkpoint."""
 
 
 @dataclass(slots=True)
@@ -61,7 +63,14 @@ class Emission:
 
     def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
         """A new node with its fake value; origin and source line are those of `like`."""
-        return called(self.anchor, like, target, *args, **kwargs)
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        fakes = tree_map_only(fx.Node, lambda n: n.meta["val"], args)
+        node.meta["val"] = target(*fakes, **kwargs)  # type: ignore[operator]
+        for key in ORIGIN:
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+        return node
 
     def reshape(self, node: fx.Node, shape: Sequence[int | torch.SymInt]) -> fx.Node:
         """node, viewed in `shape`; symbolic sizes are those of the graph's own nodes."""
@@ -229,7 +238,6 @@ def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
     for built in sorted(builts, key=lambda b: not any(s.again for s in b.draft.supplies.values())):
         emission.supply(built)
     read_repeats(graph, emission.call, emission.dense_as, emission.redirect)
-    in_blocks(graph, [s for vectors in emission.vectors.values() for s in vectors.beside])
     _unshare(emission, output)
     sort(graph, ordered)
     strides.restore(emission.call)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.blocks import in_blocks
 from coda_inductor.inductor.lowering import base_of, elements
 from coda_inductor.inductor.memory import in_loop, operation
 from coda_inductor.inductor.paths import hint
@@ -101,7 +100,6 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
     others = {s: rows for s, rows in plan.combined.items() if s not in own}
     vectors = Vectors(plan.program.lifted, call, sum_of, statistic, plan.pair, compute, others)
     new.output((*(vectors.write(c) for c in wanted), *map(given, group.taken)))
-    in_blocks(new, vectors.beside)
     return new, keys
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.errors import forget_frames
-from coda_inductor.inductor.blocks import mixes
 from coda_inductor.inductor.lowering import Extern, Loop, Lowered, elements, is_tensor, lower, owner
 from coda_inductor.inductor.paths import Path
 from coda_inductor.patterns.graph import copied, is_tangent
@@ -262,10 +262,13 @@ def _mixed_order(a: _Group, b: _Group) -> bool:
     """Sums over the rows beside a reduction along them, as triton.mix_order_reduction allows."""
     rows, columns = (a, b) if a.inner else (b, a)
     return (
-        rows.inner
+        getattr(inductor_config.triton, "mix_order_reduction", False)
+        and rows.inner
         and not columns.inner
         and (rows.numel, rows.rnumel) == (columns.rnumel, columns.numel)
-        and mixes(rows.numel, rows.rnumel)
+        and rows.numel >= max(4096, 2 * rows.rnumel)
+        and rows.numel * rows.rnumel >= 5 << 20
+        and rows.rnumel <= 16384
         and all(loop.additive for loop in columns.loops if loop.rnumel > 1)
     )
 

@@ -53,8 +53,6 @@ class Vectors:
     """Sums of per-token vectors that `sum_of` gives, too, and their rows' axes."""
     done: dict[tuple[Term, Order], tuple[fx.Node, Order]] = field(default_factory=dict)
     """By term and the order of its rows, which is empty for a vector over features."""
-    beside: list[fx.Node] = field(default_factory=list)
-    """The sums over tensors that are not ours to make."""
 
     def write(self, c: Computed) -> fx.Node:
         """The vector's node, of one dimension."""
@@ -197,7 +195,6 @@ class Vectors:
     def _summed(self, pair: Pair, product: fx.Node) -> fx.Node:
         """Its sums, [M]."""
         out = self.call(pair.tensors[0], aten.sum.dim_IntList, product, list(pair.dims))
-        self.beside.append(out)
         return self.call(pair.tensors[0], aten.reshape.default, out, [-1])
 
     def _power(self, a: fx.Node, p: Fraction) -> fx.Node:
