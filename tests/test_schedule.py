@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import coverage_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,3 +173,32 @@ def test_agrees_with_inductors_own_schedule(bench: ModuleType, name: str, mode: 
     own = sum(row["bytes"] for row in bench.own_schedule(*bench.build(name, 2), mode))
     ours = sum(k.bytes for k in bench.modelled(*bench.build(name, 2), mode))
     assert abs(ours / own - 1) < 0.10
+
+
+TALL = tuple(torch.empty(8192, 1024) for _ in range(3))
+SUMS: dict[str, Callable[..., Any]] = {  # over the features and over the tokens, which Inductor takes in one kernel
+    "one of each": lambda x, y, z: ((x * y).sum(1), x.sum(0)),
+    "two tensors of a statistic": lambda x, y, z: ((x * y).sum(1), x.sum(0), y.sum(0)),
+    "three statistics": lambda x, y, z: ((x * y).sum(1), (y * z).sum(1), (z * z).sum(1), x.sum(0), y.sum(0), z.sum(0)),
+    "two sums over tokens of one tensor": lambda x, y, z: ((x * y).sum(1), x.sum(0), (x * y).sum(0)),
+    "of what it stores": lambda x, y, z: ((h := x + y), (h * z).sum(1), h.sum(0)),
+    "a pass behind": lambda x, y, z: ((x * y).sum(1), x.sum(0), x + 1),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_both_orders(bench: ModuleType, name: str) -> None:
+    ours, own = bench.modelled(SUMS[name], TALL, "infer"), bench.own_schedule(SUMS[name], TALL, "infer")
+    large = [sorted(b for b in found if b > 1 << 24) for found in ([k.bytes for k in ours], [r["bytes"] for r in own])]
+    assert large[0] == [pytest.approx(b, rel=0.05) for b in large[1]] and large[0]
+
+
+@pytest.mark.parametrize("name", ["vit_hf", "vit_l"])
+def test_agrees_where_sums_are_mixed(bench: ModuleType, name: str) -> None:
+    """LayerNorms and biases at a real width: their gradients are sums over tokens beside sums over features."""
+    pytest.importorskip("transformers")
+    model, args = coverage_models.build(name, 2)
+    own = sum(row["bytes"] for row in bench.own_schedule(coverage_models.Loss(name, model), args, "train"))
+    model, args = coverage_models.build(name, 2)
+    ours = sum(k.bytes for k in bench.modelled(coverage_models.Loss(name, model), args, "train"))
+    assert abs(ours / own - 1) < 0.06

@@ -21,8 +21,8 @@ from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.errors import forget_frames
-from coda_inductor.inductor.lowering import Extern, Loop, Lowered, elements, is_tensor, lower, owner
-from coda_inductor.inductor.paths import Path
+from coda_inductor.inductor.lowering import HEAVY, Extern, Loop, Lowered, elements, is_tensor, lower, owner
+from coda_inductor.inductor.paths import Path, name_of
 from coda_inductor.patterns.graph import copied, is_tangent
 
 log = logging.getLogger("coda_inductor.contest")
@@ -137,6 +137,15 @@ class _Group:
     def reads(self) -> set[fx.Node]:
         return {buffer for loop in self.loops for buffer in loop.reads}
 
+    def sums(self, inner: bool) -> list[Loop]:
+        """Its reductions over what lies together in memory, or over the rest."""
+        return [loop for loop in self.loops if loop.rnumel > 1 and loop.inner == inner]
+
+    @property
+    def mixed(self) -> bool:
+        """Does it reduce over rows and over columns?"""
+        return all(map(self.sums, (True, False)))
+
 
 class _Fusion:
     """Greedy fusion in rounds, as Inductor's Scheduler.fuse_nodes: best scored pairs first, until nothing changes."""
@@ -188,10 +197,10 @@ class _Fusion:
 
     def score(self, a: _Group, b: _Group) -> int:
         """Bytes that one kernel instead of two would not move again; 0 if the two cannot be one kernel."""
-        if not _same_space(a, b):
+        if not _same_space(a, b) or not _joins(a, b):
             return 0
         made = {loop.out: group for group in (a, b) for loop in group.loops}
-        of_a, of_b = _parts(a), _parts(b)
+        of_a, of_b = _parts(a.loops), _parts(b.loops)
         for parts, group in ((of_a, a), (of_b, b)):
             if any(path and made.get(owner(buffer), group) is not group for buffer, path in parts):
                 return 0
@@ -223,7 +232,7 @@ class _Fusion:
         return {u for buffer in reads if (u := self.unit.get(owner(buffer))) is not None and u is not unit}
 
     def fuse(self, a: _Group, b: _Group) -> None:
-        space = a if a.rnumel >= b.rnumel else b
+        space = max((a, b), key=lambda group: (group.rnumel > 1, group.inner, group.rnumel))  # of both orders the rows'
         fused = _Group(
             a.loops + b.loops, min(a.first, b.first), max(a.last, b.last), space.numel, space.rnumel, space.inner
         )
@@ -234,16 +243,41 @@ class _Fusion:
 
 
 def _rank(candidate: tuple[int, _Group, _Group]) -> tuple[int, ...]:
-    """Most bytes first, then the nearest, as Inductor's score_fusion; then the order of the graph."""
+    """Reductions with each other and pointwise work with its like, most bytes first, then the nearest, as Inductor's
+    score_fusion; then the order of the graph."""
     score, a, b = candidate
-    return -score, max(abs(a.first - b.last), abs(b.first - a.last)), a.first, b.first
+    return (a.rnumel > 1) != (b.rnumel > 1), -score, max(abs(a.first - b.last), abs(b.first - a.last)), a.first, b.first
 
 
-def _parts(group: _Group) -> dict[tuple[fx.Node, Path], int]:
-    """Every part of a buffer that a group reads, with its number of elements."""
-    return {
-        (buffer, path): n for loop in group.loops for buffer, paths in loop.reads.items() for path, n in paths.items()
-    }
+def _parts(loops: list[Loop]) -> dict[tuple[fx.Node, Path], int]:
+    """Every part of a buffer that loops read, with its number of elements."""
+    return {(buffer, path): n for loop in loops for buffer, paths in loop.reads.items() for path, n in paths.items()}
+
+
+def _joins(a: _Group, b: _Group) -> bool:
+    """May the two be one, if that reduces over rows and over columns? Its sums over columns read nothing that it makes,
+    nothing there reads them, and rows are read as they lie, not put together of parts. What joins such a kernel comes
+    after it, and a sum that does reads a whole tensor that a sum of the same order there reads."""
+    columns = a.sums(inner=False) + b.sums(inner=False)
+    if not columns or not (a.sums(inner=True) or b.sums(inner=True)):
+        return True
+    others = [loop for loop in a.loops + b.loops if loop not in columns]
+    for made, read in ((others, columns), (columns, others)):
+        if {loop.out for loop in made} & {owner(buffer) for loop in read for buffer in loop.reads}:
+            return False
+    if any(name_of(node) in HEAVY for loop in others for node in loop.nodes):
+        return False
+    if not (a.mixed or b.mixed):
+        return True
+    first, second = sorted((a, b), key=lambda group: group.first)
+    if not first.mixed:
+        return False
+    for inner in (True, False):
+        there, more = _parts(first.sums(inner)), _parts(second.sums(inner))
+        shared = sum(n for part, n in more.items() if part in there)
+        if more and shared < first.numel * first.rnumel:
+            return False
+    return True
 
 
 def _same_space(a: _Group, b: _Group) -> bool:
@@ -277,7 +311,7 @@ def _kernel(group: _Group, needed: set[fx.Node], readers: dict[fx.Node, set[_Gro
     """Adds up what the loops of one group touch."""
     made = {loop.out: loop for loop in group.loops}
     parts: dict[fx.Node, dict[Path, int]] = defaultdict(dict)
-    for (buffer, path), n in _parts(group).items():
+    for (buffer, path), n in _parts(group.loops).items():
         if owner(buffer) not in made:
             parts[buffer][path] = n
     reads = {buffer: _touched(paths, elements(buffer)) * itemsize(buffer) for buffer, paths in parts.items()}
