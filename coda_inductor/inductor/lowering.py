@@ -1,8 +1,8 @@
 """What Inductor computes where: which values of a graph become loops of their own, and what each loop reads.
 
-The first half of the byte model (schedule.py is the second). Inductor lowers node by node; a pointwise value stays a
-formula that every consumer repeats, until something forces it into memory: a consumer that is no loop (a product,
-attention, the end of the graph), a reduction, or its own size (config's thresholds on reads and operations).
+The first part of the byte model (fusion.py and schedule.py follow). Inductor lowers node by node; a pointwise value
+stays a formula that every consumer repeats, until something forces it into memory: a consumer that is no loop (a
+product, attention, the end of the graph), a reduction, or its own size (config's thresholds on reads and operations).
 """
 
 from __future__ import annotations

@@ -1,0 +1,211 @@
+"""Which loops of a graph share a kernel: the second part of the byte model (lowering.py is the first).
+
+Loops are fused greedily, the pair that shares most bytes first, under Inductor's rules: equal iteration spaces, or a
+reduction with pointwise work over its rows; sums over rows beside sums over columns, if they read the same; no cycle;
+not too far apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch._inductor.config as inductor_config
+from torch import Tensor, fx
+
+from coda_inductor.inductor.lowering import HEAVY, Extern, Loop, Lowered, owner
+from coda_inductor.inductor.paths import Path, name_of
+
+FAR = 64
+"""Inductor does not fuse kernels that are further apart than this."""
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Loops that share a kernel. `first`, `last`: positions in the graph; the space is the reduction's, if any."""
+
+    loops: list[Loop]
+    first: int
+    last: int
+    numel: int
+    rnumel: int
+    inner: bool
+
+    def reads(self) -> set[fx.Node]:
+        return {buffer for loop in self.loops for buffer in loop.reads}
+
+    def sums(self, inner: bool) -> list[Loop]:
+        """Its reductions over what lies together in memory, or over the rest."""
+        return [loop for loop in self.loops if loop.rnumel > 1 and loop.inner == inner]
+
+    @property
+    def mixed(self) -> bool:
+        """Does it reduce over rows and over columns?"""
+        return all(map(self.sums, (True, False)))
+
+
+class Fusion:
+    """Greedy fusion in rounds, as Inductor's Scheduler.fuse_nodes: best scored pairs first, until nothing changes."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.unit: dict[fx.Node, Group | Extern] = {}
+        self.position: dict[Extern, int] = {}
+        self.groups: list[Group] = []
+        for i, op in enumerate(lowered.order):
+            if isinstance(op, Extern):
+                self.unit[op.out], self.position[op] = op, i
+            else:
+                group = Group([op], i, i, op.numel, op.rnumel, op.inner)
+                self.unit[op.out] = group
+                self.groups.append(group)
+
+    def run(self) -> list[Group]:
+        for _ in range(10):
+            fused = 0
+            for _, a, b in sorted(self.candidates(), key=_rank):
+                a, b = self.current(a), self.current(b)
+                if a is not b and self.score(a, b) > 0 and not self.cycle(a, b):
+                    self.fuse(a, b)
+                    fused += 1
+            if not fused:
+                break
+        return self.groups
+
+    def current(self, group: Group) -> Group:
+        """The group that the first loop of `group` belongs to by now."""
+        found = self.unit[group.loops[0].out]
+        assert isinstance(found, Group)
+        return found
+
+    def candidates(self) -> list[tuple[int, Group, Group]]:
+        """Pairs that touch a common buffer and are near each other."""
+        touching: dict[fx.Node, list[Group]] = defaultdict(list)
+        for group in self.groups:
+            for buffer in group.reads() | {loop.out for loop in group.loops}:
+                touching[owner(buffer)].append(group)
+        pairs = {
+            (a, b)
+            for groups in touching.values()
+            for i, a in enumerate(groups)
+            for b in groups[i + 1 : i + 1 + FAR]
+            if a is not b and b.first - a.last <= FAR
+        }
+        return [(score, a, b) for a, b in pairs if (score := self.score(a, b)) > 0]
+
+    def score(self, a: Group, b: Group) -> int:
+        """Bytes that one kernel instead of two would not move again; 0 if the two cannot be one kernel."""
+        if not _same_space(a, b) or not _joins(a, b):
+            return 0
+        made = {loop.out: group for group in (a, b) for loop in group.loops}
+        of_a, of_b = parts_read(a.loops), parts_read(b.loops)
+        for parts, group in ((of_a, a), (of_b, b)):
+            if any(path and made.get(owner(buffer), group) is not group for buffer, path in parts):
+                return 0
+        shared = of_a.keys() & of_b.keys()
+        shared |= {key for key in of_a.keys() | of_b.keys() if key not in shared and owner(key[0]) in made}
+        return sum({**of_a, **of_b}[key] * itemsize(key[0]) for key in shared)
+
+    def cycle(self, a: Group, b: Group) -> bool:
+        """Would something outside have to run both after and before the fused kernel?"""
+        return self.leads(a, b) or self.leads(b, a)
+
+    def leads(self, source: Group, target: Group) -> bool:
+        """Is there a way from `source` to `target` through something else?"""
+        stack = [u for u in self.before(target) if u is not source]
+        seen = set(stack)
+        while stack:
+            for unit in self.before(stack.pop()):
+                if unit is source:
+                    return True
+                last = unit.last if isinstance(unit, Group) else self.position[unit]
+                if unit not in seen and last >= source.first:
+                    seen.add(unit)
+                    stack.append(unit)
+        return False
+
+    def before(self, unit: Group | Extern) -> set[Group | Extern]:
+        """The units whose buffers `unit` reads."""
+        reads = unit.reads() if isinstance(unit, Group) else unit.reads
+        return {u for buffer in reads if (u := self.unit.get(owner(buffer))) is not None and u is not unit}
+
+    def fuse(self, a: Group, b: Group) -> None:
+        space = max((a, b), key=lambda group: (group.rnumel > 1, group.inner, group.rnumel))  # of both orders the rows'
+        fused = Group(
+            a.loops + b.loops, min(a.first, b.first), max(a.last, b.last), space.numel, space.rnumel, space.inner
+        )
+        for loop in fused.loops:
+            self.unit[loop.out] = fused
+        self.groups = [g for g in self.groups if g is not b]
+        self.groups[self.groups.index(a)] = fused
+
+
+def _rank(candidate: tuple[int, Group, Group]) -> tuple[int, ...]:
+    """Reductions with each other and pointwise work with its like, most bytes first, then the nearest, as Inductor's
+    score_fusion; then the order of the graph."""
+    score, a, b = candidate
+    return (a.rnumel > 1) != (b.rnumel > 1), -score, max(abs(a.first - b.last), abs(b.first - a.last)), a.first, b.first
+
+
+def parts_read(loops: list[Loop]) -> dict[tuple[fx.Node, Path], int]:
+    """Every part of a buffer that loops read, with its number of elements."""
+    return {(buffer, path): n for loop in loops for buffer, paths in loop.reads.items() for path, n in paths.items()}
+
+
+def _joins(a: Group, b: Group) -> bool:
+    """May the two be one, if that reduces over rows and over columns? Its sums over columns read nothing that it makes,
+    nothing there reads them, and rows are read as they lie, not put together of parts. What joins such a kernel comes
+    after it, and a sum that does reads a whole tensor that a sum of the same order there reads."""
+    columns = a.sums(inner=False) + b.sums(inner=False)
+    if not columns or not (a.sums(inner=True) or b.sums(inner=True)):
+        return True
+    others = [loop for loop in a.loops + b.loops if loop not in columns]
+    for made, read in ((others, columns), (columns, others)):
+        if {loop.out for loop in made} & {owner(buffer) for loop in read for buffer in loop.reads}:
+            return False
+    if any(name_of(node) in HEAVY for loop in others for node in loop.nodes):
+        return False
+    if not (a.mixed or b.mixed):
+        return True
+    first, second = sorted((a, b), key=lambda group: group.first)
+    if not first.mixed:
+        return False
+    for inner in (True, False):
+        there, more = parts_read(first.sums(inner)), parts_read(second.sums(inner))
+        shared = sum(n for part, n in more.items() if part in there)
+        if more and shared < first.numel * first.rnumel:
+            return False
+    return True
+
+
+def _same_space(a: Group, b: Group) -> bool:
+    """Can the two share loops? Two reductions, a reduction and pointwise work, or pointwise work of one size."""
+    if a.rnumel == 1 and b.rnumel == 1:
+        return a.numel == b.numel
+    if a.rnumel > 1 and b.rnumel > 1:
+        return (a.numel, a.rnumel, a.inner) == (b.numel, b.rnumel, b.inner) or _mixed_order(a, b)
+    pointwise, reduction = (a, b) if a.rnumel == 1 else (b, a)
+    return pointwise.numel == reduction.numel or (
+        pointwise.numel == reduction.numel * reduction.rnumel and reduction.inner
+    )
+
+
+def _mixed_order(a: Group, b: Group) -> bool:
+    """Sums over the rows beside a reduction along them, as triton.mix_order_reduction allows."""
+    rows, columns = (a, b) if a.inner else (b, a)
+    return (
+        getattr(inductor_config.triton, "mix_order_reduction", False)
+        and rows.inner
+        and not columns.inner
+        and (rows.numel, rows.rnumel) == (columns.rnumel, columns.numel)
+        and rows.numel >= max(4096, 2 * rows.rnumel)
+        and rows.numel * rows.rnumel >= 5 << 20
+        and rows.rnumel <= 16384
+        and all(loop.additive for loop in columns.loops if loop.rnumel > 1)
+    )
+
+
+def itemsize(node: fx.Node) -> int:
+    """Bytes of one element of the tensor (of the first tensor) that `node` computes."""
+    val = node.meta["val"]
+    first = next(v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor))
+    return first.dtype.itemsize
