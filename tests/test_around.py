@@ -17,15 +17,15 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGe
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import around, contest, rehearsal, schedule
+from coda_inductor.inductor import around, rehearsal, schedule, trials
 from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import subgraph
 from coda_inductor.inductor.group import Group, groups
 from coda_inductor.inductor.joint import Verdict
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.schedule import saved_names
+from coda_inductor.inductor.trials import Trials, deferred
 from coda_inductor.patterns.graph import aten, is_backward
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
@@ -59,7 +59,7 @@ Look = Callable[[Plan, list[Group]], None]
 
 def shown(look: Look, model: nn.Module, *args: Tensor, mode: Any = "train") -> None:
     """Shows the groups of a plan in which no law defers anything."""
-    mine, seen = Contest(SETTINGS, torch.device("cpu"), print), list[Plan]()
+    mine, seen = Trials(SETTINGS, torch.device("cpu")), list[Plan]()
 
     def decide(plan: Plan, builts: list[Built]) -> Verdict:
         every = groups(plan, builts)
@@ -183,11 +183,11 @@ def partitions(monkeypatch: pytest.MonkeyPatch, tune: Any) -> int:
         asked.append(graph)
         return whole(graph)
 
-    monkeypatch.setattr(contest, "saved_names", saved)
+    monkeypatch.setattr(trials, "saved_names", saved)
     settings = Settings(target="sm_90a", tune=tune)
 
     def decide(plan: Plan, builts: list[Built]) -> Verdict:
-        made = Contest(settings, torch.device("cpu"), print)
+        made = Trials(settings, torch.device("cpu"))
         for members in groups(plan, builts):
             made.group(plan, members)
         return Verdict()

@@ -24,10 +24,11 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import group
-from coda_inductor.inductor.contest import Contest, warm_up_early
+from coda_inductor.inductor.contest import warm_up_early
 from coda_inductor.inductor.group import Group, hint
 from coda_inductor.inductor.outcome import TIMED, in_bursts, outcome_of, timed
 from coda_inductor.inductor.rehearsal import Programs
+from coda_inductor.inductor.trials import Trials
 from coda_inductor.rewrite.build import Built
 
 WIDE = torch.randn(128, 64, dtype=torch.bfloat16)
@@ -41,13 +42,13 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The keys of the contests that were held, or found on disk."""
     pretend(monkeypatch, tmp_path, inductor=True)
     asked: list[str] = []
-    say = Contest.say
+    say = Trials.say
 
-    def note(self: Contest, key: str, found: dict[str, Any]) -> None:
+    def note(self: Trials, key: str, found: dict[str, Any]) -> None:
         asked.append(key)
         say(self, key, found)
 
-    monkeypatch.setattr(Contest, "say", note)
+    monkeypatch.setattr(Trials, "say", note)
     return asked
 
 
@@ -187,7 +188,7 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
         return F.silu(F.linear(x, WIDE)) * t[:, None], F.silu(F.linear(x.sin(), W)) + x
 
     monkeypatch.setattr(prebuild, "begin", begin)
-    monkeypatch.setattr(Contest, "compile", lambda self, plan, group: None)  # it would pass the time
+    monkeypatch.setattr(Trials, "compile", lambda self, plan, group: None)  # it would pass the time
     monkeypatch.setattr(timing, "compared", compared)
     assert run(twice, X, T).regions == [2]
     each = len(made) // 2

@@ -18,12 +18,13 @@ from coda_inductor.codegen.timing import Times
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import rehearsal
 from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.contest import Contest, deferred
+from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import computed, small, subgraph
 from coda_inductor.inductor.group import Group, groups, mask, readers, tied
 from coda_inductor.inductor.joint import Report, Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.outcome import Outcome, borne, recorded, together
+from coda_inductor.inductor.trials import Trials, deferred
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.plan import Plan
 
@@ -98,7 +99,7 @@ class GPT(nn.Module):
 def judged(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    look: Callable[[Contest, Group, Plan, bool], float],
+    look: Callable[[Trials, Group, Plan, bool], float],
     *,
     kind: str = "plain",
 ) -> Report:
@@ -112,7 +113,7 @@ def judged(
         every[:] = groups(plan, builts)
         return whole(self, plan, builts)
 
-    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
         made = {b.draft.space.mask for i, others in enumerate(readers(every)) if others for b in every[i]}
         makes = not deferred(plan, group.builts) and group.mask in made
         with self.real_tensors():
@@ -120,9 +121,9 @@ def judged(
         return recorded(group.digests, [Times(1.0, 1.0), Times(theirs, theirs)])
 
     monkeypatch.setattr(Contest, "__call__", judge)
-    monkeypatch.setattr(Contest, "measure", measure)
-    monkeypatch.setattr(Contest, "prepare", lambda *_: None)
-    monkeypatch.setattr(Contest, "against", lambda *_: Outcome(0))
+    monkeypatch.setattr(Trials, "measure", measure)
+    monkeypatch.setattr(Trials, "prepare", lambda *_: None)
+    monkeypatch.setattr(Trials, "against", lambda *_: Outcome(0))
     torch.manual_seed(0)
     model = nn.Sequential(GPT(kind), GPT(kind)).bfloat16()
     settings = Settings(target="sm_90a", cache_dir=str(tmp_path))
@@ -139,7 +140,7 @@ def test_a_maker_of_sums_that_loses_narrowly(
     """GELU's backward takes the sums of the norm's before it."""
     lost = set[str]()
 
-    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
         lost.update(group.digests if makes else ())
         return 0.95 if makes else readers_win
 
@@ -162,7 +163,7 @@ def test_who_shares_sums_is_judged_in_one_go(monkeypatch: pytest.MonkeyPatch, tm
         return judge(self, plan, candidates)
 
     monkeypatch.setattr(Contest, "judge", together_in)
-    judged(monkeypatch, tmp_path, lambda contest, group, plan, makes: 0.5 if chance.random() < 0.15 else 2.0)
+    judged(monkeypatch, tmp_path, lambda trials, group, plan, makes: 0.5 if chance.random() < 0.15 else 2.0)
     assert min(apart) > 1
 
 
@@ -184,7 +185,7 @@ def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(
         given = [group.value(k) if isinstance(k, fx.Node) else group.made(k) for k in keys]
         return keys, fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
 
-    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
         if group.taken:
             (built,) = group.builts
             found = run(plan, group, built)[1]
@@ -210,7 +211,7 @@ def test_which_loops_take_sums(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     attention. Whatever loses, both sides can be written."""
     taken, chance = set[str](), random.Random()
 
-    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
         supplied = {n for draft in plan.unique() for n in draft.supplies}
         assert not supplied & {*group.taken}
         for node in group.taken:
@@ -232,7 +233,7 @@ def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pyte
     monkeypatch.setattr(rehearsal, "_compile", lambda module, tensors: module)
     vectors = 0
 
-    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
         nonlocal vectors
         if group.taken:
             (built,) = group.builts
@@ -252,7 +253,7 @@ def test_vectors_of_the_forward_are_there(monkeypatch: pytest.MonkeyPatch, tmp_p
     """A gain's and a bias's products with a weight are made once: the backward's contests find them."""
     spared = {False: 0, True: 0}
 
-    def look(contest: Contest, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
         late = all(plan.program.in_backward(b.draft.space) for b in group.builts)
         every, mine = ([c for b in group.builts for c in of(b)] for of in (computed, group.computed))
         spared[late] += len(every) - len(mine)

@@ -19,18 +19,18 @@ from torch import Tensor, fx, nn
 from coda_inductor.codegen import library, prebuild, timing
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
-from coda_inductor.inductor.contest import Contest, deferred
 from coda_inductor.inductor.extract import put_off, subgraph
 from coda_inductor.inductor.group import Group
 from coda_inductor.inductor.joint import Verdict
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.outcome import FREE, SLOW, Outcome
+from coda_inductor.inductor.trials import Trials, deferred
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("uncached")
-Measure = Callable[[Contest, Group, Plan], dict[str, Any]]
+Measure = Callable[[Trials, Group, Plan], dict[str, Any]]
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[Group, Plan], float]) -> list[Any]:
@@ -39,7 +39,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[G
     pretend(monkeypatch, tmp_path)
     seen: list[Any] = []
 
-    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
         given = [n.meta["val"] for n in subgraph(group, plan)[1]]
         seen.append((plan.program.in_backward(group.builts[0].draft.space), given, put_off(group, plan)))
         monkeypatch.setattr(timing, "compared", partial(times, baseline(group, plan)))
@@ -49,8 +49,8 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[G
         times = [1.0, theirs] if len(calls) == 2 else [1.0 + i for i in range(len(calls))]
         return [timing.Times(ms, ms) for ms in times]
 
-    whole: Measure = Contest.measure
-    monkeypatch.setattr(Contest, "measure", measure)
+    whole: Measure = Trials.measure
+    monkeypatch.setattr(Trials, "measure", measure)
     return seen
 
 
@@ -108,9 +108,9 @@ def test_without_the_exception_a_norm_stays_in_the_forward(monkeypatch: pytest.M
 def test_what_a_law_gains_is_timed_in_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Unless it wins very clearly by turns: where it wins narrowly it is compared with the program without the law."""
     pretend(monkeypatch, tmp_path)
-    asked, law, whole = list[tuple[bool, list[bool]]](), list[bool](), Contest.measure
+    asked, law, whole = list[tuple[bool, list[bool]]](), list[bool](), Trials.measure
 
-    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
         law[:] = [bool(deferred(plan, group.builts))]
         return whole(self, group, plan)
 
@@ -119,7 +119,7 @@ def test_what_a_law_gains_is_timed_in_a_busy_gpu(monkeypatch: pytest.MonkeyPatch
             asked.append((law[0], [how["decided"]([1.0, theirs]) for theirs in (1.01, 1.14, 1.16, 1.29, 1.31)]))
         return [timing.Times(1.0 + i, 1.0 + i) for i in range(len(calls))]
 
-    monkeypatch.setattr(Contest, "measure", measure)
+    monkeypatch.setattr(Trials, "measure", measure)
     monkeypatch.setattr(timing, "compared", compared)
     trained("llama")
     laws, others = ({tuple(found) for law, found in asked if law is late} for late in (True, False))
@@ -155,16 +155,16 @@ def test_what_a_losing_law_takes_along_is_not_measured(
 
     timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if over_tokens(group) else 1.1)
     outcome = Outcome(0, SLOW, FREE) if loses else Outcome(0, FREE, SLOW)
-    monkeypatch.setattr(Contest, "against", lambda self, plan, members, other, parts: outcome)
+    monkeypatch.setattr(Trials, "against", lambda self, plan, members, other, parts: outcome)
     changed = list[tuple[bool, bool]]()
-    whole: Measure = Contest.measure
+    whole: Measure = Trials.measure
 
-    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
         changed.append((bool(plan.program.banned), bool(plan.program.undeferred)))
         assert self.key(plan, group) == group.key(plan)
         return whole(self, group, plan)
 
-    monkeypatch.setattr(Contest, "measure", measure)
+    monkeypatch.setattr(Trials, "measure", measure)
     trained("llama")
     assert set(changed) == {(False, False), (True, True)} | (set() if loses else {(True, False)})
 
@@ -173,9 +173,9 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     """What loses without a law is known by then. Where the laws lose, no kernel is left to compile, but those of what
     is kept for weights in the other order."""
     timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if late(group, plan) else 1.1)
-    monkeypatch.setattr(Contest, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
+    monkeypatch.setattr(Trials, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
     begun, before, turned = list[tuple[bool, int]](), list[tuple[bool, int]](), dict[str, bool]()
-    measured, begin = Contest.measure, prebuild.begin
+    measured, begin = Trials.measure, prebuild.begin
 
     def late(group: Group, plan: Plan) -> bool:
         return plan.program.in_backward(group.builts[0].draft.space)
@@ -189,12 +189,12 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
             begun.append((over is not None, len(jobs)))
         return begin(jobs, cache_dir, over=over)
 
-    def measure(self: Contest, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
         before.append((bool(deferred(plan, group.builts)), len(begun)))
         return measured(self, group, plan)
 
     monkeypatch.setattr(prebuild, "begin", counted)
-    monkeypatch.setattr(Contest, "measure", measure)
+    monkeypatch.setattr(Trials, "measure", measure)
     trained("llama")
     assert [idle for idle, _ in begun] == [False, True, True]  # the first plan's, ahead, what losers changed
     assert before[0] == (False, 1) and {n for law, n in before if law} == {2, 3}

@@ -18,10 +18,10 @@ from zoo import Norm
 
 from coda_inductor.codegen import timing
 from coda_inductor.codegen.timing import Times
-from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import goes_on_with, subgraph
 from coda_inductor.inductor.outcome import Outcome
 from coda_inductor.inductor.rehearsal import Programs
+from coda_inductor.inductor.trials import Trials
 from coda_inductor.inductor.without import Without
 from coda_inductor.patterns.graph import aten
 
@@ -171,9 +171,9 @@ class Twice(torch.nn.Module):
 def test_what_one_program_makes_another_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where Regions of the rival lose, Inductor makes their products, each once, and what is read twice lies there."""
     narrow(monkeypatch, tmp_path, 1.0)
-    seen, whole = list[int](), Contest.against
+    seen, whole = list[int](), Trials.against
 
-    def against(self: Contest, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
+    def against(self: Trials, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
         for some in filter(None, (parts[:1], parts[1:], parts[::2])):
             group = self.group(plan, members)
             with torch.no_grad(), unset_fake_temporarily():
@@ -183,7 +183,7 @@ def test_what_one_program_makes_another_reads(monkeypatch: pytest.MonkeyPatch, t
                 seen.append(checked(without, self._programs, steps))
         return whole(self, plan, members, other, parts)
 
-    monkeypatch.setattr(Contest, "against", against)
+    monkeypatch.setattr(Trials, "against", against)
     torch.manual_seed(0)
     run(Twice().bfloat16(), *streams(torch.bfloat16))
     assert max(seen) > 1
@@ -193,9 +193,9 @@ def test_what_one_program_makes_another_reads(monkeypatch: pytest.MonkeyPatch, t
 def test_both_programs_are_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Which Regions, and what is left to Inductor."""
     narrow(monkeypatch, tmp_path, 1.0)
-    whole, compared = Contest.against, list[int]()
+    whole, compared = Trials.against, list[int]()
 
-    def against(self: Contest, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
+    def against(self: Trials, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
         group = self.group(plan, members)
         one, rival = Without(group, plan, self.group(other, parts), other), self.group(other, parts)
         keys = {one.key(), Without(group, plan, rival, other).key()}
@@ -210,7 +210,7 @@ def test_both_programs_are_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert any(one.pieces) and len(keys) == 2 + (len(parts) > 1)
         return whole(self, plan, members, other, parts)
 
-    monkeypatch.setattr(Contest, "against", against)
+    monkeypatch.setattr(Trials, "against", against)
     inferred()
     trained("llama")
     assert max(compared) > 1
@@ -243,14 +243,14 @@ def test_without_it_the_law_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert deferred(inferred()) > 0 and ("without",) not in seen
     with monkeypatch.context() as patch:
         seen = narrow(patch, tmp_path / "alone", 0.5)
-        whole = Contest.outcome
+        whole = Trials.outcome
 
-        def outcome(self: Contest, plan: Any, members: Any) -> Outcome:
+        def outcome(self: Trials, plan: Any, members: Any) -> Outcome:
             found = whole(self, plan, members)
             lost = not plan.firings
             return Outcome(found.mask, Times(2.0, 2.0), Times(1.0, 1.0)) if lost else found
 
-        patch.setattr(Contest, "outcome", outcome)
+        patch.setattr(Trials, "outcome", outcome)
         assert deferred(inferred()) > 0 and ("without",) not in seen
 
 

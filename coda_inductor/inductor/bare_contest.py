@@ -16,9 +16,10 @@ from coda_inductor.codegen.tiles import DEEP_LEAST
 from coda_inductor.core.errors import forget_frames
 from coda_inductor.core.region import Region
 from coda_inductor.inductor.bare import Found
-from coda_inductor.inductor.contest import ROUNDS, Contest
+from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.group import sample
 from coda_inductor.inductor.outcome import outcome_of, recorded, sure, timed, wins
+from coda_inductor.inductor.trials import ROUNDS
 from coda_inductor.inductor.unmeasured import foreseen, unmeasured
 
 log = logging.getLogger("coda_inductor.contest")
@@ -57,7 +58,7 @@ class BareContest:
                 losers |= dict.fromkeys(nodes, failure.what)
                 continue
             log.info("%s: %s", region.digest, ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith("ms")))
-            self.contest.rows.append(row)
+            self.contest.trials.rows.append(row)
             if loses := outcome_of(1, row).loses:
                 losers |= dict.fromkeys(nodes, loses)
         return losers
@@ -65,8 +66,8 @@ class BareContest:
     def measure(self, region: Region, inputs: tuple[fx.Node, fx.Node]) -> dict[str, Any]:
         """Tunes the kernel, then times both."""
         self._ahead.wait(jobs(region))
-        with self.contest.real_tensors():
-            given = [sample(n, self.contest.device) for n in inputs]
+        with self.contest.trials.real_tensors():
+            given = [sample(n, self.contest.trials.device) for n in inputs]
             kernel = tune.tuned(region, given, self.settings.cache_dir)
             outs = tune.outputs(region, given)
             calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import legality, record, target
-from coda_inductor.core.region import DTYPES
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import DTYPES, Region
 from coda_inductor.inductor import around, paths
 from coda_inductor.inductor.extract import computed, described, laid_out, put_off, small, subgraph
 from coda_inductor.inductor.memory import Memory
@@ -209,3 +211,18 @@ def mask(builts: list[Built]) -> int:
 def outputs(built: Built) -> list[object]:
     """The keys of a Region's outputs, in order."""
     return [*built.draft.stores, *built.draft.sums]
+
+
+def sizes(plan: Plan, builts: Iterable[Built]) -> list[tuple[Region, int]]:
+    """The Regions, each once, with the bucket to measure in, if it is known."""
+    found = dict[tuple[Region, int], None]()
+    for b in builts:
+        with contextlib.suppress(Unsupported):
+            found[b.region, legality.bucket(tokens(plan, b))] = None
+    return [*found]
+
+
+def tokens(plan: Plan, built: Built) -> int:
+    """The rows of a Region, at the size to measure at. Raises Unsupported if that is not known."""
+    product = plan.program.product(built.draft.space.accs[0]).node
+    return hint(product.meta["val"].shape[0])

@@ -93,7 +93,7 @@ class JointPass(CustomGraphPass):
             slower = BareContest(contest) if contest else NONE_SLOWER
             report = rewrite(graph, self.settings, name, legal, contest or NO_CONTEST, slower)
             if contest:
-                report = replace(report, timings=tuple(contest.rows))
+                report = replace(report, timings=tuple(contest.trials.rows))
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
