@@ -182,6 +182,14 @@ SUMS: dict[str, Callable[..., Any]] = {  # over the features and over the tokens
     "three statistics": lambda x, y, z: ((x * y).sum(1), (y * z).sum(1), (z * z).sum(1), x.sum(0), y.sum(0), z.sum(0)),
     "two sums over tokens of one tensor": lambda x, y, z: ((x * y).sum(1), x.sum(0), (x * y).sum(0)),
     "of what it stores": lambda x, y, z: ((h := x + y), (h * z).sum(1), h.sum(0)),
+    "a vector in common": lambda x, y, z: ((x * z[0]).sum(1), (y * z[0]).sum(0)),
+    "a statistic of what is stored there": lambda x, y, z: (
+        (s := (x * y).sum(1)),
+        x.sum(0),
+        (h := x * s[:, None]),
+        (h * z).sum(1),
+    ),
+    "a pass before": lambda x, y, z: (x + 1, (x * y).sum(1), x.sum(0)),
     "a pass behind": lambda x, y, z: ((x * y).sum(1), x.sum(0), x + 1),
 }
 

@@ -34,14 +34,16 @@ class Group:
     def reads(self) -> set[fx.Node]:
         return {buffer for loop in self.loops for buffer in loop.reads}
 
-    def sums(self, inner: bool) -> list[Loop]:
-        """Its reductions over what lies together in memory, or over the rest."""
-        return [loop for loop in self.loops if loop.rnumel > 1 and loop.inner == inner]
+    @property
+    def halves(self) -> tuple[list[Loop], list[Loop]]:
+        """The loops over rows, and those over columns."""
+        columns = [loop for loop in self.loops if loop.rnumel > 1 and not loop.inner]
+        return [loop for loop in self.loops if loop not in columns], columns
 
     @property
     def mixed(self) -> bool:
         """Does it reduce over rows and over columns?"""
-        return all(map(self.sums, (True, False)))
+        return _of_both_orders(self, self)
 
 
 class Fusion:
@@ -152,29 +154,34 @@ def parts_read(loops: list[Loop]) -> dict[tuple[fx.Node, Path], int]:
 
 
 def _joins(a: Group, b: Group) -> bool:
-    """May the two be one, if that reduces over rows and over columns? Its sums over columns read nothing that it makes,
-    nothing there reads them, and rows are read as they lie, not put together of parts. What joins such a kernel comes
-    after it, and a sum that does reads a whole tensor that a sum of the same order there reads."""
-    columns = a.sums(inner=False) + b.sums(inner=False)
-    if not columns or not (a.sums(inner=True) or b.sums(inner=True)):
+    """May the two be one, if that reduces over rows and over columns? Rows are read as they lie, not put together of
+    parts. Two kernels that become such a one read a whole tensor both; what joins one comes after it, and if it is a
+    sum it reads as much of what is read or made there by its like."""
+    if not _of_both_orders(a, b):
         return True
-    others = [loop for loop in a.loops + b.loops if loop not in columns]
-    for made, read in ((others, columns), (columns, others)):
-        if {loop.out for loop in made} & {owner(buffer) for loop in read for buffer in loop.reads}:
-            return False
-    if any(name_of(node) in HEAVY for loop in others for node in loop.nodes):
+    size, rows = a.numel * a.rnumel, a.halves[0] + b.halves[0]
+    if any(name_of(node) in HEAVY for loop in rows for node in loop.nodes):
         return False
     if not (a.mixed or b.mixed):
-        return True
+        return max(_common(a.loops, b.loops), default=0) >= size
     first, second = sorted((a, b), key=lambda group: group.first)
-    if not first.mixed:
-        return False
-    for inner in (True, False):
-        there, more = parts_read(first.sums(inner)), parts_read(second.sums(inner))
-        shared = sum(n for part, n in more.items() if part in there)
-        if more and shared < first.numel * first.rnumel:
-            return False
-    return True
+    like = [(there, more) for there, more in zip(first.halves, second.halves, strict=True) if any(map(_reduces, more))]
+    return first.mixed and all(sum(_common(there, more)) >= first.numel * first.rnumel for there, more in like)
+
+
+def _of_both_orders(a: Group, b: Group) -> bool:
+    """Would the two together reduce over rows and over columns?"""
+    return all(any(_reduces(loop) and loop.inner == inner for loop in a.loops + b.loops) for inner in (True, False))
+
+
+def _reduces(loop: Loop) -> bool:
+    return loop.rnumel > 1
+
+
+def _common(there: list[Loop], more: list[Loop]) -> list[int]:
+    """Of the parts that `more` reads and `there` reads or makes, the numbers of elements."""
+    known, made = parts_read(there), {loop.out for loop in there}
+    return [n for part, n in parts_read(more).items() if part in known or owner(part[0]) in made]
 
 
 def _same_space(a: Group, b: Group) -> bool:

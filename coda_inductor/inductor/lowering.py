@@ -165,6 +165,8 @@ class _Lowering:
             self.extern(node)
         if kind in ("view", "part", "loop", "gather", "source", "random"):
             self.maybe_realize(node)
+        if any(user.op == "output" for user in node.users):  # whose strides are asked for
+            self.result.needed |= set(self.realize(node))
 
     def extern(self, node: fx.Node) -> None:
         buffers = [b for value in node.all_input_nodes for b in self.realize(value)]
