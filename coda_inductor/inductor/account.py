@@ -10,8 +10,7 @@ from typing import Protocol
 from torch import fx
 
 from coda_inductor.core.region import Region
-from coda_inductor.inductor.fusion import itemsize
-from coda_inductor.inductor.lowering import base_of, elements, owner
+from coda_inductor.inductor.lowering import base_of, elements, itemsize, owner
 from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.schedule import Kernel
 

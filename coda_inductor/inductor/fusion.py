@@ -1,8 +1,8 @@
 """Which loops of a graph share a kernel: the second part of the byte model (lowering.py is the first).
 
-Loops are fused greedily, the pair that shares most bytes first, under Inductor's rules: equal iteration spaces, or a
-reduction with pointwise work over its rows; sums over rows beside sums over columns, if they read the same; no cycle;
-not too far apart.
+Loops are fused greedily under Inductor's rules, like with like and what shares most bytes first: equal iteration
+spaces, or a reduction with pointwise work over its rows; sums over rows beside sums over columns, if both read a whole
+tensor; no cycle; not too far apart.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import torch._inductor.config as inductor_config
-from torch import Tensor, fx
+from torch import fx
 
-from coda_inductor.inductor.lowering import HEAVY, Extern, Loop, Lowered, owner
+from coda_inductor.inductor.lowering import HEAVY, Extern, Loop, Lowered, itemsize, owner
 from coda_inductor.inductor.paths import Path, name_of
 
 FAR = 64
@@ -159,14 +159,14 @@ def _joins(a: Group, b: Group) -> bool:
     sum it reads as much of what is read or made there by its like."""
     if not _of_both_orders(a, b):
         return True
-    size, rows = a.numel * a.rnumel, a.halves[0] + b.halves[0]
+    size, rows = max(group.numel * group.rnumel for group in (a, b)), a.halves[0] + b.halves[0]
     if any(name_of(node) in HEAVY for loop in rows for node in loop.nodes):
         return False
     if not (a.mixed or b.mixed):
         return max(_common(a.loops, b.loops), default=0) >= size
     first, second = sorted((a, b), key=lambda group: group.first)
     like = [(there, more) for there, more in zip(first.halves, second.halves, strict=True) if any(map(_reduces, more))]
-    return first.mixed and all(sum(_common(there, more)) >= first.numel * first.rnumel for there, more in like)
+    return first.mixed and all(sum(_common(there, more)) >= size for there, more in like)
 
 
 def _of_both_orders(a: Group, b: Group) -> bool:
@@ -209,10 +209,3 @@ def _mixed_order(a: Group, b: Group) -> bool:
         and rows.rnumel <= 16384
         and all(loop.additive for loop in columns.loops if loop.rnumel > 1)
     )
-
-
-def itemsize(node: fx.Node) -> int:
-    """Bytes of one element of the tensor (of the first tensor) that `node` computes."""
-    val = node.meta["val"]
-    first = next(v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor))
-    return first.dtype.itemsize

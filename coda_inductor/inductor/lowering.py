@@ -124,6 +124,13 @@ def elements(node: fx.Node) -> int:
     return math.prod(hint(s) for s in tensors[0].shape) if tensors else 0
 
 
+def itemsize(node: fx.Node) -> int:
+    """Bytes of one element of the tensor (of the first tensor) that `node` computes."""
+    val = node.meta["val"]
+    first = next(v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor))
+    return first.dtype.itemsize
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Does the node compute a tensor, and not a size?"""
     return elements(node) > 0

@@ -19,8 +19,8 @@ from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.errors import forget_frames
-from coda_inductor.inductor.fusion import Fusion, Group, itemsize, parts_read
-from coda_inductor.inductor.lowering import elements, is_tensor, lower, owner
+from coda_inductor.inductor.fusion import Fusion, Group, parts_read
+from coda_inductor.inductor.lowering import elements, is_tensor, itemsize, lower, owner
 from coda_inductor.inductor.paths import Path
 from coda_inductor.patterns.graph import copied, is_tangent
 
