@@ -17,14 +17,17 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
+from coda_inductor.core.sweep import parse_sweep
 from coda_inductor.core.text import left, right
 from coda_inductor.inductor.account import Site, attribute, smallest_tile, touched, touches_tile
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.casts import Cast
 from coda_inductor.inductor.lowering import elements, kind_of, owner
 from coda_inductor.inductor.offline import rewrite_for, target_of
-from coda_inductor.inductor.report import render
+from coda_inductor.inductor.ops import SWEEP
+from coda_inductor.inductor.report import OURS, render
 from coda_inductor.inductor.schedule import Kernel, kernels, partition, saved
+from coda_inductor.inductor.sweeps import Kept
 from coda_inductor.inductor.tables import Table
 
 __all__ = ["explain", "explain_graph", "render"]
@@ -56,6 +59,8 @@ class Report(Protocol):
     def tables(self) -> Sequence[Table]: ...
     @property
     def casts(self) -> Sequence[Cast]: ...
+    @property
+    def swept(self) -> Sequence[Kept]: ...
 
 
 Rewrite = Callable[[fx.Graph, Any], Report]
@@ -99,6 +104,7 @@ class Nothing:
     opaque: tuple[Whole, ...] = ()
     tables: tuple[Table, ...] = ()
     casts: tuple[Cast, ...] = ()
+    swept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +133,14 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     nodes = {n.name: n for n in graph.nodes}
     regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
     left = sorted((k for k in after if touches_tile(k, smallest)), key=lambda k: -k.bytes)
+    swept = {k.sweep.digest: k.what for k in report.swept}
     chains = [refusal(kernel, report) for kernel in left]
+    refused = [c for k, c in zip(left, chains, strict=True) if not digest(k)]
     facts: Facts = {
         "kind": "joint" if halves else "inference",
         "regions": regions,
-        "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
-        "refused": ([] if isinstance(report, Nothing) else chains) + lone(report, nodes, chains),
+        "passes": [pass_facts(k, c, swept) for k, c in zip(left, chains, strict=True)],
+        "refused": ([] if isinstance(report, Nothing) else refused) + lone(report, nodes, refused),
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
@@ -198,12 +206,20 @@ def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
     return max(made, default=0) // (site.region.width if site.region.stores else 1)
 
 
+def digest(kernel: Kernel) -> str:
+    """Of a Sweep; "" of a kernel of Inductor's."""
+    node = kernel.nodes[0] if kernel.nodes else None
+    return parse_sweep(str(node.args[1])).digest if node is not None and node.target is SWEEP else ""
+
+
 def refusal(kernel: Kernel, report: Report) -> Facts:
     """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at its end), and
     the user's line of the operation that it failed for."""
     names = {n.name for n in kernel.nodes}
     if isinstance(report, Nothing):
         return {"node": kernel.nodes[-1].name, "reason": report.refused[0].reason, "source": _last_source(kernel)}
+    if digest(kernel):
+        return {"node": kernel.nodes[0].name, "reason": OURS, "source": _last_source(kernel)}
     for r in report.refused:
         if r.node in names:
             return {"node": r.node, "reason": r.reason, "source": r.source}
@@ -235,12 +251,14 @@ def _last_source(kernel: Kernel) -> str:
     return next((s for n in reversed(kernel.nodes) if kind_of(n) != "view" and (s := source(n))), "")
 
 
-def pass_facts(kernel: Kernel, refused: Facts) -> Facts:
-    """A kernel that stays with Inductor: its operations in order, and why it stays."""
+def pass_facts(kernel: Kernel, refused: Facts, swept: Mapping[str, str]) -> Facts:
+    """A kernel over memory that stays: its operations in order, and why it stays; of a Sweep, those that it stands for
+    (`swept`, by digest)."""
     work = [n for n in kernel.nodes if kind_of(n) != "view"]
     names = dict.fromkeys(_operation(n) for n in work)
     return {
-        "what": " ".join(names),
+        "what": swept[digest(kernel)] if digest(kernel) else " ".join(names),
+        "sweep": digest(kernel),
         "bytes": kernel.bytes,
         "why": refused["reason"],
         "source": refused["source"] or _last_source(kernel),

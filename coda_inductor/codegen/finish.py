@@ -40,10 +40,15 @@ def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
             if not over_m:  # [length, tiles]
                 parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
             wholes = [getattr(args, total.whole) for total in some]
-            blocks = (cute.size(wholes[0]) + (LANES - 1)) // LANES
-            _finish(parts, wholes, [total.logsumexp for total in some]).launch(
-                grid=(blocks, len(some), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
-            )
+            finish_sums(parts, wholes, [total.logsumexp for total in some], cute.size(wholes[0]), stream)
+
+
+def finish_sums(parts: list[Any], wholes: list[Any], logsumexp: list[bool], longest: Any, stream: Any) -> None:
+    """Launches one kernel for sums of which none has more than `longest` entries."""
+    blocks = (longest + (LANES - 1)) // LANES
+    _finish(parts, wholes, logsumexp).launch(
+        grid=(blocks, len(parts), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
+    )
 
 
 @cute.kernel  # type: ignore[untyped-decorator]

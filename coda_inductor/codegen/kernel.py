@@ -42,7 +42,7 @@ class Compiled(Executable):
         text = source.render(region, swapped=swapped)
         name = source.module_name(text)
         objects = library.folder(region, config, directory, swapped=swapped)
-        plan = _plan(region, config, _load(text, name, directory).epilogue, objects)
+        plan = _plan(region, config, load_module(text, name, directory).epilogue, objects)
         fields, options = plan.gemm_cls.EpilogueArguments._fields, plan.scheduler_static
         swizzle = options.max_swizzle_size  # 8; 2 to 32 gained 1.5 % at most (H200, 4 tiles of 9 Regions each)
         if options != type(options)(options.max_active_clusters, None, swizzle, None, None, None):
@@ -62,7 +62,7 @@ class _Loader(SourceFileLoader):
         """Writes nothing."""
 
 
-def _load(text: str, name: str, directory: Path) -> ModuleType:
+def load_module(text: str, name: str, directory: Path) -> ModuleType:
     """The generated module, written to disk (CuTeDSL and quack read its source), imported under its content's name."""
     if name in sys.modules:
         return sys.modules[name]

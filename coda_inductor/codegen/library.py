@@ -33,7 +33,14 @@ FUNCTION = "func"  # as quack exports it
 KEPT = "launch.json"
 LINKERS = ("cc", "gcc", "clang")
 LINK_S = 60
-OURS = ("kernel.py", "executable.py", "library.py")  # (a module's name holds source.device_digest)
+OURS = (
+    "kernel.py",
+    "executable.py",
+    "library.py",
+    "sweep_kernel.py",
+    "sweep_launch.py",
+    "sweep_plan.py",
+)  # (a module's name holds source.device_digest)
 
 
 def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Path:
@@ -45,7 +52,12 @@ def folder(region: Region, config: Config, directory: Path, *, swapped: bool = F
 
 def load(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Executable | None:
     """The kernel as it was kept. None if it was not, or is not what it was."""
-    place = folder(region, config, directory, swapped=swapped)
+    parts = open_kept(folder(region, config, directory, swapped=swapped))
+    return Executable(region, config, parts, swapped=swapped) if parts else None
+
+
+def open_kept(place: Path) -> Parts | None:
+    """What `keep` left there. None if it left nothing, or it is not what it was."""
     try:
         found = json.loads((place / KEPT).read_text())
         path = place / found["library"]
@@ -54,8 +66,7 @@ def load(region: Region, config: Config, directory: Path, *, swapped: bool = Fal
         import tvm_ffi
 
         function = tvm_ffi.load_module(path)[FUNCTION]
-        parts = Parts(function, tuple(found["fields"]), int(found["swizzle"]), found["stack"])
-        return Executable(region, config, parts, swapped=swapped)
+        return Parts(function, tuple(found["fields"]), int(found["swizzle"]), found["stack"])
     except FileNotFoundError:
         return None
     except Exception as error:  # a broken record, another loader: the compiler will find or make the kernel

@@ -169,7 +169,7 @@ def _expression(region: Region, let: Let, spelled: dict[str, str]) -> str:
     spelling = OPS[let.op].cute
     if let.op == "tanh" and only_beside_one(region, let.name):
         spelling = "tanh_beside_one({0})"
-    return spelling.format(*(spelled[a] if isinstance(a, str) else _literal(a) for a in let.args))
+    return spelling.format(*(spelled[a] if isinstance(a, str) else literal(a) for a in let.args))
 
 
 def only_beside_one(region: Region, name: str) -> bool:
@@ -186,7 +186,8 @@ def only_beside_one(region: Region, name: str) -> bool:
     return bool(uses) and not leaves and all(map(beside, uses))
 
 
-def _literal(x: float) -> str:
+def literal(x: float) -> str:
+    """A number that survives a round trip through repr."""
     return repr(float(x)) if math.isfinite(x) else f'float("{x}")'
 
 

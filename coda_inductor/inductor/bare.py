@@ -17,8 +17,8 @@ from coda_inductor.codegen.tiles import DEEP_LEAST
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPE_NAMES, Product, Region, Store
 from coda_inductor.core.verify import verify
-from coda_inductor.inductor.emit import ORIGIN
 from coda_inductor.inductor.ops import REGION
+from coda_inductor.inductor.writing import ORIGIN
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.rewrite.program import TRANSPOSES

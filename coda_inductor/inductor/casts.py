@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from coda_inductor.inductor.emit import ORIGIN
+from coda_inductor.inductor.writing import ORIGIN
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.sizes import Size, size_of

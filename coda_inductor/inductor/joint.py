@@ -19,6 +19,8 @@ from torch._inductor import config as inductor_config
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
+from coda_inductor.core.sweep import Sweep
+from coda_inductor.inductor import sweeps
 from coda_inductor.inductor.bare import BARE, NONE_SLOWER, Slower, bare_products, write_bare
 from coda_inductor.inductor.casts import Cast, round_first, write_wide
 from coda_inductor.inductor.emit import emit
@@ -72,6 +74,8 @@ class Report:
     """What is computed once for many elements."""
     casts: tuple[Cast, ...] = ()
     """What was cast elsewhere than it is now."""
+    swept: tuple[sweeps.Kept, ...] = ()
+    """What stands beside attention in one kernel of ours."""
     seconds: float = 0.0
     timings: tuple[dict[str, Any], ...] = ()
     """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
@@ -93,6 +97,7 @@ class Verdict:
         return not self.banned and not self.undeferred
 
 
+Legal = Callable[[Region | Sweep], None]
 Decide = Callable[[Plan, list[Built]], Verdict]
 NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
 
@@ -106,18 +111,19 @@ def rewrite(
     graph: fx.Graph,
     settings: Settings,
     target: str = "reference",
-    legal: Callable[[Region], None] = lambda region: None,
+    legal: Legal = lambda record: None,
     decide: Decide = NO_CONTEST,
     slower: Slower = NONE_SLOWER,
+    slower_sweeps: sweeps.Slower = sweeps.NONE_SLOWER,
 ) -> Report:
-    """Rewrites the graph in place. `legal` raises Unsupported for a Region that the target cannot run; `decide` says
-    what a measurement found slower, `slower` of which products that do nothing else. Raises BrokenInvariant for a bug;
-    the owning module then has its graph back as it was."""
+    """Rewrites the graph in place. `legal` raises Unsupported for what the target cannot run; `decide` says what a
+    measurement found slower, `slower` of which products that do nothing else, `slower_sweeps` of which Sweeps.
+    Raises BrokenInvariant for a bug; the owning module then has its graph back as it was."""
     start = time.perf_counter()
     backup = g.copied(graph)
     guards = _guards(graph)
     try:
-        report = _rewrite(graph, settings, target, legal, decide, slower)
+        report = _rewrite(graph, settings, target, legal, decide, slower, slower_sweeps)
         if _guards(graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
     except BaseException:
@@ -131,9 +137,10 @@ def _rewrite(
     graph: fx.Graph,
     settings: Settings,
     target: str,
-    legal: Callable[[Region], None],
+    legal: Legal,
     decide: Decide,
     slower: Slower,
+    slower_sweeps: sweeps.Slower,
 ) -> Report:
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
     casts = round_first(graph) if allowed(CASTS, NAMES, settings) else ()
@@ -158,7 +165,11 @@ def _rewrite(
         casts += write_wide(graph, device) if may_widen(settings, target) else ()
         bare, slow = _bare(graph, settings, target, legal, slower, device, len(sites))
         sites += bare
-    return Report(tuple(sites), refused + slow, opaque, tables, casts)
+    swept = tuple[sweeps.Kept, ...]()
+    if allowed(SWEEPS, NAMES, settings):
+        swept, apart = _sweeps(graph, settings, target, legal, slower_sweeps)
+        slow += apart
+    return Report(tuple(sites), refused + slow, opaque, tables, casts, swept)
 
 
 def may_widen(settings: Settings, target: str) -> bool:
@@ -171,7 +182,7 @@ def _bare(
     graph: fx.Graph,
     settings: Settings,
     target: str,
-    legal: Callable[[Region], None],
+    legal: Legal,
     slower: Slower,
     device: torch.device,
     count: int,
@@ -191,8 +202,20 @@ def _bare(
     return sites, refused
 
 
+def _sweeps(
+    graph: fx.Graph, settings: Settings, target: str, legal: Legal, slower: sweeps.Slower
+) -> tuple[tuple[sweeps.Kept, ...], tuple[Refusal, ...]]:
+    """What stands beside attention as Sweeps, where none is slower, and the rest."""
+    found, refused = sweeps.found(graph, settings.numerics == "strict", legal)
+    losers = slower(found)
+    for i, why in losers.items():
+        refused |= dict.fromkeys(found[i].outputs, why)
+    apart = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in refused.items())
+    return sweeps.write(graph, target, [made for i, made in enumerate(found) if i not in losers]), apart
+
+
 def _settled(
-    graph: fx.Graph, settings: Settings, legal: Callable[[Region], None], decide: Decide
+    graph: fx.Graph, settings: Settings, legal: Legal, decide: Decide
 ) -> tuple[Plan, list[Built], list[Normaliser], dict[int, str]]:
     """The plan of which nothing is illegal or loses, its Regions, the normalisers that they take, and why products (by
     bit) do without the halves of their heads. A normaliser that none takes, or whose Region is not kept, is first
@@ -266,8 +289,9 @@ KINDS = {
     BARE: "a large product with nothing beside it, where cuBLAS is slower",
 }
 REGION_KINDS = frozenset(KINDS)
-CASTS, TABLES = "casts", "tables"
+CASTS, TABLES, SWEEPS = "casts", "tables", "sweeps"
 PASSES = {
+    SWEEPS: "no Region: what reads what attention's backward left is one kernel of ours",
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
 }
@@ -298,7 +322,7 @@ def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
     return name not in settings.disable and (not only or name in only)
 
 
-def _illegal(builts: list[Built], legal: Callable[[Region], None], settings: Settings) -> dict[int, str]:
+def _illegal(builts: list[Built], legal: Legal, settings: Settings) -> dict[int, str]:
     losers: dict[int, str] = {}
     for built in builts:
         try:

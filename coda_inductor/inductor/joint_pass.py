@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,13 +22,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import legality, store, target
 from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, Unsupported, forget_frames, warn
-from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import launching, notes
+from coda_inductor.inductor import launching, notes, sweeps
 from coda_inductor.inductor.bare import NONE_SLOWER
 from coda_inductor.inductor.bare_contest import BareContest
 from coda_inductor.inductor.contest import Contest
-from coda_inductor.inductor.joint import NAMES, NO_CONTEST, Report, rewrite
+from coda_inductor.inductor.joint import NAMES, NO_CONTEST, Legal, Report, rewrite
+from coda_inductor.inductor.sweep_contest import SweepContest
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -91,13 +91,14 @@ class JointPass(CustomGraphPass):
             name, legal = resolve(self.settings, graph)
             contest = None if name == "reference" else self._contest(graph)
             slower = BareContest(contest) if contest else NONE_SLOWER
-            report = rewrite(graph, self.settings, name, legal, contest or NO_CONTEST, slower)
+            sweeping = SweepContest(contest) if contest else sweeps.NONE_SLOWER
+            report = rewrite(graph, self.settings, name, legal, contest or NO_CONTEST, slower, sweeping)
             if contest:
                 report = replace(report, timings=tuple(contest.trials.rows))
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
-        self.rewrote |= bool(report.sites or report.tables or report.casts)
+        self.rewrote |= bool(report.sites or report.tables or report.casts or report.swept)
         REPORTS.append(report)
         return report
 
@@ -132,12 +133,12 @@ class JointPass(CustomGraphPass):
         return (sources_digest(), tuple(target.versions().items()), self.settings.key(), theirs)
 
 
-def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Callable[[Region], None]]:
+def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Legal]:
     """The target's name and its predicate of legal Regions. Raises Unsupported if none is for this graph."""
     if inductor_config.cpp_wrapper:
         raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
     if settings.target == "reference":
-        return "reference", lambda region: None
+        return "reference", lambda record: None
     device = device_and_tokens(graph)[0]
     if device.type != DEVICE:
         hint = "CODA_INDUCTOR_TARGET=reference runs on torch"

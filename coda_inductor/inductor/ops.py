@@ -1,6 +1,7 @@
-"""torch.ops.coda.region: one functional operation for every Region. torch.ops.coda.stored: a value that is in memory.
+"""torch.ops.coda.region: one functional operation for every Region. torch.ops.coda.sweep: one for every Sweep.
+torch.ops.coda.stored: a value that is in memory.
 
-A Region's eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled
+Their eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled
 graphs call `launch`, which runs the generated kernel. A stored value is the value.
 """
 
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region, parse
+from coda_inductor.core.sweep import interpret_sweep, parse_sweep, shape
 
 _library = torch.library.Library("coda", "DEF")
 _library.define("region(Tensor[] inputs, str region, str target) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
@@ -48,6 +50,27 @@ torch.library.register_fake("coda::region", _fake, lib=_library)
 
 REGION = torch.ops.coda.region.default
 """region(inputs: matrices then operands, region: Region.text, target) -> stores [M, width], then reductions."""
+
+_library.define("sweep(Tensor[] inputs, str sweep, str target) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _eager_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
+    return interpret_sweep(parse_sweep(sweep), inputs)
+
+
+def _fake_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
+    s, m = parse_sweep(sweep), inputs[0].shape[0]
+    for i, (x, (_, width)) in enumerate(zip(inputs, s.inputs, strict=True)):
+        if x.dim() != (2 if width else 1) or (width and x.shape[1] != width):
+            raise BrokenInvariant(f"input {i} is {list(x.shape)}, its width should be {width}")
+    return [inputs[0].new_empty(shape(o, m), dtype=DTYPES[o.dtype]) for o in s.outputs]
+
+
+_library.impl("sweep", _eager_sweep, "CompositeExplicitAutograd")
+torch.library.register_fake("coda::sweep", _fake_sweep, lib=_library)
+
+SWEEP = torch.ops.coda.sweep.default
+"""sweep(inputs: matrices and vectors, sweep: Sweep.text, target) -> its outputs."""
 
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("stored", torch.clone, "CompositeExplicitAutograd")

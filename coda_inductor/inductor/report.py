@@ -9,6 +9,8 @@ from typing import Any
 
 Facts = dict[str, Any]
 PASSES = "left to Inductor, with the first condition that failed"
+SWEEPS = "beside what is no product of ours, in one kernel of ours each"
+OURS = "a kernel of ours, since it reads the results of what is no product of ours"
 
 
 def render(report: Facts) -> str:
@@ -40,7 +42,8 @@ def render(report: Facts) -> str:
         alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (
-            ("its passes" if whole else PASSES, _passes(graph["passes"], whole)),
+            (SWEEPS, _passes([p for p in graph["passes"] if p.get("sweep")], OURS)),
+            ("its passes" if whole else PASSES, _passes([p for p in graph["passes"] if not p.get("sweep")], whole)),
             ("refused", _refusals(alone)),
         ):
             lines += [f"  {title}:", *rows] if rows else []

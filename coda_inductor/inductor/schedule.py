@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.errors import forget_frames
 from coda_inductor.inductor.fusion import Fusion, Group, parts_read
-from coda_inductor.inductor.lowering import elements, is_tensor, itemsize, lower, owner
+from coda_inductor.inductor.lowering import Extern, elements, is_tensor, itemsize, lower, owner
+from coda_inductor.inductor.ops import SWEEP
 from coda_inductor.inductor.paths import Path
 from coda_inductor.patterns.graph import copied, is_tangent
 
@@ -117,7 +119,14 @@ def _kernels(graph: fx.Graph) -> list[Kernel]:
     for group in groups:
         for buffer in group.reads():
             readers[buffer].add(group)
-    return [k for g in groups if (k := _kernel(g, lowered.needed, readers)).bytes]
+    swept = [_sweep(op.out, op.reads) for op in lowered.order if isinstance(op, Extern) and op.out.target is SWEEP]
+    return [k for g in groups if (k := _kernel(g, lowered.needed, readers)).bytes] + swept
+
+
+def _sweep(node: fx.Node, reads: Sequence[fx.Node]) -> Kernel:
+    """A kernel of ours that reads each of its tensors once."""
+    outs = [out for out in node.users if out.users]
+    return Kernel((node,), *({n: elements(n) * itemsize(n) for n in side} for side in (reads, outs)))
 
 
 def _kernel(group: Group, needed: set[fx.Node], readers: dict[fx.Node, set[Group]]) -> Kernel:

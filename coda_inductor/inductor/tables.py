@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from coda_inductor.inductor.emit import ORIGIN
 from coda_inductor.inductor.lowering import elements, is_tensor, kind_of
 from coda_inductor.inductor.ops import STORED
+from coda_inductor.inductor.writing import ORIGIN
 from coda_inductor.patterns.graph import source_line
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ gets fresh axes, and its consumers go on from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -48,15 +48,19 @@ class Reading:
         return found
 
 
-def read_axes(graph: fx.Graph) -> Reading:
-    """Infers all axes. Lanes are made on feature dimensions only, which a first pass without lanes finds."""
+def read_axes(graph: fx.Graph, matrices: Collection[fx.Node] = ()) -> Reading:
+    """Infers all axes. Lanes are made on feature dimensions only, which a first pass without lanes finds: the columns
+    of what is multiplied with a weight, and of these `matrices`."""
     plain = _pass(graph, None)
     products = [n for n in graph.nodes if n.target in g.PRODUCTS and n in plain.dims and g.reads_weight(n)]
+    products += [n for n in matrices if n in plain.dims]
     features = {i for n in products for i in plain.roots(n)[-1]}
     rows = {i for n in products for i in plain.roots(n)[-2]}
     for fresh, source in plain.parts:
         if features.intersection(plain.axes.roots(source)):
             features.update(plain.axes.roots(fresh))
+        elif matrices and features.intersection(plain.axes.roots(fresh)):
+            features.update(plain.axes.roots(source))
 
     def is_feature(node: fx.Node, dim: int) -> bool:
         ids = set(plain.axes.roots(plain.dims[node][dim])) if node in plain.dims else set()

@@ -7,6 +7,7 @@ rounded where the program stores them), unless `rounding` asks to keep every rou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -67,16 +68,22 @@ class Lifted:
         return order == wanted or (sorted(order) == sorted(wanted) and len(self.extents(order)) >= len(order) - 1)
 
 
-def lift(graph: fx.Graph, rounding: bool = False) -> Lifted:
-    """Reads a functional ATen graph with fake tensors in meta["val"]. Adds no guard and changes nothing."""
-    lifted = Lifted(graph, read_axes(graph), Terms(), {}, {}, {})
+def lift(
+    graph: fx.Graph,
+    rounding: bool = False,
+    cut: Callable[[fx.Node], bool] = lambda node: False,
+    matrices: Collection[fx.Node] = (),
+) -> Lifted:
+    """Reads a functional ATen graph with fake tensors in meta["val"]. Adds no guard and changes nothing. What is `cut`
+    is a tensor of which nothing else is said; `matrices` are among those that have features as columns."""
+    lifted = Lifted(graph, read_axes(graph, matrices), Terms(), {}, {}, {})
     forward = _forward(lifted)
     for node in graph.nodes:
         deps = forward if g.is_tangent(node) else 0
         for a in node.all_input_nodes:
             deps |= lifted.deps[a]
         if node in lifted.reading.dims:
-            term = _understood(lifted, node) if node not in lifted.reading.opaque else None
+            term = None if node in lifted.reading.opaque or cut(node) else _understood(lifted, node)
             if term is None:
                 lifted.leaves[node.name] = node
                 term = lifted.terms.leaf(node.name, (i for d in lifted.reading.roots(node) for i in d), deps)

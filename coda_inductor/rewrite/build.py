@@ -7,24 +7,23 @@ equal layers give equal Regions.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 from torch import fx
 
-from coda_inductor.core.region import DTYPE_NAMES, Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.region import DTYPE_NAMES, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.terms import Term, positive
+from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.draft import Computed, Draft, Loaded, Stored
 from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import weight_of
+from coda_inductor.rewrite.statements import EXTENTS, Statements, Value
 from coda_inductor.rewrite.summed import addend
-
-Value = str | float
-EXTENTS = ("scalar", "token", "feature", "table", "tile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,43 +81,28 @@ class Built:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _Writer(Statements):
     plan: Plan
     draft: Draft
     added: Term | None
-    lets: list[Let] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
-    values: dict[Term, Value] = field(default_factory=dict)
     loaded: dict[Source, str] = field(default_factory=dict)
     tables: dict[Lane, tuple[Table, int]] = field(default_factory=dict)
     reached: dict[Term, frozenset[int]] = field(default_factory=dict)
 
-    def let(self, op: str, *args: Value) -> Value:
-        """Appends a statement, or reuses an equal one."""
-        for known in self.lets:
-            if (known.op, known.args) == (op, args):
-                return known.name
-        self.lets.append(Let(f"v{len(self.lets)}", op, args))
-        return self.lets[-1].name
+    def given(self, t: Term) -> Value | None:
+        """A value that is loaded."""
+        source = None if t.deps & self.draft.space.mask else self.plan.source(t, self.draft.space)
+        return None if source is None else self._load(t, source)
 
-    def value(self, t: Term) -> Value:
-        """The name of t in the epilogue (or its number)."""
-        if t not in self.values:
-            self.values[t] = self._value(t)
-        return self.values[t]
+    def extent(self, t: Term) -> str:
+        """What it varies over."""
+        return self.draft.space.extent(t)
 
-    def _value(self, t: Term) -> Value:
-        space = self.draft.space
-        source = None if t.deps & space.mask else self.plan.source(t, space)
-        if source is not None:
-            return self._load(t, source)
-        if t.kind == "mul":
-            return self._mul(t)
-        if t.kind == "add":
-            return self._add(t)
-        assert t.kind == "fn", t
-        return self.let(t.name, *(self.value(a) for a in t.args))
+    def summands(self, t: Term) -> Iterable[tuple[Term, Fraction]]:
+        """Without the product that the accumulator holds."""
+        return [(a, w) for a, w in self.plan.program.summands(t) if a is not self.added]
 
     def _load(self, t: Term, source: Source) -> Value:
         if isinstance(source, Lane):
@@ -144,18 +128,7 @@ class _Writer:
         x = self.plan.program.product(self.draft.space.accs[0]).x
         return DTYPE_NAMES.get(g.tensor(x).dtype, "")  # type: ignore[union-attr]
 
-    def _mul(self, t: Term) -> Value:
-        """Vectors are multiplied among themselves before they meet a tile, so that the device may do that once a
-        row."""
-        ranked = sorted(zip(t.args, t.powers, strict=True), key=lambda bp: self._rank(bp[0]))
-        out: Value | None = float(t.coefficient) if t.coefficient not in (1, -1) or not t.args else None
-        for base, p in ranked:
-            factor = self._power(base, p)
-            out = factor if out is None else self.let("mul", out, factor)
-        assert out is not None
-        return self.let("neg", out) if t.coefficient == -1 and t.args else out
-
-    def _rank(self, t: Term) -> tuple[int, bool, list[int]]:
+    def rank(self, t: Term) -> tuple[int, bool, list[int]]:
         """An order of arguments that does not depend on where in the graph a layer stands."""
         late = bool(t.deps & self.draft.space.mask)
         return EXTENTS.index(self.draft.space.extent(t)), not late, sorted(self._made_of(t)) if late else []
@@ -168,55 +141,6 @@ class _Writer:
             self.reached[t] = frozenset((accs.index(t),)) if t in accs else frozenset[int]().union(*below)
         return self.reached[t]
 
-    def _power(self, base: Term, p: Fraction) -> Value:
-        if (x := self._logistic(base)) is not None and p < 0 and p.denominator == 1:
-            return self._whole(self.let("sigmoid", x), -p.numerator)
-        x = self.value(base)
-        if p == 1:
-            return x
-        if p == -1 and self.draft.space.extent(base) == "token" and positive(base):
-            root = self.let("rsqrt", x)  # which the same row mostly needs as well
-            return self.let("mul", root, root)
-        if p.denominator == 2:
-            x, p = self.let("rsqrt" if p < 0 else "sqrt", x), Fraction(abs(p.numerator))
-        elif p < 0:
-            x, p = self.let("rcp", x), -p
-        if p.denominator != 1:
-            return self.let("exp", self.let("mul", self.let("log", x), float(p)))
-        return self._whole(x, p.numerator)
-
-    def _logistic(self, base: Term) -> Value | None:
-        """x if base is 1 + exp(-x), whose reciprocal the device has a better form for."""
-        if base.kind != "add" or base.coefficient != 1 or base.powers != (Fraction(1),):
-            return None
-        e = base.args[0]
-        if e.kind != "fn" or e.name != "exp" or e.args[0].kind != "mul" or e.args[0].coefficient >= 0:
-            return None
-        terms = self.plan.program.lifted.terms
-        return self.value(terms.mul(terms.const(Fraction(-1)), e.args[0]))
-
-    def _whole(self, x: Value, n: int) -> Value:
-        """x to the n by squaring."""
-        if n == 1:
-            return x
-        half = self._whole(x, n // 2)
-        square = self.let("mul", half, half)
-        return self.let("mul", square, x) if n % 2 else square
-
-    def _add(self, t: Term) -> Value:
-        out: Value | None = None
-        for a, w in sorted(self.plan.program.summands(t), key=lambda aw: self._rank(aw[0])):
-            if a is self.added:  # the accumulator holds it
-                continue
-            x = self.value(a)
-            if out is not None and w == -1:
-                out = self.let("sub", out, x)
-                continue
-            x = x if w == 1 else self.let("neg", x) if w == -1 else self.let("mul", x, float(w))
-            out = x if out is None else self.let("add", out, x)
-        assert out is not None
-        return self.let("add", out, float(t.coefficient)) if t.coefficient else out
-
     def store(self, stored: Stored) -> Store:
         """Of halves of heads, both values."""
         value, *second = (str(self.value(part)) for part in self.plan.program.parts(stored.term, self.draft.space))
@@ -225,7 +149,7 @@ class _Writer:
 
 def build(plan: Plan, draft: Draft) -> Built:
     """Writes the Region of a draft and verifies it."""
-    writer = _Writer(plan, draft, addend(plan, draft))
+    writer = _Writer(plan, draft, addend(plan, draft), terms=plan.program.lifted.terms)
     total = plan.program.lifted.reading.axes.total
     half = total(draft.space.heads.minor).static if draft.space.heads else 0
     assert half is not None

@@ -1,0 +1,121 @@
+"""A Sweep on CUDA tensors: its kernel, loaded or compiled at the first launch, or the interpreter with one warning."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coda_inductor.codegen import legality, library
+from coda_inductor.codegen.executable import Parts, Run
+from coda_inductor.codegen.launch import (
+    BUILDING,
+    FALL_BACK,
+    LAUNCHES,
+    aligned,
+    in_own_thread,
+    report,
+    together,
+    uncollected,
+)
+from coda_inductor.codegen.store import HINT, open_store
+from coda_inductor.codegen.sweep_plan import blocks, folder, scratch
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import DTYPES
+from coda_inductor.core.sweep import Sweep, interpret_sweep, parse_sweep, shape
+
+
+class SweepLaunch:
+    """Runs one Sweep at any M."""
+
+    def __init__(self, sweep: Sweep, directory: Path, *, strict: bool = False) -> None:
+        """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning."""
+        self.sweep, self.directory, self.strict = sweep, directory, strict
+        self._parts: Parts | None = None
+        self._refusal: Unsupported | None = None
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """`inputs` as the Sweep's, `outs` as its outputs, contiguous; None if unread."""
+        together(((self, inputs, outs),))
+
+    def build(self) -> Parts:
+        """The kernel. Raises Unsupported if there is none."""
+        if self._refusal is not None:
+            raise self._refusal
+        if self._parts is None:
+            with BUILDING, uncollected():
+                try:
+                    self._parts = library.open_kept(folder(self.sweep, self.directory)) or _compiler()(
+                        self.sweep, self.directory
+                    )
+                except OSError as error:  # the store: full, read-only, gone
+                    raise Unsupported(f"no kernel for sweep {self.sweep.digest}: {error}", hint=HINT) from error
+                except Unsupported as refusal:
+                    self._refusal = refusal
+                    raise
+        return self._parts
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
+        """What launches the kernel, on the current device. None: nothing is to be launched, `outs` hold the results."""
+        m = inputs[0].shape[0]
+        if not m:
+            for out in outs:
+                if out is not None:
+                    out.zero_()
+            return None
+        try:
+            function = self.build().function
+        except Unsupported as error:
+            if self.strict:
+                raise Unsupported(f"{error.what}", hint=error.hint or FALL_BACK) from error
+            report(f"a sweep runs as separate operations: {error}")
+            for out, value in zip(outs, interpret_sweep(self.sweep, inputs), strict=True):
+                if out is not None:
+                    out.copy_(value)
+            return None
+        if any(t.data_ptr() & 15 or not t.is_contiguous() for t in inputs):
+            inputs = [aligned(t) if t.is_contiguous() else aligned(t.contiguous()) for t in inputs]
+        device = inputs[0].device
+        count = blocks(self.sweep, m, multiprocessors(device))
+        partial = torch.empty(max(1, scratch(self.sweep, m, count)), dtype=torch.float32, device=device)
+        made = [
+            torch.empty(shape(o, m), dtype=DTYPES[o.dtype], device=device) if out is None else out
+            for out, o in zip(outs, self.sweep.outputs, strict=True)
+        ]
+        LAUNCHES[self.sweep.digest] += 1
+        read = list(inputs)
+        return lambda early: function(read, made, partial, count)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _compiler() -> Callable[[Sweep, Path], Parts]:
+    """sweep_kernel.build. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
+    try:
+        module = in_own_thread(lambda: importlib.import_module("coda_inductor.codegen.sweep_kernel"))
+        build: Callable[[Sweep, Path], Parts] = module.build
+        return build
+    except Exception as error:  # as launch.compiler
+        what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
+        raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
+
+
+LAUNCHERS: dict[tuple[str, str | None, bool], SweepLaunch] = {}
+
+
+def sweep_launch(text: str, cache_dir: str | None = None, *, strict: bool = False) -> SweepLaunch:
+    """That of a Sweep's text, one per process and cache directory. Raises Unsupported if no kernel can exist."""
+    key = (text, cache_dir, strict)
+    if key not in LAUNCHERS:
+        sweep = parse_sweep(text)
+        legality.require_sweep(sweep)
+        LAUNCHERS[key] = SweepLaunch(sweep, open_store(cache_dir), strict=strict)
+    return LAUNCHERS[key]

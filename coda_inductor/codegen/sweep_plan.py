@@ -1,0 +1,58 @@
+"""How a Sweep's kernel divides its work. Facts and arithmetic only: read by the kernel, which imports the compiler, and
+by its launch, which does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coda_inductor.codegen import library, source, sweep_source
+from coda_inductor.codegen.legality import VECTOR
+from coda_inductor.core.sweep import Part, Sweep
+
+THREADS, WARPS, ROWS = 32, 4, 2  # of a warp; of a block; that a warp reads at once
+STRIP = THREADS * VECTOR  # columns of a warp
+RESIDENT = 8  # blocks for each multiprocessor
+
+
+def strips(part: Part) -> int:
+    """How many warps lie side by side over a part."""
+    return -(-part.n // STRIP)
+
+
+def slots(sweep: Sweep, output: int) -> dict[int, int]:
+    """For each part, by number, that adds to a sum over N: which of the partial results is its first strip's."""
+    found, first = dict[int, int](), 0
+    for number, part in enumerate(sweep.parts):
+        if any(write.output == output for write in part.writes):
+            found[number] = first
+            first += strips(part)
+    return found
+
+
+def tiles(sweep: Sweep, output: int, blocks: int) -> int:
+    """How many partial results each entry of a sum has."""
+    if sweep.outputs[output].extent == "feature":
+        return blocks
+    return sum(strips(sweep.parts[number]) for number in slots(sweep, output))
+
+
+def blocks(sweep: Sweep, m: int, multiprocessors: int) -> int:
+    """How many blocks share a strip: they stay until all rows are done."""
+    count = sum(map(strips, sweep.parts))
+    return max(1, min(RESIDENT * multiprocessors // count, -(-m // (WARPS * ROWS))))
+
+
+def scratch(sweep: Sweep, m: int, count: int) -> int:
+    """Numbers in all partial results, with `count` blocks to a strip."""
+    sums = [(i, o) for i, o in enumerate(sweep.outputs) if o.extent != "tile"]
+    return sum(tiles(sweep, i, count) * (o.width or m) for i, o in sums)
+
+
+def name_of(sweep: Sweep) -> str:
+    """Its module's."""
+    return source.module_name(sweep_source.render(sweep))
+
+
+def folder(sweep: Sweep, directory: Path) -> Path:
+    """Where its compiled form lies, by today's packages."""
+    return directory / "objects" / f"{name_of(sweep)}-{sweep.digest}" / library.made_by()[:24]

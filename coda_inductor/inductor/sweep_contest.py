@@ -1,0 +1,161 @@
+"""The contest of Sweeps, by the rules of every contest: each against what Inductor compiles of the same nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from coda_inductor.codegen import record, store, target, timing
+from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
+from coda_inductor.codegen.tune import TOLERANCE
+from coda_inductor.core.errors import Unsupported, forget_frames
+from coda_inductor.core.region import DTYPES
+from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
+from coda_inductor.inductor.contest import Contest
+from coda_inductor.inductor.extract import described
+from coda_inductor.inductor.group import hint, sample
+from coda_inductor.inductor.outcome import outcome_of, recorded, sure, timed, wins
+from coda_inductor.inductor.rehearsal import Programs
+from coda_inductor.inductor.sweeps import work
+from coda_inductor.inductor.trials import ROUNDS
+from coda_inductor.inductor.unmeasured import foreseen, unmeasured
+from coda_inductor.rewrite.sweeps import Swept, in_order
+
+log = logging.getLogger("coda_inductor.contest")
+
+CHECKED = 1024  # rows that are compared at a time
+
+
+class SweepContest:
+    """Times Sweeps. What was found is kept on disk by content, as by every contest."""
+
+    def __init__(self, contest: Contest) -> None:
+        """`contest` decided on the graph's Regions; the rows are added to its."""
+        self.contest, self.settings = contest, contest.settings
+        self._programs = Programs()
+
+    def __call__(self, found: list[Swept]) -> dict[int, str]:
+        """The Sweeps, by index, that stay with Inductor, and why."""
+        losers, said = dict[int, str](), set[str]()
+        for i, made in enumerate(found):
+            try:
+                kernel = sweep_launch(made.sweep.text, self.settings.cache_dir)
+                kernel.build()
+                if self.settings.tune == "off":
+                    continue
+                row, name = self.row(made, kernel)
+            except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
+                if not foreseen(error):
+                    raise
+                failure = unmeasured(error, made.outputs[0])
+                self.contest.failed(failure)
+                forget_frames(error)
+                losers[i] = failure.what
+                continue
+            if name not in said:
+                said.add(name)
+                log.info(
+                    "sweep %s: %s", row["regions"][0], ", ".join(f"{k} {row[k]:.4f}" for k in row if k.endswith("ms"))
+                )
+                self.contest.trials.rows.append(row)
+            if loses := outcome_of(1, row).loses:
+                losers[i] = loses
+        return losers
+
+    def row(self, made: Swept, kernel: SweepLaunch) -> tuple[dict[str, Any], str]:
+        """What was measured, and under which name it is kept."""
+        directory = store.open_store(self.settings.cache_dir)
+        graph, given = program(made)
+        name = key(made.sweep, graph)
+        row = store.read_record(directory, name, timed)
+        return row or store.write_record(directory, name, self.measure(made, kernel, graph, given), timed), name
+
+    def measure(self, made: Swept, kernel: SweepLaunch, graph: fx.Graph, given: list[fx.Node]) -> dict[str, Any]:
+        """Checks the kernel, then times both."""
+        with self.contest.trials.real_tensors():
+            tensors = [sample(n, self.contest.trials.device) for n in given]
+            run = self._programs.compiled(graph, tensors)
+            held = dict(zip(given, tensors, strict=True))
+            inputs = [matrix(n, held[n], width) for n, (_, width) in zip(made.inputs, made.sweep.inputs, strict=True)]
+            m, device = inputs[0].shape[0], inputs[0].device
+            outs = [
+                torch.full(shape(o, m), float("nan"), dtype=DTYPES[o.dtype], device=device) for o in made.sweep.outputs
+            ]
+            kernel(inputs, outs)
+            if not (error := worst_error(made.sweep, inputs, outs)) < TOLERANCE:
+                what = f"relative error {error:.1e} of sweep {made.sweep.digest}, {TOLERANCE} is allowed"
+                raise Unsupported(what)
+            calls: list[Callable[[], object]] = [lambda: kernel(inputs, outs), lambda: run(*tensors)]
+            decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731
+            return {
+                "sweep": True,
+                "m": m,
+                **recorded([made.sweep.digest], timing.compared(calls, ROUNDS, decided=decided)),
+            }
+
+
+def key(sweep: Sweep, graph: fx.Graph) -> str:
+    """What the outcome depends on."""
+    where = record.device_name(), record.sources_digest(), sorted(target.versions().items())
+    return "sweep-" + hashlib.sha256(repr((sweep.text, described(*graph.nodes), where)).encode()).hexdigest()[:24]
+
+
+def program(made: Swept) -> tuple[fx.Graph, list[fx.Node]]:
+    """What a Sweep stands for, as a graph, and the nodes whose tensors it reads: the Sweep's inputs, and what its terms
+    do not depend on after all. Sizes are the hints."""
+    new, copies, given = fx.Graph(), dict[fx.Node, Any](), list(made.inputs)
+    needed = {*work(made), *made.outputs}
+    for node in made.outputs[0].graph.nodes:
+        if node in needed and node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
+            given.append(node)
+    for node in given:
+        copies[node] = new.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
+    for node in made.outputs[0].graph.nodes:
+        if node in needed and node not in copies:
+            size = isinstance(node.meta.get("val"), torch.SymInt)
+            copies[node] = hint(node.meta["val"]) if size else new.node_copy(node, copies.__getitem__)
+    new.output(tuple(copies[n] for n in made.outputs))
+    return new, given
+
+
+def matrix(node: fx.Node, tensor: Tensor, width: int) -> Tensor:
+    """The node's tensor as the Sweep reads it."""
+    tensor = tensor.permute(in_order(node))
+    return tensor.reshape(-1, width) if width else tensor.reshape(-1)
+
+
+def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float:
+    """The largest relative error (Frobenius) of an output against the interpreter, NaN if one is NaN. Some rows at a
+    time: the whole would take more memory than the operations that are replaced."""
+    extents = {r.input: r.extent for part in sweep.parts for r in part.reads}
+    m = inputs[0].shape[0]
+    errors = torch.zeros(len(outs), 2, dtype=torch.float64, device=inputs[0].device)  # squared, of wanted squared
+    totals = {
+        i: torch.zeros_like(outs[i], dtype=torch.float64) for i, o in enumerate(sweep.outputs) if o.extent == "feature"
+    }
+    for start in range(0, m, CHECKED):
+        rows = torch.arange(start, min(m, start + CHECKED), device=inputs[0].device)
+        some = [
+            x if extents[i] == "feature" else x[rows % x.shape[0] if extents[i] == "table" else rows]
+            for i, x in enumerate(inputs)
+        ]
+        for i, value in enumerate(interpret_sweep(sweep, some)):
+            if i in totals:
+                totals[i] += value
+            else:
+                errors[i] += _squares(outs[i][rows], value)
+    for i, total in totals.items():
+        errors[i] = _squares(outs[i], total)
+    relative = (errors[:, 0] / errors[:, 1].clamp_min(1e-60)).sqrt()
+    return float("nan") if bool(relative.isnan().any()) else float(relative.max())
+
+
+def _squares(found: Tensor, wanted: Tensor) -> Tensor:
+    """The squares of the error and of what is wanted, added up."""
+    return torch.stack([(found.double() - wanted.double()).square().sum(), wanted.double().square().sum()])

@@ -1,0 +1,302 @@
+"""What stays beside an operation that is no product of ours, read as Sweeps.
+
+Sums over tokens and over features of what attention's backward leaves, and the gradients that products take, turned
+back through a rotary embedding or put side by side: all that reads the same tensors, and that nothing else reads as
+loops, is one Sweep. It is looked for in the graph in which the Regions stand, whose outputs are tensors like others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.ops import OPS
+from coda_inductor.core.region import DTYPE_NAMES, Extent
+from coda_inductor.core.sweep import Output, Part, Read, Sweep, Write, verify_sweep
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.lift import Lifted, lift
+from coda_inductor.patterns.sizes import ONE, size_of
+from coda_inductor.patterns.terms import Term, Terms, is_number
+from coda_inductor.rewrite.sources import leaves
+from coda_inductor.rewrite.statements import EXTENTS, Statements, Value
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A node that a Sweep may supply: `term` is the tile that it is, or that it sums over the axes `over`; `rows` are
+    the axes of its tokens."""
+
+    node: fx.Node
+    term: Term
+    rows: frozenset[int]
+    over: frozenset[int] | None = None
+
+
+@dataclass(slots=True)
+class Swept:
+    """A Sweep, the tensors that it reads, and the nodes that its outputs are."""
+
+    sweep: Sweep
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+def read_through(graph: fx.Graph, matrices: Collection[fx.Node], *, rounding: bool) -> Lifted:
+    """The graph's pointwise operations as terms; sums and products are tensors like others. `matrices` are what Regions
+    take and give."""
+    return lift(graph, rounding, lambda node: node.target in g.PRODUCTS or g.reduction(node) is not None, matrices)
+
+
+def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], bool]) -> Swept:
+    """One Sweep that supplies all that is wanted, of tensors that are `there` in memory. Rows may be of several axes,
+    as those of queries and of keys are; they are as many. Raises Unsupported with the first condition that fails."""
+    inputs, parts, outputs = list[fx.Node](), list[Part](), list[Output]()
+    if len({lifted.reading.axes.total(sorted(w.rows)) for w in wanted}) > 1:
+        raise Unsupported("it is of different numbers of tokens")
+    for rows in dict.fromkeys(w.rows for w in wanted):
+        finder, mine = _Finder(lifted, rows, there, inputs), [w for w in wanted if w.rows == rows]
+        parts += finder.find(mine, len(outputs))
+        outputs += map(finder.output, mine)
+    read = tuple((DTYPE_NAMES[g.tensor(n).dtype], finder.width(n)) for n in inputs)  # type: ignore[union-attr]
+    if any(dtype == "f64" for dtype, _ in read):
+        outputs = [o if o.extent == "tile" else Output(o.extent, o.width, "f64") for o in outputs]
+    ordered = [w.node for rows in dict.fromkeys(w.rows for w in wanted) for w in wanted if w.rows == rows]
+    return Swept(verify_sweep(Sweep(read, tuple(parts), tuple(outputs))), inputs, ordered)
+
+
+def in_order(node: fx.Node) -> list[int]:
+    """The node's dimensions as they lie in memory, major to minor; those of one element come first. Raises Unsupported
+    if there are gaps between them."""
+    value, sizes = g.tensor(node), g.sizes(node)
+    assert value is not None
+    order, expected, left = list[int](), ONE, [d for d, size in enumerate(sizes) if size != ONE]
+    while left:
+        following = [d for d in left if size_of(value.stride(d)) == expected]
+        if len(following) != 1:
+            raise Unsupported(f"{node} does not lie in memory without gaps")
+        order[:0] = following
+        left.remove(following[0])
+        expected *= sizes[following[0]]
+    return [d for d, size in enumerate(sizes) if size == ONE] + order
+
+
+def lies(lifted: Lifted, node: fx.Node) -> Ids:
+    """The axes of more than one element of a node's dimensions, in this order."""
+    dims = lifted.reading.roots(node)
+    return long_axes(lifted, (i for d in in_order(node) for i in dims[d]))
+
+
+def long_axes(lifted: Lifted, axes: Iterable[int]) -> Ids:
+    """Those of more than one element."""
+    return tuple(i for i in axes if lifted.reading.axes.size[i] != ONE)
+
+
+@dataclass(slots=True)
+class _Finder:
+    """Of what has the same rows."""
+
+    lifted: Lifted
+    rows: frozenset[int]
+    there: Callable[[fx.Node], bool]
+    inputs: list[fx.Node]
+    order: Ids = ()
+    """The rows, as all tiles have them in memory."""
+
+    def find(self, wanted: Sequence[Wanted], first: int) -> list[Part]:
+        """The parts that make what is wanted, whose outputs are numbered from `first` on."""
+        tiles = [n for w in wanted for n in self.tiles(w.term)]
+        if not tiles or any(not self.rows <= w.term.axes for w in wanted):
+            raise Unsupported("it does not vary over all tokens")
+        self.order = lies(self.lifted, tiles[0])[: len(self.rows)]
+        if set(self.order) != self.rows:
+            raise Unsupported(f"{tiles[0]} does not lie in memory in rows")
+        self.input(tiles[0])
+        outputs, parts = dict(enumerate(wanted, first)), list[Part]()
+        for columns in self.classes(wanted):
+            mine = {i: w for i, w in outputs.items() if set(self.columns(w)) == set(columns)}
+            for some in self.apart(mine):
+                parts += self.parts(columns, some)
+        return parts
+
+    def apart(self, mine: dict[int, Wanted]) -> list[dict[int, Wanted]]:
+        """Those together that read a tile in common: others would only need registers of one another."""
+        found = list[tuple[set[fx.Node], dict[int, Wanted]]]()
+        for i, w in mine.items():
+            read, some = {*self.tiles(w.term)}, {i: w}
+            for others, members in [each for each in found if each[0] & read]:
+                read, some = read | others, members | some
+                found.remove((others, members))
+            found.append((read, dict(sorted(some.items()))))
+        return [some for _, some in found]
+
+    def axes(self, node: fx.Node) -> set[int]:
+        """Those of a node's dimensions."""
+        return {i for d in self.lifted.reading.roots(node) for i in long_axes(self.lifted, d)}
+
+    def tiles(self, t: Term) -> list[fx.Node]:
+        """The tensors over all rows, and columns, that a term is made of."""
+        nodes = (self.lifted.node(leaf) for leaf in leaves(t))
+        return [n for n in nodes if self.axes(n) > self.rows]
+
+    def columns(self, w: Wanted) -> Ids:
+        """The axes of its columns, as they lie in a tile, or else as the graph has them."""
+        if w.over is None:
+            axes = lies(self.lifted, w.node)
+            if axes[: len(self.order)] != self.order:
+                raise Unsupported(f"{w.node} lies in memory in another order of its rows")
+            return axes[len(self.order) :]
+        reduction = g.reduction(w.node)
+        assert reduction is not None
+        dims = self.lifted.reading.roots(reduction.source)
+        left = long_axes(self.lifted, (i for d in self.lifted.reading.roots(w.node) for i in d))
+        if w.over.isdisjoint(self.rows) and left != self.order:
+            raise Unsupported(f"{w.node} has its rows in another order")
+        return long_axes(self.lifted, (i for d in dims for i in d if i not in self.rows))
+
+    def classes(self, wanted: Sequence[Wanted]) -> list[Ids]:
+        """The columns of the parts, or of several that lie side by side."""
+        found = dict[frozenset[int], Ids]()
+        for w in wanted:
+            columns = self.columns(w)
+            if found.setdefault(frozenset(columns), columns) != columns:
+                raise Unsupported(f"{w.node} has its columns in another order")
+        return [*found.values()]
+
+    def output(self, w: Wanted) -> Output:
+        """What it leaves as."""
+        if w.over is None:
+            return Output("tile", self.total(self.columns(w)), DTYPE_NAMES[g.tensor(w.node).dtype])  # type: ignore[union-attr]
+        if w.over == w.rows:
+            return Output("feature", self.total(self.columns(w)), "f32")
+        return Output("token", 0, "f32")
+
+    def total(self, axes: Ids) -> int:
+        """How many columns these are."""
+        size = self.lifted.reading.axes.total(axes).static
+        if size is None:
+            raise Unsupported("its number of columns is not static")
+        return size
+
+    def parts(self, columns: Ids, mine: dict[int, Wanted]) -> Iterator[Part]:
+        """Those of one class of columns: lanes that lie one behind the other are parts, and the two lanes within heads
+        halves."""
+        terms, lanes = self.lifted.terms, [i for i in columns if any(i in _lanes(w.term) for w in mine.values())]
+        split = next((k for k, i in enumerate(columns) if i not in lanes), len(columns))
+        inner = [i for i in columns[split:] if i in lanes]
+        if not inner and split and any(_mixes(terms, w.term, columns[split - 1]) for w in mine.values()):
+            split -= 1
+            inner = [columns[split]]
+        if len(inner) > 1 or any(self.total((i,)) != 2 for i in inner) or columns[-1] in lanes:
+            raise Unsupported("its lanes are neither parts that lie side by side nor halves of heads")
+        rest = columns[split:]
+        half = self.total(rest[rest.index(inner[0]) + 1 :]) if inner else 0
+        width = self.total(rest)
+        for place, at in enumerate(itertools.product(*(range(self.total((i,))) for i in columns[:split]))):
+            fixed = dict(zip(columns, at, strict=False))
+            writer = _Writer(self, rest, fixed, inner[0] if inner else None, terms=terms)
+            writes = list[Write]()
+            for output, w in mine.items():
+                start = 0 if self.output(w).extent == "token" else place * width
+                for lane in (0, 1) if inner else (None,):
+                    value = writer.value(_at(terms, w.term, fixed | ({} if lane is None else {inner[0]: lane})))
+                    writes.append(Write(str(value), output, start, lane))
+            yield Part(width // 2 if inner else width, half, tuple(writer.reads), tuple(writer.lets), tuple(writes))
+
+    def input(self, node: fx.Node) -> int:
+        """Which input the node is."""
+        if node not in self.inputs:
+            if not self.there(node):
+                raise Unsupported(f"{node} does not lie in memory")
+            if g.tensor(node).dtype not in DTYPE_NAMES:  # type: ignore[union-attr]
+                raise Unsupported(f"{node} is of {g.tensor(node).dtype}")  # type: ignore[union-attr]
+            self.inputs.append(node)
+        return self.inputs.index(node)
+
+    def split(self, node: fx.Node) -> tuple[Ids, Ids]:
+        """The axes of a tensor's rows and of its columns, as they lie."""
+        axes = lies(self.lifted, node)
+        count = sum(i in self.rows for i in axes)
+        if set(axes[:count]) - self.rows or axes[:count] != self.order[len(self.order) - count :]:
+            raise Unsupported(f"{node} lies in memory in another order of its rows")
+        return axes[:count], axes[count:]
+
+    def width(self, node: fx.Node) -> int:
+        """Its columns, 0 of a vector over the rows."""
+        columns = self.split(node)[1]
+        return self.total(columns) if columns else 0
+
+
+@dataclass(slots=True)
+class _Writer(Statements):
+    """Of one part, whose columns are `rest`, at the `fixed` lanes of what lies side by side."""
+
+    finder: _Finder
+    rest: Ids
+    fixed: dict[int, int]
+    half: int | None
+    reads: list[Read] = field(default_factory=list)
+
+    def extent(self, t: Term) -> str:
+        rows, columns = bool(t.axes & self.finder.rows), bool(t.axes - self.finder.rows)
+        return "tile" if rows and columns else "token" if rows else "feature" if columns else "scalar"
+
+    def rank(self, t: Term) -> tuple[object, ...]:
+        return (EXTENTS.index(self.extent(t)),)
+
+    def given(self, t: Term) -> Value | None:
+        if t.kind != "leaf":
+            if t.kind not in ("mul", "add", "fn") or (t.kind == "fn" and t.name not in OPS):
+                raise Unsupported(f"{t.name or t.kind} is no operation of an epilogue")
+            return float(t.coefficient) if is_number(t) else None
+        node, lanes = self.finder.lifted.node(t), dict(t.lanes)
+        rows, columns = self.finder.split(node)
+        outer = [i for i in columns if i in lanes and i != self.half]
+        if outer != [*columns[: len(outer)]] or any(self.fixed.get(i) != lanes[i] for i in outer):
+            raise Unsupported(f"a part of {node} is read beside another")
+        start = 0
+        for i in outer:
+            start = start * self.finder.total((i,)) + lanes[i]
+        columns, lane = columns[len(outer) :], lanes.get(self.half) if self.half is not None else None
+        whole = tuple(i for i in self.rest if i != self.half or i in columns)
+        extent: Extent = "tile" if rows else "feature"
+        if not columns:
+            if rows != self.finder.order:
+                raise Unsupported(f"{node} is no vector over the rows")
+            extent = "token"
+        elif columns != whole or (rows and rows != self.finder.order):
+            if columns != whole[len(whole) - len(columns) :] or outer:
+                raise Unsupported(f"{node} has other columns")
+            extent = "table"
+        start = 0 if extent in ("token", "table") else start * self.finder.total(columns)
+        read = Read(f"x{len(self.reads)}", self.finder.input(node), extent, start, lane)
+        self.reads.append(read)
+        return read.name
+
+
+def _at(terms: Terms, t: Term, fixed: dict[int, int]) -> Term:
+    for axis, index in fixed.items():
+        t = terms.select(t, axis, index)
+    return t
+
+
+def _lanes(t: Term) -> set[int]:
+    """The axes that are taken apart in t, or put together."""
+    found, seen, todo = set[int](), set[Term](), [t]
+    while todo:
+        x = todo.pop()
+        if x not in seen:
+            seen.add(x)
+            found |= {axis for axis, _ in x.lanes} | (set(x.over) if x.kind == "lanes" else set())
+            todo += x.args
+    return found
+
+
+def _mixes(terms: Terms, t: Term, axis: int) -> bool:
+    """Is one lane of t made of another of a tensor?"""
+    return any((axis, 1) in leaf.lanes for leaf in leaves(_at(terms, t, {axis: 0})))
