@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -117,23 +117,39 @@ class _Finder:
         if set(self.order) != self.rows:
             raise Unsupported(f"{tiles[0]} does not lie in memory in rows")
         self.input(tiles[0])
-        outputs, parts = dict(enumerate(wanted, first)), list[Part]()
+        outputs, parts = list(enumerate(wanted, first)), list[Part]()
         for columns in self.classes(wanted):
-            mine = {i: w for i, w in outputs.items() if set(self.columns(w)) == set(columns)}
+            mine = [(i, w) for i, w in outputs if set(self.columns(w)) == set(columns)]
             for some in self.apart(mine):
                 parts += self.parts(columns, some)
         return parts
 
-    def apart(self, mine: dict[int, Wanted]) -> list[dict[int, Wanted]]:
-        """Those together that read a tile in common: others would only need registers of one another."""
-        found = list[tuple[set[fx.Node], dict[int, Wanted]]]()
-        for i, w in mine.items():
-            read, some = {*self.tiles(w.term)}, {i: w}
-            for others, members in [each for each in found if each[0] & read]:
-                read, some = read | others, members | some
-                found.remove((others, members))
-            found.append((read, dict(sorted(some.items()))))
-        return [some for _, some in found]
+    def apart(self, mine: list[tuple[int, Wanted]]) -> list[list[tuple[int, Wanted]]]:
+        """Those together that read a tile in common: others would only need registers of one another. A sum over the
+        features of several tiles is several, added up."""
+        terms, found = self.lifted.terms, list[tuple[set[fx.Node], dict[int, list[Term]]]]()
+        for i, w in mine:
+            for t in self.addends(w):
+                read, some = {*self.tiles(t)}, {i: [t]}
+                for others, members in [each for each in found if each[0] & read]:
+                    read, some = read | others, {j: members.get(j, []) + some.get(j, []) for j in members | some}
+                    found.remove((others, members))
+                found.append((read, some))
+        wanted = dict(mine)
+        return [[(i, replace(wanted[i], term=terms.add(*some[i]))) for i in sorted(some)] for _, some in found]
+
+    def addends(self, w: Wanted) -> list[Term]:
+        """What may be summed apart."""
+        if w.over is None or w.over == w.rows:
+            return [w.term]
+        terms, found, todo = self.lifted.terms, list[Term](), [w.term]
+        while todo:
+            t = todo.pop()
+            whole = t.kind != "add" or t.coefficient or any(a.axes != t.axes for a in t.args)
+            parts = [] if whole else [terms.mul(terms.const(p), a) for a, p in zip(t.args, t.powers, strict=True)]
+            found += [t] if whole else []
+            todo += reversed(parts)
+        return found
 
     def axes(self, node: fx.Node) -> set[int]:
         """Those of a node's dimensions."""
@@ -183,13 +199,13 @@ class _Finder:
             raise Unsupported("its number of columns is not static")
         return size
 
-    def parts(self, columns: Ids, mine: dict[int, Wanted]) -> Iterator[Part]:
+    def parts(self, columns: Ids, mine: list[tuple[int, Wanted]]) -> Iterator[Part]:
         """Those of one class of columns: lanes that lie one behind the other are parts, and the two lanes within heads
         halves."""
-        terms, lanes = self.lifted.terms, [i for i in columns if any(i in _lanes(w.term) for w in mine.values())]
+        terms, lanes = self.lifted.terms, [i for i in columns if any(i in _lanes(w.term) for _, w in mine)]
         split = next((k for k, i in enumerate(columns) if i not in lanes), len(columns))
         inner = [i for i in columns[split:] if i in lanes]
-        if not inner and split and any(_mixes(terms, w.term, columns[split - 1]) for w in mine.values()):
+        if not inner and split and any(_mixes(terms, w.term, columns[split - 1]) for _, w in mine):
             split -= 1
             inner = [columns[split]]
         if len(inner) > 1 or any(self.total((i,)) != 2 for i in inner) or columns[-1] in lanes:
@@ -201,7 +217,7 @@ class _Finder:
             fixed = dict(zip(columns, at, strict=False))
             writer = _Writer(self, rest, fixed, inner[0] if inner else None, terms=terms)
             writes = list[Write]()
-            for output, w in mine.items():
+            for output, w in mine:
                 start = 0 if self.output(w).extent == "token" else place * width
                 for lane in (0, 1) if inner else (None,):
                     value = writer.value(_at(terms, w.term, fixed | ({} if lane is None else {inner[0]: lane})))
