@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep_cases
 import torch
 from codegen_cases import CASES, norm_backward, swiglu, token_scale
 from processes import fresh
 
-from coda_inductor.codegen import launch, legality, library, target
+from coda_inductor.codegen import launch, legality, library, sweep_plan, target
 from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen import store as stored
 from coda_inductor.codegen.executable import Parts
@@ -438,3 +439,23 @@ assert not sys.modules.keys() & {"quack", "cutlass"}
 """
     done = fresh(code)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+SWEEPS = """
+import sys
+from pathlib import Path
+from sweep_cases import CASES
+from coda_inductor.codegen.sweep_kernel import build
+for make in CASES:
+    print(make.__name__, build(make(272), Path(sys.argv[1])).stack)
+"""
+
+
+def test_sweeps_compile(tmp_path: Path) -> None:
+    """Nothing spills, and what is kept is found again, by their content."""
+    done = fresh(SWEEPS, str(tmp_path), QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a")
+    assert done.stdout.split("\n")[:-1] == [f"{make.__name__} 0" for make in sweep_cases.CASES], done.stderr[-2000:]
+    for make in sweep_cases.CASES:
+        place = sweep_plan.folder(make(272), tmp_path)
+        assert [*place.glob("sweep.o")] and not [*place.glob(".sweep*")]
+        assert not [*sweep_plan.folder(make(280), tmp_path).glob("*")]

@@ -1,0 +1,384 @@
+"""Sweeps: what they mean, where they are found beside an operation that is no product, and where they are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiling import Norm
+from sweep_cases import CASES, apart, packed, rotary, tensors
+from test_training import error, strict_reference
+from torch import Tensor, nn
+
+from coda_inductor.codegen import legality, sweep_plan, sweep_source
+from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.core.region import DTYPES, Let
+from coda_inductor.core.sweep import Output, Read, Sweep, Write, interpret_sweep, parse_sweep, shape, verify_sweep
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.sweeps import Kept
+
+B, T, D, HEADS, EXACT = 2, 24, 32, 4, 1e-10
+
+
+# What it means.
+
+
+def test_sums_and_tiles() -> None:
+    sweep = packed(8)
+    *z, x, s = (t.float() for t in tensors(sweep, 24, "cpu"))
+    tile, bias, statistic = interpret_sweep(sweep, tensors(sweep, 24, "cpu"))
+    scaled = torch.cat(z, 1) * s[:, None]
+    assert torch.equal(tile, scaled.bfloat16())
+    torch.testing.assert_close(bias, scaled.sum(0))
+    torch.testing.assert_close(statistic, (scaled * x).sum(1))
+
+
+def test_parts_add_to_one_sum() -> None:
+    sweep = apart(8)
+    z, x, u, w, y, v = (t.float() for t in tensors(sweep, 5, "cpu"))
+    found = interpret_sweep(sweep, tensors(sweep, 5, "cpu"))
+    wanted = [z.sum(0), (z * x).sum(1), (z * u + w * v + 1.0).sum(1), w.sum(0), (w * y).sum(1)]
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_halves_of_heads_and_tables() -> None:
+    sweep, m = rotary(48), 32
+    g, x, c, s, *_ = (t.float() for t in tensors(sweep, m, "cpu"))
+    c, s = (t.repeat(m // len(t), 3) for t in (c, s))
+    first, second = (g * s).unflatten(1, (3, 2, 8)).unbind(2)
+    wanted = g * c + torch.stack([second, -first], 2).flatten(1)
+    tile, bias, statistic, _ = interpret_sweep(sweep, tensors(sweep, m, "cpu"))
+    torch.testing.assert_close(tile, wanted.bfloat16())
+    torch.testing.assert_close(bias, wanted.sum(0))
+    torch.testing.assert_close(statistic, (g * x).sum(1))
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_text_is_the_sweep(make: Callable[[int], Sweep]) -> None:
+    sweep = make(32)
+    assert parse_sweep(sweep.text) == sweep and parse_sweep(sweep.text).digest == sweep.digest
+    assert make(48).digest != sweep.digest
+
+
+def broken() -> Iterator[tuple[str, Sweep]]:
+    whole = packed(8)
+    part = whole.parts[0]
+
+    def with_part(**changes: Any) -> Sweep:
+        return dataclasses.replace(whole, parts=(dataclasses.replace(part, **changes), *whole.parts[1:]))
+
+    yield "nothing leaves", dataclasses.replace(whole, outputs=())
+    yield "no tile", with_part(reads=(Read("z", 1, "tile"), *part.reads[1:]))
+    yield "gets", with_part(writes=part.writes[1:])
+    yield "gets", with_part(writes=(dataclasses.replace(part.writes[0], start=8), *part.writes[1:]))
+    yield "not defined before", with_part(lets=part.lets[::-1])
+    yield "no such operation", with_part(lets=(Let("v0", "floor", ("z",)), *part.lets[1:]))
+    yield "not a tile", with_part(writes=(*part.writes[:2], Write("s", 2)))
+    yield "of width 24", with_part(reads=(part.reads[0], Read("x", 3, "tile", 20), part.reads[2]))
+    yield "no halves", with_part(reads=(Read("z", 0, "tile", 0, 1), *part.reads[1:]))
+    yield "of width 0", with_part(reads=(*part.reads[:2], Read("s", 4, "feature")))
+    yield "sums of bf16", dataclasses.replace(whole, outputs=(*whole.outputs[:2], Output("token", 0, "bf16")))
+
+
+@pytest.mark.parametrize(("says", "sweep"), [*broken()], ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_not_well_formed_is_a_bug(says: str, sweep: Sweep) -> None:
+    with pytest.raises(BrokenInvariant, match=says):
+        verify_sweep(sweep)
+
+
+# What runs.
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_the_module_computes_the_parts(make: Callable[[int], Sweep]) -> None:
+    """Its functions, on the columns that interpret_sweep gives each part."""
+    from coda_inductor.core.sweep import columns
+
+    sweep, m = make(48), 16
+    names: dict[str, Any] = {}
+    text = sweep_source.render(sweep)
+    exec(text[text.index("def part0") :], names)
+    inputs = [t.float() for t in tensors(sweep, m, "cpu")]
+    outs = [torch.zeros(shape(o, m)) for o in sweep.outputs]
+    for part, function in zip(sweep.parts, names["PARTS"], strict=True):
+        args = []
+        for read in part.reads:
+            x = inputs[read.input]
+            x = x[:, None] if x.dim() == 1 else x[:, columns(part, read, x.shape[1])]
+            args.append(x.repeat(m // len(x), 1))
+        for write, value in zip(part.writes, function(*args), strict=True):
+            out, extent = outs[write.output], sweep.outputs[write.output].extent
+            if extent == "token":
+                out += value.sum(1)
+            else:
+                places = columns(part, write, out.shape[-1])
+                out[..., places] = value.sum(0) if extent == "feature" else value
+    for mine, wanted in zip(outs, interpret_sweep(sweep, tensors(sweep, m, "cpu")), strict=True):
+        torch.testing.assert_close(mine.to(wanted.dtype), wanted, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("n", [16, 256, 272, 4096])
+def test_partial_results_have_room(make: Callable[[int], Sweep], n: int) -> None:
+    """Every strip of every part has a place of its own in the partial results of a sum."""
+    sweep = make(n)
+    for i, output in enumerate(sweep.outputs):
+        if output.extent == "token":
+            slots = sweep_plan.slots(sweep, i)
+            places = [
+                first + s for number, first in slots.items() for s in range(sweep_plan.strips(sweep.parts[number]))
+            ]
+            assert sorted(places) == [*range(sweep_plan.tiles(sweep, i, 7))]
+            assert {number for number, p in enumerate(sweep.parts) if any(w.output == i for w in p.writes)} == {*slots}
+        elif output.extent == "feature":
+            assert sweep_plan.tiles(sweep, i, 7) == 7
+    assert all(sweep_plan.blocks(sweep, m, 132) >= 1 for m in (1, 8, 100000))
+
+
+@pytest.mark.parametrize(
+    ("sweep", "says"),
+    [
+        (apart(12), "12 columns, no multiple of 8"),
+        (packed(20), "20 columns, no multiple of 8"),
+        (parse_sweep(packed(8).text.replace('"bf16"', '"f64"').replace('"f32"', '"f64"')), "f64"),
+    ],
+)
+def test_what_no_kernel_runs(sweep: Sweep, says: str) -> None:
+    with pytest.raises(Unsupported, match=says):
+        legality.check(sweep)
+
+
+# Where they are found: an operation that is no product stands for attention.
+
+LIBRARY = torch.library.Library("coda_tests_sweeps", "DEF")
+LIBRARY.define("mix(Tensor q, Tensor k, Tensor v) -> Tensor")
+LIBRARY.define("mix_backward(Tensor g, Tensor q, Tensor k, Tensor v, bool turned) -> (Tensor, Tensor, Tensor)")
+
+
+def _mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, H, T, D] each, of k and v perhaps fewer heads."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return (torch.tanh(q) * k + v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _mix_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, turned: bool) -> tuple[Tensor, ...]:
+    """Each gradient lies token by token, as attention's do; `turned`: head by head."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        grads = torch.autograd.grad(_mix(*leaves), leaves, g)
+    return tuple(x.contiguous() if turned else x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads)
+
+
+def _lying(x: Tensor) -> Tensor:
+    b, h, t, d = x.shape
+    return x.new_empty((b, t, h, d)).transpose(1, 2)
+
+
+LIBRARY.impl("mix", _mix, "CPU")
+LIBRARY.impl("mix_backward", _mix_backward, "CPU")
+torch.library.register_fake("coda_tests_sweeps::mix", lambda q, k, v: _lying(q), lib=LIBRARY)
+torch.library.register_fake(
+    "coda_tests_sweeps::mix_backward",
+    lambda g, q, k, v, turned: tuple(x.new_empty(x.shape) if turned else _lying(x) for x in (q, k, v)),
+    lib=LIBRARY,
+)
+OPS = torch.ops.coda_tests_sweeps
+TURNED = [False]
+
+
+def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+    return OPS.mix_backward(g, *ctx.saved_tensors, TURNED[0])  # type: ignore[no-any-return]
+
+
+torch.library.register_autograd(
+    "coda_tests_sweeps::mix",
+    _gradients,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lib=LIBRARY,
+)
+
+
+def heads(x: Tensor, width: int = D // HEADS) -> Tensor:
+    return x.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+def joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+class Packed(nn.Module):
+    """A layer of GPT-2: LayerNorm, q, k and v of one weight, with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.qkv, self.out = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.up(x)
+        q, k, v = self.qkv(self.norm(x)).split(D, -1)
+        return x + self.out(joined(OPS.mix(heads(q), heads(k), heads(v))))  # type: ignore[no-any-return]
+
+
+class Apart(nn.Module):
+    """A layer of ViT: three weights with biases; `read` returns what else reads q."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor] = lambda q: q.new_zeros(())) -> None:
+        super().__init__()
+        self.up, self.norm, self.out = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.up(x)
+        y = self.norm(x)
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        return x + self.out(joined(OPS.mix(heads(q), heads(k), heads(v)))) + self.read(q)  # type: ignore[no-any-return]
+
+
+class Rotated(nn.Module):
+    """A layer of Llama: RMSNorm, rotary embeddings of q and k in halves of heads, half as many heads of k and v."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(D, D, bias=False), Norm(D)
+        self.q, self.out = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.k, self.v = (nn.Linear(D, D // 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.up(x)
+        y = self.norm(x)
+
+        def turned(h: Tensor) -> Tensor:
+            first, second = h.chunk(2, -1)
+            return h * cos + torch.cat([-second, first], -1) * sin
+
+        q, k, v = turned(heads(self.q(y))), turned(heads(self.k(y))), heads(self.v(y))
+        return x + self.out(joined(OPS.mix(q, k, v)))  # type: ignore[no-any-return]
+
+
+def tables() -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(T, dtype=torch.float64), 0.3 ** torch.arange(D // HEADS // 2)).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def layer(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model = make().double()
+    for p in model.parameters():
+        nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.3)
+    return model
+
+
+def results(run: Any, model: nn.Module, *rest: Tensor) -> list[Tensor]:
+    """The output, and all gradients."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+    y = run(x, *rest)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def swept(model: nn.Module, *rest: Tensor, run: bool = True, dynamic: bool = False, **options: Any) -> tuple[Kept, ...]:
+    """The Sweeps of a layer, all of whose results are eager's."""
+    wanted = results(model, model, *rest)
+    with strict_reference(run=run):
+        REPORTS.clear()
+        compiled = torch.compile(model, backend="coda", dynamic=dynamic, options=options)
+        found = results(compiled, model, *rest)
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert error(mine, theirs) < EXACT
+    (report,) = REPORTS
+    return report.swept
+
+
+def said(kept: Kept) -> list[tuple[int, int, list[str]]]:
+    """Of each part its columns, its halves, and what it writes to."""
+    outputs = kept.sweep.outputs
+    return [(p.n, p.half, [outputs[w.output].extent for w in p.writes]) for p in kept.sweep.parts]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_weight(dynamic: bool) -> None:
+    """Gradients side by side, the bias's, and LayerNorm's statistics."""
+    (kept,) = swept(layer(Packed), dynamic=dynamic)
+    parts = said(kept)
+    assert [p[:2] for p in parts] == [(D, 0)] * 3 and parts[0] == parts[1] == parts[2]
+    assert parts[0][2][:2] == ["tile", "feature"] and {*parts[0][2][2:]} == {"token"}
+    assert "cat" in kept.what and "sum" in kept.what
+
+
+def test_three_weights() -> None:
+    (kept,) = swept(layer(Apart))
+    parts = said(kept)
+    assert [p[:2] for p in parts] == [(D, 0)] * 3
+    assert all(p[2].count("feature") == 1 and "tile" not in p[2] and p[2].count("token") > 1 for p in parts)
+
+
+def test_rotary_embeddings() -> None:
+    (kept,) = swept(layer(Rotated), *tables())
+    half = D // HEADS // 2
+    assert said(kept) == [(D // 2, half, ["tile", "tile", "token", "token"]), (D // 4, half, ["tile", "tile"])]
+    assert [o.width for o in kept.sweep.outputs if o.extent == "tile"] == [D, D // 2]
+
+
+def test_the_whole_graph_is_inductors_too() -> None:
+    """Not only interpreted: as Inductor compiles the operation for the reference target."""
+    assert len(swept(layer(Packed), run=True)) == len(swept(layer(Packed), run=False)) == 1
+
+
+def test_other_loops_read_the_gradient() -> None:
+    """Inductor might make one kernel of what reads it: here a second path back into q."""
+    assert not swept(layer(lambda: Apart(lambda q: torch.sin(q))))
+    refused = {r.reason for r in REPORTS[-1].refused}
+    assert any("too" in reason for reason in refused), refused
+
+
+def test_gradients_that_lie_head_by_head() -> None:
+    TURNED[0] = True
+    try:
+        assert not swept(layer(Packed))
+    finally:
+        TURNED[0] = False
+    assert any("does not lie in memory in rows" in r.reason for r in REPORTS[-1].refused)
+
+
+def test_nothing_but_a_sum_is_none() -> None:
+    """A single kernel of Inductor's has nothing to gain."""
+
+    class Frozen(Packed):
+        def __init__(self) -> None:
+            super().__init__()
+            for p in (*self.norm.parameters(), *self.up.parameters()):
+                p.requires_grad_(False)
+
+    assert all(len(kept.sweep.outputs) > 1 for kept in swept(layer(Frozen)))
+
+
+def test_it_is_a_switch() -> None:
+    assert not swept(layer(Packed), disable="sweeps")
+    assert len(swept(layer(Packed), only="sweeps")) <= 1
+
+
+def test_inference_has_none() -> None:
+    model = layer(Packed)
+    with torch.no_grad(), strict_reference(run=True):
+        REPORTS.clear()
+        torch.compile(model, backend="coda")(torch.randn(B, T, D, dtype=torch.float64))
+    assert not REPORTS[-1].swept
+
+
+def test_kept_is_what_the_graph_has_no_more() -> None:
+    """Every name is of an operation whose work the Sweep does, and the text is compact."""
+    (kept,) = swept(layer(Packed))
+    assert len(set(kept.nodes)) == len(kept.nodes) > 5
+    assert kept.m == str(B * T) and kept.source.startswith(__file__.rsplit("/", 1)[0])
+    assert json.loads(kept.sweep.text)["parts"][0]["n"] == D
+    assert all(dtype in DTYPES for dtype, _ in kept.sweep.inputs)
