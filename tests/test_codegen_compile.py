@@ -458,4 +458,4 @@ def test_sweeps_compile(tmp_path: Path) -> None:
     for make in sweep_cases.CASES:
         place = sweep_plan.folder(make(272), tmp_path)
         assert [*place.glob("sweep.o")] and not [*place.glob(".sweep*")]
-        assert not [*sweep_plan.folder(make(280), tmp_path).glob("*")]
+        assert not [*sweep_plan.folder(make(288), tmp_path).glob("*")]
