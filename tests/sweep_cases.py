@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.core.region import DTYPES, Let
-from coda_inductor.core.sweep import Output, Part, Read, Sweep, Write, verify_sweep
+from coda_inductor.core.sweep import Extent, Output, Part, Read, Sweep, Write, verify_sweep
 
 
 def apart(n: int) -> Sweep:
@@ -47,7 +47,8 @@ def packed(n: int) -> Sweep:
 def rotary(n: int) -> Sweep:
     """The gradient of heads of 16 turned back, by tables of the positions, its statistic before, a bias's gradient; and
     beside it the statistic of what is not turned."""
-    tile, table = ("tile", "table")
+    tile: Extent = "tile"
+    table: Extent = "table"
     reads = [Read(f"g{i}", 0, tile, 0, i) for i in (0, 1)] + [Read(f"x{i}", 1, tile, 0, i) for i in (0, 1)]
     reads += [Read(f"c{i}", 2, table, 0, i) for i in (0, 1)] + [Read(f"s{i}", 3, table, 0, i) for i in (0, 1)]
     lets = (
@@ -64,16 +65,31 @@ def rotary(n: int) -> Sweep:
     return verify_sweep(Sweep(inputs, (turned, plain), (*outputs, Output("token", 0, "f32"))))
 
 
-CASES = (apart, packed, rotary)
+def headed(n: int) -> Sweep:
+    """Gradients that lie head by head, heads of 16 of which the halves are read apart: put into rows, and summed; what
+    lies in rows gives the number of tokens."""
+    reads = (Read("x", 0, "tile"), Read("g", 1, "heads", inner=16), Read("k", 2, "heads", n, inner=16))
+    lets = (Let("a", "mul", ("x", "g")), Let("b", "add", ("g", "k")))
+    part = Part(n, 0, reads, lets, (Write("b", 0), Write("g", 1), Write("a", 2)))
+    pairs = (Read("y0", 3, "heads", 0, 0, 16), Read("y1", 3, "heads", 0, 1, 16))
+    turned = Part(n // 2, 8, pairs, (), (Write("y1", 3, 0, 0), Write("y0", 3, 0, 1)))
+    tile, token = Output("tile", n, "bf16"), Output("token", 0, "f32")
+    inputs = (("f32", n), ("bf16", n), ("bf16", 2 * n), ("f16", n))
+    return verify_sweep(Sweep(inputs, (part, turned), (tile, Output("feature", n, "f32"), token, tile)))
+
+
+CASES = (apart, packed, rotary, headed)
 
 
 def tensors(sweep: Sweep, m: int, device: str, seed: int = 0) -> list[Tensor]:
     """Random inputs; tables have one row for every eight tokens, or for all."""
     torch.manual_seed(seed)
     extents = {read.input: read.extent for part in sweep.parts for read in part.reads}
-    rows = {"tile": m, "token": m, "feature": 1, "table": m // 8 if m % 8 == 0 else m}
+    rows = {"tile": m, "heads": m, "token": m, "feature": 1, "table": m // 8 if m % 8 == 0 else m}
     made = []
     for i, (dtype, width) in enumerate(sweep.inputs):
-        sizes = (rows[extents[i]], width) if width else (m,)
+        inner = next(read.inner for part in sweep.parts for read in part.reads if read.input == i)
+        length = m // 8 if m % 8 == 0 else m
+        sizes = (m // length * width // inner, length, inner) if inner else (rows[extents[i]], width) if width else (m,)
         made.append(torch.randn(sizes, device=device).to(DTYPES[dtype]))
     return made

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import Norm
-from sweep_cases import CASES, apart, packed, rotary, tensors
+from sweep_cases import CASES, apart, headed, packed, rotary, tensors
 from test_training import error, strict_reference
 from torch import Tensor, nn
 
@@ -44,6 +44,17 @@ def test_parts_add_to_one_sum() -> None:
     wanted = [z.sum(0), (z * x).sum(1), (z * u + w * v + 1.0).sum(1), w.sum(0), (w * y).sum(1)]
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_heads() -> None:
+    sweep, m = headed(32), 16
+    x, g, k, y = (t.float() for t in tensors(sweep, m, "cpu"))
+    g, k, y = (t.view(8, -1, 2, 16).transpose(1, 2).flatten(2).flatten(0, 1) for t in (g, k, y))
+    tile, bias, statistic, turned = interpret_sweep(sweep, tensors(sweep, m, "cpu"))
+    assert torch.equal(tile, (g + k[:, 32:]).bfloat16())
+    torch.testing.assert_close(bias, g.sum(0))
+    torch.testing.assert_close(statistic, (x * g).sum(1))
+    assert torch.equal(turned, y.view(m, 2, 2, 8).flip(2).flatten(1).bfloat16())
 
 
 def test_halves_of_heads_and_tables() -> None:
@@ -109,6 +120,13 @@ def test_the_module_computes_the_parts(make: Callable[[int], Sweep]) -> None:
         args = []
         for read in part.reads:
             x = inputs[read.input]
+            if x.dim() == 3:
+                x = (
+                    x.view(-1, sweep.inputs[read.input][1] // x.shape[2], *x.shape[1:])
+                    .transpose(1, 2)
+                    .flatten(2)
+                    .flatten(0, 1)
+                )
             x = x[:, None] if x.dim() == 1 else x[:, columns(part, read, x.shape[1])]
             args.append(x.repeat(m // len(x), 1))
         for write, value in zip(part.writes, function(*args), strict=True):
@@ -341,13 +359,17 @@ def test_other_loops_read_the_gradient() -> None:
     assert any("too" in reason for reason in refused), refused
 
 
-def test_gradients_that_lie_head_by_head() -> None:
+@pytest.mark.parametrize("make", [Packed, Apart, Rotated])
+def test_gradients_that_lie_head_by_head(make: Callable[[], nn.Module]) -> None:
+    """As those of attention that is written as products: they are put into rows on the way."""
     TURNED[0] = True
     try:
-        assert not swept(layer(Packed))
+        (kept,) = swept(layer(make), *(tables() if make is Rotated else ()))
     finally:
         TURNED[0] = False
-    assert any("does not lie in memory in rows" in r.reason for r in REPORTS[-1].refused)
+    reads = {r.extent: r.inner for part in kept.sweep.parts for r in part.reads}
+    assert reads["heads"] == D // HEADS
+    assert sum(o.extent == "tile" for o in kept.sweep.outputs) == {Packed: 1, Apart: 3, Rotated: 3}[make]
 
 
 def test_nothing_but_a_sum_is_none() -> None:

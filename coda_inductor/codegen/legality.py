@@ -67,7 +67,7 @@ def require_sweep(sweep: Sweep) -> None:
     for dtype in (*(dtype for dtype, _ in sweep.inputs), *(o.dtype for o in sweep.outputs)):
         _need(dtype in BYTES, f"a kernel cannot read or write {dtype}")
     sizes = {size for part in sweep.parts for size in (part.n, part.half)}
-    sizes |= {r.start for part in sweep.parts for r in part.reads} | {
+    sizes |= {size for part in sweep.parts for r in part.reads for size in (r.start, r.inner)} | {
         w.start for part in sweep.parts for w in part.writes
     }
     for size in sorted(sizes | {width for _, width in sweep.inputs} | {o.width for o in sweep.outputs}):

@@ -87,7 +87,7 @@ class SweepKernel:
         features = [_feature(part, r, inputs, column) for r in part.reads]
         over_m = [_zeros() if _extent(sweep, w) == "feature" else None for w in part.writes]
         for row in cutlass.range((block * WARPS + warp) * ROWS, m, blocks * (WARPS * ROWS)):
-            read = [_load(part, inputs, cutlass.select_(row + j < m, row + j, row), column) for j in range(ROWS)]
+            read = [_load(sweep, part, inputs, cutlass.select_(row + j < m, row + j, row), column) for j in range(ROWS)]
             for j in cutlass.range_constexpr(ROWS):
                 inside = within & (row + j < m)
                 made = _values(part, function, read[j], features)
@@ -160,7 +160,7 @@ def _place(part: Part, at: Read | Write, column: Any) -> Any:
     return column + at.start
 
 
-def _load(part: Part, inputs: list[Any], row: Any, column: Any) -> list[Any]:
+def _load(sweep: Sweep, part: Part, inputs: list[Any], row: Any, column: Any) -> list[Any]:
     """What a part reads of a row, as float32; None of a feature."""
     found = list[Any]()
     for read in part.reads:
@@ -170,25 +170,32 @@ def _load(part: Part, inputs: list[Any], row: Any, column: Any) -> list[Any]:
         elif read.extent == "token":
             found.append([tensor[row].to(Float32)] * VECTOR)
         elif read.extent == "table":
-            found.append(_Widened(tensor, row % tensor.shape[0], place % tensor.shape[1]))
+            found.append(_Widened(_vector(tensor, row % tensor.shape[0], place % tensor.shape[1])))
+        elif read.extent == "heads":
+            count, length = sweep.inputs[read.input][1] // read.inner, tensor.shape[1]
+            head = row // length * count + place // read.inner
+            found.append(_Widened(_vector(tensor, row % length, place % read.inner, head)))
         else:
-            found.append(_Widened(tensor, row, place))
+            found.append(_Widened(_vector(tensor, row, place)))
     return found
 
 
 class _Widened:
     """VECTOR neighbouring elements in registers, read as float32 where they are used, so that all loads come first."""
 
-    def __init__(self, tensor: Any, row: Any, column: Any) -> None:
-        self.found = cute.make_rmem_tensor((VECTOR,), tensor.element_type)
-        cute.autovec_copy(_vector(tensor, row, column), self.found)
+    def __init__(self, vector: Any) -> None:
+        self.found = cute.make_rmem_tensor((VECTOR,), vector.element_type)
+        cute.autovec_copy(vector, self.found)
 
     def __getitem__(self, k: int) -> Any:
         return self.found[k].to(Float32)
 
 
-def _vector(tensor: Any, row: Any, column: Any) -> Any:
-    """VECTOR neighbouring elements of a row."""
+def _vector(tensor: Any, row: Any, column: Any, head: Any = None) -> Any:
+    """VECTOR neighbouring elements of a row, of one of several matrices if there are heads."""
+    if head is not None:
+        vectors = cute.zipped_divide(tensor, (1, 1, VECTOR))
+        return vectors[(0, 0, None), (head, row, column // VECTOR)]
     return cute.zipped_divide(tensor, (1, VECTOR))[(0, None), (row, column // VECTOR)]
 
 

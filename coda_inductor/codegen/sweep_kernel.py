@@ -56,11 +56,15 @@ def _blanks(sweep: Sweep) -> tuple[list[object], list[object], object]:
         shape = (width,) if extent == "feature" else (rows, width)
         return cute.runtime.make_fake_tensor(kind, shape, stride=(width, 1)[-len(shape) :], assumed_align=16)
 
-    m, over_rows = cute.sym_int(), ("tile", "token")
-    extents = {r.input: r.extent for part in sweep.parts for r in part.reads}
-    inputs = [
-        blank("tile", dtype, width, m if extents[i] in over_rows else cute.sym_int())
-        for i, (dtype, width) in enumerate(sweep.inputs)
-    ]
+    m, reads = cute.sym_int(), {r.input: r for part in sweep.parts for r in part.reads}
+    inputs = []
+    for i, (dtype, width) in enumerate(sweep.inputs):
+        if inner := reads[i].inner:
+            shape = (cute.sym_int(), cute.sym_int(), inner)
+            stride = (cute.sym_int64(divisibility=inner), inner, 1)
+            inputs.append(cute.runtime.make_fake_tensor(TYPES[dtype], shape, stride=stride, assumed_align=16))
+        else:
+            rows = m if reads[i].extent in ("tile", "token") else cute.sym_int()
+            inputs.append(blank("tile", dtype, width, rows))
     outs = [blank(o.extent, o.dtype, o.width, m) for o in sweep.outputs]
     return inputs, outs, make_fake_tensor(TYPES["f32"], (cute.sym_int(),), divisibility=1)

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.ops import OPS
-from coda_inductor.core.region import DTYPES, Extent, Let
+from coda_inductor.core.region import DTYPES, Let
+
+Extent = Literal["token", "feature", "tile", "table", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Read:
     extent: Extent
     start: int = 0
     lane: int | None = None
+    inner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,13 @@ def interpret_sweep(sweep: Sweep, inputs: Sequence[Tensor]) -> list[Tensor]:
             if read.extent == "token":
                 values[read.name] = x.view(-1, 1)
                 continue
+            if read.extent == "heads":
+                x = (
+                    x.unflatten(0, (-1, sweep.inputs[read.input][1] // read.inner))
+                    .transpose(1, 2)
+                    .flatten(2)
+                    .flatten(0, 1)
+                )
             x = x[:, columns(part, read, x.shape[1])]
             values[read.name] = x.repeat(m // x.shape[0], 1) if read.extent == "table" else x
         for let in part.lets:
@@ -194,13 +204,15 @@ def _verify_part(sweep: Sweep, part: Part, check: Callable[[bool, str], None]) -
         check(read.lane is None or (read.lane in (0, 1) and part.half > 0), f"{read} where there are no halves")
         width = sweep.inputs[read.input][1]
         check((width == 0) == (read.extent == "token"), f"{read} of an input of width {width}")
-        if read.extent in ("tile", "feature"):
+        check((read.inner > 0) == (read.extent == "heads"), f"{read}")
+        check(not read.inner or width % read.inner == 0, f"{read} of an input of width {width}")
+        if read.extent in ("tile", "feature", "heads"):
             check(max(columns(part, read, width)) < width, f"{read} of an input of width {width}")
         if read.extent == "table":
             read_through = part.n * (1 if read.lane is None else 2)
             check(read_through % width == 0, f"{read} of an input of width {width}")
         defined.add(read.name)
-        tiles |= {read.name} if read.extent in ("tile", "table") else set()
+        tiles |= {read.name} if read.extent in ("tile", "table", "heads") else set()
     for let in part.lets:
         names = [a for a in let.args if isinstance(a, str)]
         check(let.name.isidentifier() and let.name not in defined, f"name {let.name!r} is taken or no identifier")

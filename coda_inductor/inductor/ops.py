@@ -60,8 +60,10 @@ def _eager_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
 
 def _fake_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
     s, m = parse_sweep(sweep), inputs[0].shape[0]
+    inner = {r.input: r.inner for part in s.parts for r in part.reads}
     for i, (x, (_, width)) in enumerate(zip(inputs, s.inputs, strict=True)):
-        if x.dim() != (2 if width else 1) or (width and x.shape[1] != width):
+        rank, last = (3, inner[i]) if inner[i] else (2, width) if width else (1, x.shape[-1])
+        if x.dim() != rank or x.shape[-1] != last:
             raise BrokenInvariant(f"input {i} is {list(x.shape)}, its width should be {width}")
     return [inputs[0].new_empty(shape(o, m), dtype=DTYPES[o.dtype]) for o in s.outputs]
 

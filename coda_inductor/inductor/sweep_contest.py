@@ -81,7 +81,10 @@ class SweepContest:
             tensors = [sample(n, self.contest.trials.device) for n in given]
             run = self._programs.compiled(graph, tensors)
             held = dict(zip(given, tensors, strict=True))
-            inputs = [matrix(n, held[n], width) for n, (_, width) in zip(made.inputs, made.sweep.inputs, strict=True)]
+            inputs = [
+                matrix(n, held[n], width, made.inner(i))
+                for i, (n, (_, width)) in enumerate(zip(made.inputs, made.sweep.inputs, strict=True))
+            ]
             m, device = inputs[0].shape[0], inputs[0].device
             outs = [
                 torch.full(shape(o, m), float("nan"), dtype=DTYPES[o.dtype], device=device) for o in made.sweep.outputs
@@ -124,9 +127,11 @@ def program(made: Swept) -> tuple[fx.Graph, list[fx.Node]]:
     return new, given
 
 
-def matrix(node: fx.Node, tensor: Tensor, width: int) -> Tensor:
+def matrix(node: fx.Node, tensor: Tensor, width: int, inner: int) -> Tensor:
     """The node's tensor as the Sweep reads it."""
     tensor = tensor.permute(in_order(node))
+    if inner:
+        return tensor.reshape(-1, tensor.shape[-2], inner)
     return tensor.reshape(-1, width) if width else tensor.reshape(-1)
 
 
@@ -141,10 +146,7 @@ def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float
     }
     for start in range(0, m, CHECKED):
         rows = torch.arange(start, min(m, start + CHECKED), device=inputs[0].device)
-        some = [
-            x if extents[i] == "feature" else x[rows % x.shape[0] if extents[i] == "table" else rows]
-            for i, x in enumerate(inputs)
-        ]
+        some = [_some(x, extents[i], sweep.inputs[i][1], rows) for i, x in enumerate(inputs)]
         for i, value in enumerate(interpret_sweep(sweep, some)):
             if i in totals:
                 totals[i] += value
@@ -154,6 +156,15 @@ def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float
         errors[i] = _squares(outs[i], total)
     relative = (errors[:, 0] / errors[:, 1].clamp_min(1e-60)).sqrt()
     return float("nan") if bool(relative.isnan().any()) else float(relative.max())
+
+
+def _some(x: Tensor, extent: str, width: int, rows: Tensor) -> Tensor:
+    """An input at some rows; heads with one row each."""
+    if extent == "heads":
+        length = x.shape[1]
+        sequences = x.view(-1, width // x.shape[2], *x.shape[1:])
+        return sequences[rows // length, :, rows % length].flatten(0, 1).unsqueeze(1)
+    return x if extent == "feature" else x[rows % len(x) if extent == "table" else rows]
 
 
 def _squares(found: Tensor, wanted: Tensor) -> Tensor:

@@ -116,11 +116,17 @@ def candidates(lifted: Lifted, backward: Collection[fx.Node]) -> Iterator[Wanted
             rows = over if over in tokens else frozenset[int]().union(*dims) - over
             if rows in tokens and over:
                 yield Wanted(node, lifted.term[reduction.source], rows, over)
-        elif kind_of(node) == "loop" and node in lifted.term and lifted.term[node].kind != "leaf" and taken_whole(node):
+        elif kind_of(node) == "loop" and node in lifted.term and not opaque(lifted, node) and taken_whole(node):
             axes = frozenset(i for d in lifted.reading.roots(node) for i in long_axes(lifted, d))
             for rows in tokens:
                 if rows < axes:
                     yield Wanted(node, lifted.term[node], rows)
+
+
+def opaque(lifted: Lifted, node: fx.Node) -> bool:
+    """Is the node a tensor of which nothing is known? (A copy in another order is made of one.)"""
+    term = lifted.term[node]
+    return term.kind == "leaf" and lifted.node(term) is node
 
 
 def late_tiles(lifted: Lifted, w: Wanted, backward: Collection[fx.Node]) -> list[fx.Node]:
@@ -216,7 +222,8 @@ def write(graph: fx.Graph, target: str, made: list[Swept]) -> tuple[Kept, ...]:
 def _write(writing: Writing, target: str, made: Swept) -> str:
     """One Sweep; its rows."""
     like = made.outputs[0]
-    inputs = [as_read(writing, node, width) for node, (_, width) in zip(made.inputs, made.sweep.inputs, strict=True)]
+    read = enumerate(zip(made.inputs, made.sweep.inputs, strict=True))
+    inputs = [as_read(writing, n, width, made.inner(i)) for i, (n, (_, width)) in read]
     node = writing.call(like, SWEEP, inputs, made.sweep.text, target)
     for i, (old, output) in enumerate(zip(made.outputs, made.sweep.outputs, strict=True)):
         value = g.tensor(old)
@@ -234,11 +241,13 @@ def _write(writing: Writing, target: str, made: Swept) -> str:
     return str(inputs[0].meta["val"].shape[0])
 
 
-def as_read(writing: Writing, node: fx.Node, width: int) -> fx.Node:
-    """The node as the matrix, or the vector over the rows, that lies in memory."""
+def as_read(writing: Writing, node: fx.Node, width: int, inner: int) -> fx.Node:
+    """The node as the matrix, the heads or the vector over the rows that lie in memory."""
     order = in_order(node)
     if order != sorted(order):
         node = writing.call(node, aten.permute.default, node, order)
+    if inner:
+        return writing.view(node, [-1, g.tensor(node).shape[-2], inner])  # type: ignore[union-attr]
     sizes = [-1, width] if width else [-1]
     fits = len(g.sizes(node)) == len(sizes) and (not width or g.sizes(node)[1].static == width)
     return node if fits else writing.view(node, sizes)

@@ -15,8 +15,8 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.ops import OPS
-from coda_inductor.core.region import DTYPE_NAMES, Extent
-from coda_inductor.core.sweep import Output, Part, Read, Sweep, Write, verify_sweep
+from coda_inductor.core.region import DTYPE_NAMES
+from coda_inductor.core.sweep import Extent, Output, Part, Read, Sweep, Write, verify_sweep
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted, lift
 from coda_inductor.patterns.sizes import ONE, size_of
@@ -45,6 +45,10 @@ class Swept:
     sweep: Sweep
     inputs: list[fx.Node]
     outputs: list[fx.Node]
+
+    def inner(self, i: int) -> int:
+        """Of an input that lies head by head how many columns lie together, else 0."""
+        return next(r.inner for part in self.sweep.parts for r in part.reads if r.input == i)
 
 
 def read_through(graph: fx.Graph, matrices: Collection[fx.Node], *, rounding: bool) -> Lifted:
@@ -113,10 +117,12 @@ class _Finder:
         tiles = [n for w in wanted for n in self.tiles(w.term)]
         if not tiles or any(not self.rows <= w.term.axes for w in wanted):
             raise Unsupported("it does not vary over all tokens")
-        self.order = lies(self.lifted, tiles[0])[: len(self.rows)]
-        if set(self.order) != self.rows:
+        leading = {n: lies(self.lifted, n)[: len(self.rows)] for n in tiles}
+        in_rows = [n for n in tiles if {*leading[n]} == self.rows]
+        if not in_rows:
             raise Unsupported(f"{tiles[0]} does not lie in memory in rows")
-        self.input(tiles[0])
+        self.order = leading[in_rows[0]]
+        self.input(in_rows[0])
         outputs, parts = list(enumerate(wanted, first)), list[Part]()
         for columns in self.classes(wanted):
             mine = [(i, w) for i, w in outputs if set(self.columns(w)) == set(columns)]
@@ -234,17 +240,29 @@ class _Finder:
             self.inputs.append(node)
         return self.inputs.index(node)
 
-    def split(self, node: fx.Node) -> tuple[Ids, Ids]:
-        """The axes of a tensor's rows and of its columns, as they lie."""
+    def split(self, node: fx.Node) -> tuple[Ids, Ids, int]:
+        """The axes of a tensor's rows and of its columns, as they lie; and of columns that lie head by head, how many
+        lie together."""
         axes = lies(self.lifted, node)
-        count = sum(i in self.rows for i in axes)
-        if set(axes[:count]) - self.rows or axes[:count] != self.order[len(self.order) - count :]:
+        rows, columns = (tuple(i for i in axes if (i in self.rows) == inside) for inside in (True, False))
+        if rows != self.order[len(self.order) - len(rows) :]:
             raise Unsupported(f"{node} lies in memory in another order of its rows")
-        return axes[:count], axes[count:]
+        if axes == rows + columns:
+            return rows, columns, 0
+        *_, length, inner = [long_axes(self.lifted, self.lifted.reading.roots(node)[d]) for d in in_order(node)]
+        turns = sum((i in self.rows) != (j in self.rows) for i, j in itertools.pairwise(axes))
+        apart = (
+            self.rows.isdisjoint(inner) and {*length} <= self.rows and axes[-len(inner) - len(length) - 1] in columns
+        )
+        if turns != (3 if axes[0] in self.rows else 2) or not apart or len(rows) < len(self.order):
+            raise Unsupported(f"{node} does not lie in memory in rows")
+        if self.lifted.reading.axes.total(length).static is None:
+            raise Unsupported(f"{node} lies head by head, and its sequences' length is not static")
+        return rows, columns, self.total(inner)
 
     def width(self, node: fx.Node) -> int:
         """Its columns, 0 of a vector over the rows."""
-        columns = self.split(node)[1]
+        _, columns, _ = self.split(node)
         return self.total(columns) if columns else 0
 
 
@@ -271,7 +289,7 @@ class _Writer(Statements):
                 raise Unsupported(f"{t.name or t.kind} is no operation of an epilogue")
             return float(t.coefficient) if is_number(t) else None
         node, lanes = self.finder.lifted.node(t), dict(t.lanes)
-        rows, columns = self.finder.split(node)
+        rows, columns, inner = self.finder.split(node)
         outer = [i for i in columns if i in lanes and i != self.half]
         if outer != [*columns[: len(outer)]] or any(self.fixed.get(i) != lanes[i] for i in outer):
             raise Unsupported(f"a part of {node} is read beside another")
@@ -280,17 +298,17 @@ class _Writer(Statements):
             start = start * self.finder.total((i,)) + lanes[i]
         columns, lane = columns[len(outer) :], lanes.get(self.half) if self.half is not None else None
         whole = tuple(i for i in self.rest if i != self.half or i in columns)
-        extent: Extent = "tile" if rows else "feature"
+        extent: Extent = "heads" if inner else "tile" if rows else "feature"
         if not columns:
             if rows != self.finder.order:
                 raise Unsupported(f"{node} is no vector over the rows")
             extent = "token"
         elif columns != whole or (rows and rows != self.finder.order):
-            if columns != whole[len(whole) - len(columns) :] or outer:
+            if columns != whole[len(whole) - len(columns) :] or outer or inner:
                 raise Unsupported(f"{node} has other columns")
             extent = "table"
         start = 0 if extent in ("token", "table") else start * self.finder.total(columns)
-        read = Read(f"x{len(self.reads)}", self.finder.input(node), extent, start, lane)
+        read = Read(f"x{len(self.reads)}", self.finder.input(node), extent, start, lane, inner)
         self.reads.append(read)
         return read.name
 
