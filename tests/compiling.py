@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from coda_inductor.codegen import launch, prebuild, target, timing
-from coda_inductor.codegen.executable import Run
+from coda_inductor.codegen import launch, prebuild, sweep_launch, target, timing
+from coda_inductor.codegen.executable import Parts, Run
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
+from coda_inductor.core.sweep import Sweep, interpret_sweep
 from coda_inductor.inductor import joint_pass, rehearsal
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
@@ -147,6 +148,16 @@ class Interpreted:
                 out.copy_(value)
 
 
+def interpreted_sweep(sweep: Sweep, directory: Path) -> Parts:
+    """Stands in for a compiled Sweep: the interpreter."""
+
+    def function(inputs: Sequence[Tensor], outs: Sequence[Tensor], scratch: Tensor, blocks: int) -> None:
+        for out, value in zip(outs, interpret_sweep(sweep, inputs), strict=True):
+            out.copy_(value)
+
+    return Parts(function, (), 0, 0)
+
+
 def begun(
     jobs: Iterable[prebuild.Job], cache_dir: str, *, over: threading.Event | None = None
 ) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
@@ -189,7 +200,10 @@ def pretend(
     if not inductor:
         uncompiled(monkeypatch)
     monkeypatch.setattr(launch, "KERNELS", {})
-    door = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(Compiled=build))
+    monkeypatch.setattr(sweep_launch, "LAUNCHERS", {})
+    monkeypatch.setattr(sweep_launch, "multiprocessors", lambda device: 132)
+    made = types.SimpleNamespace(Compiled=build, build_sweep=interpreted_sweep)
+    door = types.SimpleNamespace(import_module=lambda name: made)
     monkeypatch.setattr(launch, "importlib", door)
     launch.LAUNCHES.clear()
     launch.FALLBACKS.clear()

@@ -429,7 +429,7 @@ def test_the_compiler_is_imported_in_a_thread_of_its_own(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(launch, "importlib", types.SimpleNamespace(import_module=imported))
-        assert launch.compiler() != threading.get_ident()
+        assert launch.compiler().Compiled != threading.get_ident()
     code = """
 import sys
 from coda_inductor.inductor.launching import Launcher
@@ -445,9 +445,9 @@ SWEEPS = """
 import sys
 from pathlib import Path
 from sweep_cases import CASES
-from coda_inductor.codegen.sweep_kernel import build
+from coda_inductor.codegen.sweep_kernel import build_sweep
 for make in CASES:
-    print(make.__name__, build(make(272), Path(sys.argv[1])).stack)
+    print(make.__name__, build_sweep(make(272), Path(sys.argv[1])).stack)
 """
 
 

@@ -61,15 +61,15 @@ def test_full_depth(case: Case) -> None:
     assert totals["coverage"] >= case.deep
 
 
-@pytest.mark.parametrize("name", ["vit_hf", "vit_l", "bert_large"])
+@pytest.mark.parametrize("name", ["vit_hf", "vit_l", "bert_large", "gpt2", "llama"])
 def test_passes_of_a_layer_left_in_training(name: str) -> None:
-    """They stand beside attention. Each takes a bias's gradient with the statistics of that tensor; or, of one weight
-    for q, k and v, one writes their gradients side by side, with the statistics, and the bias's gradient reads that."""
+    """One, beside attention: a Sweep takes the statistics and the gradients of the biases of q, k and v, and of one
+    weight writes their gradients side by side."""
     left, covered = [], 0.0
     for layers in (3, 4):
         model, args = build(name, layers)
         totals = explain(Loss(name, model), args, {}, "train", SM_90A)["totals"]
         left.append(totals["passes_left"])
         covered = totals["coverage"]
-    assert left[1] == left[0] + (2 if name == "vit_l" else 3)
-    assert covered >= {"vit_hf": 0.85, "vit_l": 0.75, "bert_large": 0.75}[name]
+    assert left[1] == left[0] + 1
+    assert covered >= {"vit_hf": 0.85, "vit_l": 0.75, "bert_large": 0.75}.get(name, 0.0)

@@ -22,6 +22,7 @@ from coda_inductor.explain import explain, region_facts, render
 from coda_inductor.inductor.capture import capture, load
 from coda_inductor.inductor.casts import Cast
 from coda_inductor.inductor.report import amounts
+from coda_inductor.inductor.sweeps import Kept
 from coda_inductor.inductor.tables import Table
 
 M, N, K = 512, 256, 128
@@ -148,6 +149,7 @@ class Report:
     opaque: tuple[Refusal, ...] = ()
     tables: tuple[Table, ...] = ()
     casts: tuple[Cast, ...] = ()
+    swept: tuple[Kept, ...] = ()
 
 
 def region_of_relu(matrices: list[Tensor]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
-from coda_inductor.inductor.joint import Report, Verdict, rewrite
+from coda_inductor.inductor.joint import Legal, Report, Verdict, rewrite
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -164,7 +164,7 @@ def one_product(region: Region) -> None:
 
 
 def derived(
-    legal: Callable[[Region], None],
+    legal: Legal,
     slower: Callable[[Built], bool],
     function: Callable[..., Any] = lambda x, y, w, v: (x @ w + y @ v).relu(),
 ) -> tuple[list[list[Region]], Report]:

@@ -75,8 +75,10 @@ def test_what_is_derived_is_launched(name: str, monkeypatch: pytest.MonkeyPatch,
     pretend(monkeypatch, tmp_path)
     monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
     (report,) = trained(name).reports
-    assert sum(launch.LAUNCHES.values()) == len(report.sites) > 10 and not launch.FALLBACKS
-    assert set(launch.LAUNCHES) == {site.region.digest for site in report.sites}
+    assert len(report.sites) > 10 and not launch.FALLBACKS
+    assert sum(launch.LAUNCHES.values()) == len(report.sites) + len(report.swept)
+    swept = {kept.sweep.digest for kept in report.swept}
+    assert set(launch.LAUNCHES) == {site.region.digest for site in report.sites} | swept
 
 
 @pytest.mark.parametrize("name", MODELS)

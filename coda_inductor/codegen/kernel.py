@@ -6,12 +6,8 @@ The only module, beside device.py, that imports quack.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import quack.cache
@@ -21,13 +17,17 @@ from cutlass.cute.runtime import find_runtime_libraries
 from quack.rounding import RoundingMode
 from torch import Tensor
 
-from coda_inductor.codegen import legality, library, source, store
+from coda_inductor.codegen import legality, library, source
 from coda_inductor.codegen.cubin import stack_bytes
 from coda_inductor.codegen.device import along_n
 from coda_inductor.codegen.executable import Executable, Parts
+from coda_inductor.codegen.module import load_module
+from coda_inductor.codegen.sweep_kernel import build_sweep
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region
+
+__all__ = ["Compiled", "build_sweep", "without_gpu"]
 
 SM90 = (9, 0)
 NO_WAITS = ("use_pdl", False)  # of quack's own: device._Overlapping has them
@@ -53,32 +53,6 @@ class Compiled(Executable):
         if len(made) == 1:  # else it is not known which
             library.keep(objects, made[0], parts, find_runtime_libraries(enable_tvm_ffi=True))
         super().__init__(region, config, parts, swapped=swapped)
-
-
-class _Loader(SourceFileLoader):
-    """Leaves no bytecode in the store, which holds nothing that `cache ls` does not know."""
-
-    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        """Writes nothing."""
-
-
-def load_module(text: str, name: str, directory: Path) -> ModuleType:
-    """The generated module, written to disk (CuTeDSL and quack read its source), imported under its content's name."""
-    if name in sys.modules:
-        return sys.modules[name]
-    path = directory / "epilogues" / f"{name}.py"
-    if not path.exists() or path.read_text() != text:
-        store.write(path, text)
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: quack finds the function through its module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:

@@ -155,7 +155,7 @@ class Kernel:
             with BUILDING, uncollected():
                 found: Any = library.load(self.region, config, self.directory, swapped=swapped)
                 if found is None:
-                    build = compiler()
+                    build = compiler().Compiled
                     try:
                         found = build(self.region, config, self.directory, swapped=swapped)
                     except OSError as error:  # the store: full, read-only, gone
@@ -180,10 +180,10 @@ def together(work: Sequence[Work]) -> None:
 
 
 def compiler() -> Any:
-    """codegen.kernel.Compiled. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
+    """The module codegen.kernel. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
     try:
         with uncollected():
-            return in_own_thread(lambda: importlib.import_module("coda_inductor.codegen.kernel").Compiled)
+            return in_own_thread(lambda: importlib.import_module("coda_inductor.codegen.kernel"))
     except Exception as error:  # a driver too old for it, half an installation: each library has its own
         what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
         raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error

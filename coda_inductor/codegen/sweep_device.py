@@ -37,7 +37,7 @@ class SweepKernel:
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(self, inputs: list, outs: list, scratch, blocks: Int32, stream):  # type: ignore[no-untyped-def, type-arg]
         """inputs: as the Sweep's; outs: as its outputs; scratch: f32, for all partial results; blocks: to a strip."""
-        partials, stored, sums = self.partials(inputs[0].shape[0], scratch, blocks), [], []
+        partials, stored, sums = self.partials(self.sweep.tokens(inputs[0].shape), scratch, blocks), [], []
         for output, out in zip(self.sweep.outputs, outs, strict=True):
             stored.append(out if output.extent == "tile" else None)
             sums += [out] if output.extent != "tile" else []
@@ -46,7 +46,7 @@ class SweepKernel:
             grid=(count, blocks, 1), block=(THREADS * WARPS, 1, 1), stream=stream
         )
         if cutlass.const_expr(len(sums) > 0):
-            longest = Int32(inputs[0].shape[0])
+            longest = Int32(self.sweep.tokens(inputs[0].shape))
             for output in self.sweep.outputs:
                 longest = Int32(cutlass.select_(longest > output.width, longest, Int32(output.width)))
             finish_sums(partials, sums, [False] * len(sums), longest, stream)
@@ -83,7 +83,7 @@ class SweepKernel:
         chunk = strip * THREADS + lane
         within = chunk < part.n // VECTOR
         column = cutlass.select_(within, chunk, 0) * VECTOR
-        m = inputs[0].shape[0]
+        m = sweep.tokens(inputs[0].shape)
         features = [_feature(part, r, inputs, column) for r in part.reads]
         over_m = [_zeros() if _extent(sweep, w) == "feature" else None for w in part.writes]
         for row in cutlass.range((block * WARPS + warp) * ROWS, m, blocks * (WARPS * ROWS)):

@@ -16,14 +16,14 @@ from quack.compile_utils import make_fake_tensor
 from coda_inductor.codegen import legality, library, sweep_source
 from coda_inductor.codegen.cubin import stack_bytes
 from coda_inductor.codegen.executable import Parts
-from coda_inductor.codegen.kernel import load_module
+from coda_inductor.codegen.module import load_module
 from coda_inductor.codegen.sweep_device import TYPES, SweepKernel
 from coda_inductor.codegen.sweep_plan import folder, name_of
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.sweep import Sweep
 
 
-def build(sweep: Sweep, directory: Path) -> Parts:
+def build_sweep(sweep: Sweep, directory: Path) -> Parts:
     """Compiles it into the store (1-3 s). Raises Unsupported if it cannot be compiled."""
     legality.require_sweep(sweep)
     module = load_module(sweep_source.render(sweep), name_of(sweep), directory)

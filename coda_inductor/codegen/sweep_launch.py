@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from coda_inductor.codegen.launch import (
     FALL_BACK,
     LAUNCHES,
     aligned,
-    in_own_thread,
+    compiler,
     report,
     together,
     uncollected,
@@ -49,9 +48,8 @@ class SweepLaunch:
         if self._parts is None:
             with BUILDING, uncollected():
                 try:
-                    self._parts = library.open_kept(folder(self.sweep, self.directory)) or _compiler()(
-                        self.sweep, self.directory
-                    )
+                    kept = library.open_kept(folder(self.sweep, self.directory))
+                    self._parts = kept or compiler().build_sweep(self.sweep, self.directory)
                 except OSError as error:  # the store: full, read-only, gone
                     raise Unsupported(f"no kernel for sweep {self.sweep.digest}: {error}", hint=HINT) from error
                 except Unsupported as refusal:
@@ -61,7 +59,7 @@ class SweepLaunch:
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
         """What launches the kernel, on the current device. None: nothing is to be launched, `outs` hold the results."""
-        m = inputs[0].shape[0]
+        m = self.sweep.tokens(inputs[0].shape)
         if not m:
             for out in outs:
                 if out is not None:
@@ -95,17 +93,6 @@ class SweepLaunch:
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _compiler() -> Callable[[Sweep, Path], Parts]:
-    """sweep_kernel.build. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
-    try:
-        module = in_own_thread(lambda: importlib.import_module("coda_inductor.codegen.sweep_kernel"))
-        build: Callable[[Sweep, Path], Parts] = module.build
-        return build
-    except Exception as error:  # as launch.compiler
-        what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
-        raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
 
 
 LAUNCHERS: dict[tuple[str, str | None, bool], SweepLaunch] = {}

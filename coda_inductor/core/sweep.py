@@ -80,7 +80,7 @@ class Output:
 @dataclass(frozen=True)
 class Sweep:
     """Parts that lie side by side, each with columns and statements of its own. `inputs` are the tensors' dtypes and
-    widths (0: of a token); the first is a tile."""
+    widths (0: of a token); the first is a tile, or heads."""
 
     inputs: tuple[tuple[str, int], ...]
     parts: tuple[Part, ...]
@@ -100,6 +100,11 @@ class Sweep:
     def digest(self) -> str:
         """Names the content: 16 hexadecimal digits of the text's SHA-256."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def tokens(self, sizes: Sequence[Any]) -> Any:
+        """M, of the sizes of the first input."""
+        inner = next(r.inner for part in self.parts for r in part.reads if not r.input)
+        return sizes[0] * sizes[1] // (self.inputs[0][1] // inner) if inner else sizes[0]
 
     def to(self, output: int) -> Iterator[tuple[Part, Write]]:
         """What goes to an output."""
@@ -138,7 +143,7 @@ def shape(output: Output, m: Any) -> tuple[Any, ...]:
 
 def interpret_sweep(sweep: Sweep, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs on torch tensors: rounded where the kernel stores, each in memory of its own."""
-    m, device = inputs[0].shape[0], inputs[0].device
+    m, device = sweep.tokens(inputs[0].shape), inputs[0].device
     outs = [torch.zeros(shape(o, m), dtype=DTYPES[o.dtype], device=device) for o in sweep.outputs]
     for part in sweep.parts:
         values: dict[str, Tensor | float] = {}
@@ -181,7 +186,7 @@ def verify_sweep(sweep: Sweep) -> Sweep:
     check(bool(sweep.parts and sweep.outputs), "nothing leaves it")
     for dtype in (*(dtype for dtype, _ in sweep.inputs), *(o.dtype for o in sweep.outputs)):
         check(dtype in DTYPES, f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    tiles = {r.input for p in sweep.parts for r in p.reads if r.extent == "tile"}
+    tiles = {r.input for p in sweep.parts for r in p.reads if r.extent in ("tile", "heads")}
     check(0 in tiles, "its first input is no tile")
     wide = "f64" if sweep.compute == torch.float64 else "f32"
     for i, output in enumerate(sweep.outputs):

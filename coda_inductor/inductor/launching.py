@@ -242,7 +242,7 @@ def _lower_sweep(inputs: Sequence[Any], text: str, target: str) -> Any:
     if target == "reference":
         return fallback_handler(SWEEP, add_to_fallback_set=False)(inputs, text, target)
     sweep, tensors = parse_sweep(text), _in_memory(inputs)
-    m, device = tensors[0].get_size()[0], tensors[0].get_device()
+    m, device = sweep.tokens(tensors[0].get_size()), tensors[0].get_device()
     sizes = [shape(o, m) for o in sweep.outputs]
     layouts = [
         ir.FixedLayout(device, DTYPES[o.dtype], [*size], [size[-1], 1][-len(size) :])

@@ -59,7 +59,8 @@ def _eager_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
 
 
 def _fake_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
-    s, m = parse_sweep(sweep), inputs[0].shape[0]
+    s = parse_sweep(sweep)
+    m = s.tokens(inputs[0].shape)
     inner = {r.input: r.inner for part in s.parts for r in part.reads}
     for i, (x, (_, width)) in enumerate(zip(inputs, s.inputs, strict=True)):
         rank, last = (3, inner[i]) if inner[i] else (2, width) if width else (1, x.shape[-1])

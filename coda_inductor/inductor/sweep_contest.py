@@ -85,7 +85,7 @@ class SweepContest:
                 matrix(n, held[n], width, made.inner(i))
                 for i, (n, (_, width)) in enumerate(zip(made.inputs, made.sweep.inputs, strict=True))
             ]
-            m, device = inputs[0].shape[0], inputs[0].device
+            m, device = made.sweep.tokens(inputs[0].shape), inputs[0].device
             outs = [
                 torch.full(shape(o, m), float("nan"), dtype=DTYPES[o.dtype], device=device) for o in made.sweep.outputs
             ]
@@ -139,7 +139,7 @@ def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float
     """The largest relative error (Frobenius) of an output against the interpreter, NaN if one is NaN. Some rows at a
     time: the whole would take more memory than the operations that are replaced."""
     extents = {r.input: r.extent for part in sweep.parts for r in part.reads}
-    m = inputs[0].shape[0]
+    m = sweep.tokens(inputs[0].shape)
     errors = torch.zeros(len(outs), 2, dtype=torch.float64, device=inputs[0].device)  # squared, of wanted squared
     totals = {
         i: torch.zeros_like(outs[i], dtype=torch.float64) for i, o in enumerate(sweep.outputs) if o.extent == "feature"

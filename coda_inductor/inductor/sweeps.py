@@ -140,9 +140,11 @@ def groups(lifted: Lifted, found: Iterator[Wanted], backward: Collection[fx.Node
     """What reads results of one operation, in the order of the graph; where there is a sum, and not alone."""
     together = list[tuple[set[fx.Node], list[Wanted]]]()
     for w in found:
-        owners, mine = {owner(n) for n in late_tiles(lifted, w, backward)}, [w]
-        if not owners:
+        tiles = late_tiles(lifted, w, backward)
+        if not tiles:
             continue
+        ends = all(n.op == "placeholder" for n in tiles)  # gradients of outputs, which are all there at once
+        owners, mine = {owner(n) for n in tiles} | ({lifted.graph.output_node()} if ends else set()), [w]
         apart = []
         for others, members in together:
             if owners & others:
@@ -238,7 +240,7 @@ def _write(writing: Writing, target: str, made: Swept) -> str:
         if g.sizes(new) != g.sizes(old):
             raise BrokenInvariant(f"{old} is {g.sizes(old)}, what a sweep supplies {g.sizes(new)}")
         old.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
-    return str(inputs[0].meta["val"].shape[0])
+    return str(made.sweep.tokens(inputs[0].meta["val"].shape))
 
 
 def as_read(writing: Writing, node: fx.Node, width: int, inner: int) -> fx.Node:

@@ -119,10 +119,11 @@ class _Finder:
             raise Unsupported("it does not vary over all tokens")
         leading = {n: lies(self.lifted, n)[: len(self.rows)] for n in tiles}
         in_rows = [n for n in tiles if {*leading[n]} == self.rows]
-        if not in_rows:
-            raise Unsupported(f"{tiles[0]} does not lie in memory in rows")
-        self.order = leading[in_rows[0]]
-        self.input(in_rows[0])
+        if not in_rows and self.lifted.reading.axes.total(sorted(self.rows)).static is None:
+            raise Unsupported(f"{tiles[0]} does not lie in memory in rows, whose number is not static")
+        leader = in_rows[0] if in_rows else tiles[0]
+        self.order = tuple(i for i in lies(self.lifted, leader) if i in self.rows)
+        self.input(leader)
         outputs, parts = list(enumerate(wanted, first)), list[Part]()
         for columns in self.classes(wanted):
             mine = [(i, w) for i, w in outputs if set(self.columns(w)) == set(columns)]

@@ -82,7 +82,7 @@ WIDTH, HEADS = 512, 4
 
 
 def heads(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+    return x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class Packed(nn.Module):
