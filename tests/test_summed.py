@@ -22,6 +22,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
+from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
 from coda_inductor.inductor.joint import Legal, Report, Verdict, rewrite
 from coda_inductor.rewrite.build import Built
@@ -158,8 +159,8 @@ def test_whatever_loses_there_is_an_end(function: Callable[..., Any]) -> None:
     assert len(rounds) <= 4 and not sums(rounds[-1]) and not any(site.region.summed for site in report.sites)
 
 
-def one_product(region: Region) -> None:
-    if region.summed:
+def one_product(region: Region | Sweep) -> None:
+    if isinstance(region, Region) and region.summed:
         raise Unsupported("a sum of two")
 
 

@@ -172,8 +172,8 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
 
 
 # Of norms that take a mean away, of backwards, and of losses (test_softmax.py). Tables are in test_tables.py, too,
-# halves of heads in test_halves.py, two products in one sum in test_summed.py, what is bare or cast in test_bare.py, sweeps in
-# test_sweeps.py.
+# halves of heads in test_halves.py, two products in one sum in test_summed.py, what is bare or cast in test_bare.py,
+# sweeps in test_sweeps.py.
 ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "halves", "summed", "bare", "sweeps"}
 
 

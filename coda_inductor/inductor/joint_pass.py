@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from coda_inductor.codegen import legality, store, target
 from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, Unsupported, forget_frames, warn
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import launching, notes, sweeps
+from coda_inductor.inductor import launching, notes, sweep_lowering, sweeps
 from coda_inductor.inductor.bare import NONE_SLOWER
 from coda_inductor.inductor.bare_contest import BareContest
 from coda_inductor.inductor.contest import Contest
@@ -63,6 +63,7 @@ class JointPass(CustomGraphPass):
     def __init__(self, settings: Settings, chained: Any = None) -> None:
         settings.check_kinds(NAMES)
         launching.register()
+        sweep_lowering.register()
         self.settings = settings
         self.chained = (
             tuple(chained) if isinstance(chained, list | tuple) else (chained,) if chained is not None else ()

@@ -1,5 +1,5 @@
-"""coda.region and coda.sweep lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain
-Python function. coda.stored lowered: nothing but a buffer.
+"""coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
+coda.stored lowered: nothing but a buffer. (coda.sweep: sweep_lowering.py.)
 
 The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
 """
@@ -21,12 +21,10 @@ from torch._inductor.virtualized import V
 
 from coda_inductor.codegen.executable import Run
 from coda_inductor.codegen.launch import Kernel, fall_back, kernel, together
-from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.core.sweep import parse_sweep, shape
-from coda_inductor.inductor.ops import REGION, STORED, SWEEP
+from coda_inductor.inductor.ops import REGION, STORED
 
 
 class Launcher:
@@ -47,15 +45,6 @@ class Launcher:
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
         """As Kernel.prepare."""
         return self.kernel.prepare(inputs, outs)
-
-
-class SweepLauncher(Launcher):
-    """The same of a Sweep."""
-
-    @cached_property
-    def kernel(self) -> SweepLaunch:  # type: ignore[override]
-        """Ready to be called."""
-        return sweep_launch(self.text, self.settings.cache_dir, strict=self.settings.strict)
 
 
 class OnTorch:
@@ -146,7 +135,7 @@ class RegionKernel(ir.FallbackKernel):
         text, digest = self.text, self.region.digest
         wrapper.add_import_once("from coda_inductor.inductor.launching import Launcher as coda_launcher")
         wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
-        return f"coda_{digest}", _given(self, wrapper)
+        return f"coda_{digest}", given(self, wrapper)
 
 
 FREED = 1 / 8  # (at width 2048 tables of cosines and sines, of heads of 128, are 1/16 of what queries and keys store)
@@ -193,20 +182,7 @@ def _alike(a: Any, b: Any) -> bool:
     return not inductor_config.graph_partition or bool(cut(a)) == bool(cut(b))
 
 
-class SweepKernel(ir.FallbackKernel):
-    """One launch of a Sweep, whose outputs are as a RegionKernel's."""
-
-    def codegen(self, wrapper: Any) -> None:
-        """Writes the call."""
-        self.codegen_comment(wrapper)
-        text = self.constant_args[0]
-        name = f"coda_sweep_{parse_sweep(text).digest}"
-        wrapper.add_import_once("from coda_inductor.inductor.launching import SweepLauncher as coda_sweep_launcher")
-        wrapper.add_import_once(f"{name} = coda_sweep_launcher({text!r})")
-        wrapper.writeline(f"{self.get_name()} = {name}({_given(self, wrapper)})")
-
-
-def _given(kernel: ir.FallbackKernel, wrapper: Any) -> str:
+def given(kernel: ir.FallbackKernel, wrapper: Any) -> str:
     """What a launch is called with. Allocates the outputs."""
     outs = []
     for out in kernel.outputs:
@@ -232,30 +208,18 @@ class RegionOutput(ir.MultiOutput):
 def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     if target == "reference":
         return fallback_handler(REGION, add_to_fallback_set=False)(inputs, text, target)
-    region, tensors = parse(text), _in_memory(inputs)
+    region, tensors = parse(text), in_memory(inputs)
     i, dim = region.m_axis
     layouts = _layouts(region, tensors[i].get_size()[dim], tensors[0].get_device())
-    return _launched(RegionKernel, REGION, tensors, (text, target), layouts)
+    return launched(RegionKernel, REGION, tensors, (text, target), layouts)
 
 
-def _lower_sweep(inputs: Sequence[Any], text: str, target: str) -> Any:
-    if target == "reference":
-        return fallback_handler(SWEEP, add_to_fallback_set=False)(inputs, text, target)
-    sweep, tensors = parse_sweep(text), _in_memory(inputs)
-    m, device = sweep.tokens(tensors[0].get_size()), tensors[0].get_device()
-    sizes = [shape(o, m) for o in sweep.outputs]
-    layouts = [
-        ir.FixedLayout(device, DTYPES[o.dtype], [*size], [size[-1], 1][-len(size) :])
-        for o, size in zip(sweep.outputs, sizes, strict=True)
-    ]
-    return _launched(SweepKernel, SWEEP, tensors, (text, target), layouts)
-
-
-def _in_memory(inputs: Sequence[Any]) -> list[Any]:
+def in_memory(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, computed and in rows."""
     return [ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)) for x in inputs]
 
 
-def _launched(kernel: Any, op: Any, tensors: list[Any], constants: tuple[str, str], layouts: list[Any]) -> list[Any]:
+def launched(kernel: Any, op: Any, tensors: list[Any], constants: tuple[str, str], layouts: list[Any]) -> list[Any]:
     """The outputs of a kernel of ours, which Inductor allocates."""
     packed = kernel(ir.MultiOutputLayout(device=tensors[0].get_device()), op, tensors, constants, _arguments)
     packed.outputs = [RegionOutput(layout, packed, [(list, i)]) for i, layout in enumerate(layouts)]
@@ -284,5 +248,4 @@ def _store(x: ir.TensorBox) -> ir.TensorBox:
 def register() -> None:
     """Tells Inductor, once."""
     register_lowering(REGION, type_promotion_kind=None)(_lower)
-    register_lowering(SWEEP, type_promotion_kind=None)(_lower_sweep)
     register_lowering(STORED, type_promotion_kind=None)(_store)

@@ -49,6 +49,7 @@ def _step(step: Facts) -> str:
         lines.append(_wrapped(f"    load {', '.join(step['loads'])}"))
     if step["kind"] == "pass":
         lines.append(_wrapped(f"    nodes {' '.join(step['nodes'])}"))
+    lines += [_wrapped(f"    {line}") for line in step.get("statements", ())]
     for s in step["stores"]:
         to = f" -> {', '.join(dict.fromkeys(s['to']))}" if s["to"] else ""
         formula = f" = {s['formula']}" if s["formula"] else ""

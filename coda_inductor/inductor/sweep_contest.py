@@ -24,7 +24,8 @@ from coda_inductor.inductor.rehearsal import Programs
 from coda_inductor.inductor.sweeps import work
 from coda_inductor.inductor.trials import ROUNDS
 from coda_inductor.inductor.unmeasured import foreseen, unmeasured
-from coda_inductor.rewrite.sweeps import Swept, in_order
+from coda_inductor.rewrite.lying import in_order
+from coda_inductor.rewrite.sweeps import Swept
 
 log = logging.getLogger("coda_inductor.contest")
 

@@ -27,8 +27,9 @@ from coda_inductor.inductor.writing import Writing
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import Lifted
+from coda_inductor.rewrite.lying import in_order, long_axes
 from coda_inductor.rewrite.sources import leaves
-from coda_inductor.rewrite.sweeps import Swept, Wanted, in_order, long_axes, read_through, swept
+from coda_inductor.rewrite.sweeps import Swept, Wanted, read_through, swept
 
 Slower = Callable[[list[Swept]], dict[int, str]]
 """Which of these Sweeps, by index, lose against Inductor's kernels, and why."""

@@ -8,7 +8,7 @@ loops, is one Sweep. It is looked for in the graph in which the Regions stand, w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,12 +19,10 @@ from coda_inductor.core.region import DTYPE_NAMES
 from coda_inductor.core.sweep import Extent, Output, Part, Read, Sweep, Write, verify_sweep
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted, lift
-from coda_inductor.patterns.sizes import ONE, size_of
 from coda_inductor.patterns.terms import Term, Terms, is_number
+from coda_inductor.rewrite.lying import Ids, in_order, lies, long_axes
 from coda_inductor.rewrite.sources import leaves
 from coda_inductor.rewrite.statements import EXTENTS, Statements, Value
-
-Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +70,6 @@ def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], b
         outputs = [o if o.extent == "tile" else Output(o.extent, o.width, "f64") for o in outputs]
     ordered = [w.node for rows in dict.fromkeys(w.rows for w in wanted) for w in wanted if w.rows == rows]
     return Swept(verify_sweep(Sweep(read, tuple(parts), tuple(outputs))), inputs, ordered)
-
-
-def in_order(node: fx.Node) -> list[int]:
-    """The node's dimensions as they lie in memory, major to minor; those of one element come first. Raises Unsupported
-    if there are gaps between them."""
-    value, sizes = g.tensor(node), g.sizes(node)
-    assert value is not None
-    order, expected, left = list[int](), ONE, [d for d, size in enumerate(sizes) if size != ONE]
-    while left:
-        following = [d for d in left if size_of(value.stride(d)) == expected]
-        if len(following) != 1:
-            raise Unsupported(f"{node} does not lie in memory without gaps")
-        order[:0] = following
-        left.remove(following[0])
-        expected *= sizes[following[0]]
-    return [d for d, size in enumerate(sizes) if size == ONE] + order
-
-
-def lies(lifted: Lifted, node: fx.Node) -> Ids:
-    """The axes of more than one element of a node's dimensions, in this order."""
-    dims = lifted.reading.roots(node)
-    return long_axes(lifted, (i for d in in_order(node) for i in dims[d]))
-
-
-def long_axes(lifted: Lifted, axes: Iterable[int]) -> Ids:
-    """Those of more than one element."""
-    return tuple(i for i in axes if lifted.reading.axes.size[i] != ONE)
 
 
 @dataclass(slots=True)
