@@ -78,7 +78,14 @@ def headed(n: int) -> Sweep:
     return verify_sweep(Sweep(inputs, (part, turned), (tile, Output("feature", n, "f32"), token, tile)))
 
 
-CASES = (apart, packed, rotary, headed)
+def only_headed(n: int) -> Sweep:
+    """Gradients that lie head by head and nothing else, heads of 8: put into rows, and summed."""
+    reads = (Read("g", 0, "heads", inner=8),)
+    part = Part(n, 0, reads, (), (Write("g", 0), Write("g", 1)))
+    return verify_sweep(Sweep((("bf16", n),), (part,), (Output("tile", n, "bf16"), Output("feature", n, "f32"))))
+
+
+CASES = (apart, packed, rotary, headed, only_headed)
 
 
 def tensors(sweep: Sweep, m: int, device: str, seed: int = 0) -> list[Tensor]:

@@ -13,13 +13,17 @@ from compiling import Norm
 from evaluate import error, strict_reference
 from sweep_cases import CASES, apart, headed, packed, rotary, tensors
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.codegen import legality, sweep_plan, sweep_source
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import DTYPES, Let
 from coda_inductor.core.sweep import Output, Read, Sweep, Write, interpret_sweep, parse_sweep, shape, verify_sweep
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.sweeps import Kept
+from coda_inductor.inductor.sweeps import Kept, require_one_time
+from coda_inductor.patterns import graph as g
+from coda_inductor.rewrite.sweeps import Swept, Wanted, read_through
+from coda_inductor.rewrite.sweeps import swept as swept_of
 
 B, T, D, HEADS, EXACT = 2, 24, 32, 4, 1e-10
 
@@ -404,3 +408,46 @@ def test_kept_is_what_the_graph_has_no_more() -> None:
     assert kept.m == str(B * T) and kept.source.startswith(__file__.rsplit("/", 1)[0])
     assert json.loads(kept.sweep.text)["parts"][0]["n"] == D
     assert all(dtype in DTYPES for dtype, _ in kept.sweep.inputs)
+
+
+# What a graph says that is none: read without the search for it.
+
+
+def one_sweep(function: Callable[[Tensor], Any], *wanted: str, there: bool = True) -> Swept:
+    """The Sweep of the nodes of these operations, of a gradient [B, T, D] that a product of its rows has made tokens
+    of."""
+    module = make_fx(lambda x: (function(x), x.view(-1, D) @ x.new_ones(D, D)), tracing_mode="fake")(
+        torch.ones(B, T, D)
+    )
+    matrices = [n for n in module.graph.nodes if n.op == "call_function" and "view" in str(n.target)][-1:]
+    lifted = read_through(module.graph, matrices, rounding=False)
+    rows = frozenset(i for d in lifted.reading.roots(matrices[0])[:1] for i in d)
+    found = []
+    for node in module.graph.nodes:
+        if any(name in str(node.target) for name in wanted):
+            source, reduction = node, g.reduction(node)
+            if reduction is not None:
+                source = reduction.source
+                dims = lifted.reading.roots(source)
+                over = frozenset(i for d in reduction.dims for i in dims[d])
+            found.append(Wanted(node, lifted.term[source], rows, over if reduction else None))
+    return swept_of(lifted, found, lambda node: there)
+
+
+def test_rows_in_another_order() -> None:
+    assert len(one_sweep(lambda x: x.sum(-1), "sum").outputs) == 1
+    with pytest.raises(Unsupported, match="rows in another order"):
+        one_sweep(lambda x: x.transpose(0, 1).sum(-1), "sum")
+
+
+def test_what_lies_in_no_memory() -> None:
+    with pytest.raises(Unsupported, match="does not lie in memory"):
+        one_sweep(lambda x: x.sum(-1), "sum", there=False)
+
+
+def test_an_input_that_waits_for_an_output() -> None:
+    """As the gradient through a norm does for its own statistic."""
+    made = one_sweep(lambda x: x * x.sum(-1, keepdim=True), "sum", "mul")
+    with pytest.raises(Unsupported, match="wait for its own sum"):
+        require_one_time(made)
+    require_one_time(one_sweep(lambda x: (x.sum(-1), x.sum((0, 1))), "sum"))
