@@ -20,7 +20,7 @@ from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import DTYPES, Let
 from coda_inductor.core.sweep import Output, Read, Sweep, Write, interpret_sweep, parse_sweep, shape, verify_sweep
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.sweeps import Kept, require_one_time
+from coda_inductor.inductor.sweeps import Kept, in_turn, require_one_time, waits_for
 from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.sweeps import Swept, Wanted, read_through
 from coda_inductor.rewrite.sweeps import swept as swept_of
@@ -96,7 +96,7 @@ def broken() -> Iterator[tuple[str, Sweep]]:
     yield "not a tile", with_part(writes=(*part.writes[:2], Write("s", 2)))
     yield "of width 24", with_part(reads=(part.reads[0], Read("x", 3, "tile", 20), part.reads[2]))
     yield "no halves", with_part(reads=(Read("z", 0, "tile", 0, 1), *part.reads[1:]))
-    yield "of width 0", with_part(reads=(*part.reads[:2], Read("s", 4, "feature")))
+    yield "two things", with_part(reads=(*part.reads[:2], Read("s", 4, "feature")))
     yield "sums of bf16", dataclasses.replace(whole, outputs=(*whole.outputs[:2], Output("token", 0, "bf16")))
 
 
@@ -451,3 +451,72 @@ def test_an_input_that_waits_for_an_output() -> None:
     with pytest.raises(Unsupported, match="wait for its own sum"):
         require_one_time(made)
     require_one_time(one_sweep(lambda x: (x.sum(-1), x.sum((0, 1))), "sum"))
+
+
+def test_a_part_that_is_no_tile() -> None:
+    """As in the gradient of a slice: zeros lie beside it."""
+    with pytest.raises(Unsupported, match="made of vectors alone"):
+        one_sweep(lambda x: torch.cat([x, torch.full((B, T, D), 0.0)], -1), "cat")
+    assert len(one_sweep(lambda x: torch.cat([x, 2.0 * x], -1), "cat").sweep.parts) == 2
+
+
+class Crossed(nn.Module):
+    """Cross-attention: k and v of other tokens, as many, so that rows are of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.side, self.out = (nn.Linear(D, D) for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x, other = x + self.up(x), other + self.side(other)
+        q, k, v = self.q(x), self.k(other), self.v(other)
+        return self.out(joined(OPS.mix(heads(q), heads(k), heads(v))))  # type: ignore[no-any-return]
+
+
+def test_rows_of_two_kinds() -> None:
+    torch.manual_seed(2)
+    (kept,) = swept(layer(Crossed), torch.randn(B, T, D, dtype=torch.float64))
+    assert [width for _, width in kept.sweep.inputs] == [D] * len(kept.sweep.inputs)
+    assert [p[2].count("feature") for p in said(kept)] == [1, 1, 1]
+
+
+class Unused(nn.Module):
+    """A third part of one weight that nobody reads: its gradient is 0, which is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, _ = self.qkv(x).chunk(3, -1)
+        return x + self.out(joined(OPS.mix(heads(q), heads(k), heads(k))))  # type: ignore[no-any-return]
+
+
+def test_a_part_without_a_gradient_costs_no_region() -> None:
+    assert not swept(layer(Unused))
+    assert len(REPORTS[-1].sites) >= 1
+
+
+def test_what_cannot_be_written_costs_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is as it was before the Sweeps."""
+
+    def refused(*args: object) -> None:
+        raise Unsupported("no room")
+
+    monkeypatch.setattr("coda_inductor.inductor.sweeps._write", refused)
+    assert not swept(layer(Packed))
+    assert len(REPORTS[-1].sites) > 1 and any(r.reason == "no room" for r in REPORTS[-1].refused)
+
+
+def test_sweeps_that_wait_for_each_other() -> None:
+    """They run in an order, or not at all."""
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    x = graph.call_function(torch.sin, (a,))
+    y = graph.call_function(torch.cos, (x,))
+    z = graph.call_function(torch.sin, (b,))
+    one, two, three = (Swept(apart(8), inputs, outputs) for inputs, outputs in (([y], [z]), ([a], [x]), ([z], [y])))
+    assert in_turn([one, two]) == [two, one]
+    assert in_turn([one, three]) == []
+    assert waits_for(one, three) is y and waits_for(three, one) is z and in_turn([one, two, three]) == [two]

@@ -33,14 +33,7 @@ FUNCTION = "func"  # as quack exports it
 KEPT = "launch.json"
 LINKERS = ("cc", "gcc", "clang")
 LINK_S = 60
-OURS = (
-    "kernel.py",
-    "executable.py",
-    "library.py",
-    "sweep_kernel.py",
-    "sweep_launch.py",
-    "sweep_plan.py",
-)  # (a module's name holds source.device_digest)
+OURS = ("kernel.py", "executable.py", "library.py")  # (a module's name holds source.device_digest)
 
 
 def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Path:

@@ -27,6 +27,8 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.sweep import Sweep, interpret_sweep, parse_sweep, shape
 
+REACH = 1 << 31  # elements of a tensor: the kernel's offsets are 32-bit numbers
+
 
 class SweepLaunch:
     """Runs one Sweep at any M."""
@@ -34,6 +36,7 @@ class SweepLaunch:
     def __init__(self, sweep: Sweep, directory: Path, *, strict: bool = False) -> None:
         """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning."""
         self.sweep, self.directory, self.strict = sweep, directory, strict
+        self._stored = max(o.width for o in sweep.outputs)
         self._parts: Parts | None = None
         self._refusal: Unsupported | None = None
 
@@ -47,6 +50,8 @@ class SweepLaunch:
             raise self._refusal
         if self._parts is None:
             with BUILDING, uncollected():
+                if self._parts is not None:
+                    return self._parts
                 try:
                     kept = library.open_kept(folder(self.sweep, self.directory))
                     self._parts = kept or compiler().build_sweep(self.sweep, self.directory)
@@ -67,16 +72,15 @@ class SweepLaunch:
             return None
         try:
             function = self.build().function
+            if max(m * (width or 1) for _, width in self.sweep.inputs) >= REACH or self._stored * m >= REACH:
+                raise Unsupported(f"a sweep over {m} tokens, whose tensors are larger than its kernel can count")
         except Unsupported as error:
             if self.strict:
                 raise Unsupported(f"{error.what}", hint=error.hint or FALL_BACK) from error
-            report(f"a sweep runs as separate operations: {error}")
-            for out, value in zip(outs, interpret_sweep(self.sweep, inputs), strict=True):
-                if out is not None:
-                    out.copy_(value)
+            on_torch(self.sweep, inputs, outs, str(error))
             return None
-        if any(t.data_ptr() & 15 or not t.is_contiguous() for t in inputs):
-            inputs = [aligned(t) if t.is_contiguous() else aligned(t.contiguous()) for t in inputs]
+        if any(t.dim() > 1 and (t.data_ptr() & 15 or not t.is_contiguous()) for t in inputs):
+            inputs = [aligned(t.contiguous()) if t.dim() > 1 else t for t in inputs]
         device = inputs[0].device
         count = blocks(self.sweep, m, multiprocessors(device))
         partial = torch.empty(max(1, scratch(self.sweep, m, count)), dtype=torch.float32, device=device)
@@ -87,6 +91,14 @@ class SweepLaunch:
         LAUNCHES[self.sweep.digest] += 1
         read = list(inputs)
         return lambda early: function(read, made, partial, count)
+
+
+def on_torch(sweep: Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
+    """Computes the Sweep on torch instead."""
+    report(f"a sweep runs as separate operations: {reason}")
+    for out, value in zip(outs, interpret_sweep(sweep, inputs), strict=True):
+        if out is not None:
+            out.copy_(value)
 
 
 @cache

@@ -51,7 +51,14 @@ def expression(let: Let) -> str:
     return OPS[let.op].cute.format(*(a if isinstance(a, str) else literal(a) for a in let.args))
 
 
+OURS = (
+    "sweep_device.py", "sweep_kernel.py", "sweep_launch.py", "sweep_plan.py", "sweep_source.py", "finish.py",
+    "legality.py",
+)  # fmt: skip
+
+
 def device_digest() -> str:
-    """Names the content of the hand-written device code, as source.device_digest does that of Regions."""
-    texts = (Path(__file__).with_name(name).read_bytes() for name in ("sweep_device.py", "finish.py"))
+    """Names the content of all that decides what a Sweep's kernel is and how it is launched."""
+    texts = [Path(__file__).with_name(name).read_bytes() for name in OURS]
+    texts.append((Path(__file__).parents[1] / "core" / "sweep.py").read_bytes())
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]

@@ -67,6 +67,14 @@ class Part:
     lets: tuple[Let, ...]
     writes: tuple[Write, ...]
 
+    @property
+    def tiles(self) -> set[str]:
+        """The names of what is made of a tile."""
+        found = {read.name for read in self.reads if read.extent in ("tile", "table", "heads")}
+        for let in self.lets:
+            found |= {let.name} if found.intersection(map(str, let.args)) else set()
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -195,6 +203,8 @@ def verify_sweep(sweep: Sweep) -> Sweep:
         reached = [c for p, w in sweep.to(i) for c in columns(p, w, output.width)]
         whole = output.extent == "token" or sorted(reached) == [*range(output.width)]
         check(bool(reached) and whole, f"output {i} of {output.width} columns gets {len(reached)}")
+    forms = {(r.input, r.extent, r.inner) for part in sweep.parts for r in part.reads}
+    check(len(forms) == len({i for i, *_ in forms}), "an input is read as two things")
     for part in sweep.parts:
         _verify_part(sweep, part, check)
     return sweep
@@ -202,7 +212,7 @@ def verify_sweep(sweep: Sweep) -> Sweep:
 
 def _verify_part(sweep: Sweep, part: Part, check: Callable[[bool, str], None]) -> None:
     check(part.n > 0 and (not part.half or part.n % part.half == 0), f"{part.n} columns, halves of {part.half}")
-    defined, tiles = set[str](), set[str]()
+    defined = set[str]()
     for read in part.reads:
         check(read.name.isidentifier() and read.name not in defined, f"name {read.name!r} is taken or no identifier")
         check(0 <= read.input < len(sweep.inputs), f"input {read.input} of {len(sweep.inputs)}")
@@ -217,7 +227,6 @@ def _verify_part(sweep: Sweep, part: Part, check: Callable[[bool, str], None]) -
             read_through = part.n * (1 if read.lane is None else 2)
             check(read_through % width == 0, f"{read} of an input of width {width}")
         defined.add(read.name)
-        tiles |= {read.name} if read.extent in ("tile", "table", "heads") else set()
     for let in part.lets:
         names = [a for a in let.args if isinstance(a, str)]
         check(let.name.isidentifier() and let.name not in defined, f"name {let.name!r} is taken or no identifier")
@@ -227,8 +236,7 @@ def _verify_part(sweep: Sweep, part: Part, check: Callable[[bool, str], None]) -
         odd = [a for a in let.args if not isinstance(a, str) and (type(a) is not float or a != a)]
         check(not odd, f"{let}: literals are Python floats, not {odd}")
         defined.add(let.name)
-        tiles |= {let.name} if tiles.intersection(names) else set()
     for write in part.writes:
-        check(write.value in tiles, f"{write.value!r} leaves the sweep but is not a tile")
+        check(write.value in part.tiles, f"{write.value!r} leaves the sweep but is not a tile")
         check(0 <= write.output < len(sweep.outputs), f"output {write.output} of {len(sweep.outputs)}")
         check(write.lane is None or (write.lane in (0, 1) and part.half > 0), f"{write} where there are no halves")

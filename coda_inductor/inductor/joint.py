@@ -211,7 +211,14 @@ def _sweeps(
     for i, why in losers.items():
         refused |= dict.fromkeys(found[i].outputs, why)
     apart = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in refused.items())
-    return sweeps.write(graph, target, [made for i, made in enumerate(found) if i not in losers]), apart
+    kept, backup = [made for i, made in enumerate(found) if i not in losers], g.copied(graph) if found else graph
+    try:
+        return sweeps.write(graph, target, kept), apart
+    except Unsupported as why:  # collectives in another order, a size that no node holds: the Regions stay
+        assert graph.owning_module is not None
+        graph.owning_module.graph = backup
+        lost = ((n.name, g.source_line(n)) for made in kept for n in made.outputs)
+        return (), apart + tuple(Refusal(name, why.what, line) for name, line in lost)
 
 
 def _settled(

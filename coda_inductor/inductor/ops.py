@@ -61,11 +61,16 @@ def _eager_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
 def _fake_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
     s = parse_sweep(sweep)
     m = s.tokens(inputs[0].shape)
-    inner = {r.input: r.inner for part in s.parts for r in part.reads}
+    reads = {r.input: r for part in s.parts for r in part.reads}
     for i, (x, (_, width)) in enumerate(zip(inputs, s.inputs, strict=True)):
-        rank, last = (3, inner[i]) if inner[i] else (2, width) if width else (1, x.shape[-1])
+        inner = reads[i].inner
+        rank, last = (3, inner) if inner else (2, width) if width else (1, x.shape[-1])
         if x.dim() != rank or x.shape[-1] != last:
             raise BrokenInvariant(f"input {i} is {list(x.shape)}, its width should be {width}")
+        rows = x.shape[0] * x.shape[1] * inner // width if inner else x.shape[0]
+        over_rows = reads[i].extent not in ("feature", "table") and isinstance(rows, int) and isinstance(m, int)
+        if over_rows and rows != m:
+            raise BrokenInvariant(f"input {i} has {rows} rows of {m}")
     return [inputs[0].new_empty(shape(o, m), dtype=DTYPES[o.dtype]) for o in s.outputs]
 
 

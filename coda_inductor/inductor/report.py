@@ -9,7 +9,7 @@ from typing import Any
 
 Facts = dict[str, Any]
 PASSES = "left to Inductor, with the first condition that failed"
-SWEEPS = "beside what is no product of ours, in one kernel of ours each"
+SWEEPS = "one kernel each, a sweep (unless Inductor's are faster when it is compiled): what reads attention's gradients"
 OURS = "a kernel of ours, since it reads the results of what is no product of ours"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from coda_inductor.rewrite.sweeps import Swept
 log = logging.getLogger("coda_inductor.contest")
 
 CHECKED = 1024  # rows that are compared at a time
+ROUNDED = 2e-2  # relative: bfloat16 rounds by 2e-3 at most, and the user's operations do so at each step
 
 
 class SweepContest:
@@ -94,6 +95,9 @@ class SweepContest:
             if not (error := worst_error(made.sweep, inputs, outs)) < TOLERANCE:
                 what = f"relative error {error:.1e} of sweep {made.sweep.digest}, {TOLERANCE} is allowed"
                 raise Unsupported(what)
+            if not (error := apart(made, outs, run(*tensors))) < ROUNDED:
+                what = f"sweep {made.sweep.digest} is {error:.1e} from what it stands for, {ROUNDED} is allowed"
+                raise Unsupported(what)
             calls: list[Callable[[], object]] = [lambda: kernel(inputs, outs), lambda: run(*tensors)]
             decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731
             return {
@@ -134,6 +138,17 @@ def matrix(node: fx.Node, tensor: Tensor, width: int, inner: int) -> Tensor:
     if inner:
         return tensor.reshape(-1, tensor.shape[-2], inner)
     return tensor.reshape(-1, width) if width else tensor.reshape(-1)
+
+
+def apart(made: Swept, outs: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest relative difference (Frobenius) from what the user's operations make, which round in between."""
+    errors = list[Tensor]()
+    for out, value, node, output in zip(outs, wanted, made.outputs, made.sweep.outputs, strict=True):
+        value = value.permute(in_order(node)) if output.extent == "tile" else value
+        errors.append(_squares(out, value.reshape(out.shape)))
+    squares = torch.stack(errors)
+    relative = (squares[:, 0] / squares[:, 1].clamp_min(1e-60)).sqrt()
+    return float("nan") if bool(relative.isnan().any()) else float(relative.max())
 
 
 def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float:

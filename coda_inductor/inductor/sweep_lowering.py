@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any
 
+from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
+from coda_inductor.codegen.sweep_launch import SweepLaunch, on_torch, sweep_launch
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
-from coda_inductor.core.sweep import parse_sweep, shape
-from coda_inductor.inductor.launching import Launcher, given, in_memory, launched
+from coda_inductor.core.sweep import Sweep, parse_sweep, shape
+from coda_inductor.inductor.launching import Launcher, given, launched
 from coda_inductor.inductor.ops import SWEEP
 
 
@@ -20,9 +22,25 @@ class SweepLauncher(Launcher):
     """The same of a Sweep."""
 
     @cached_property
-    def kernel(self) -> SweepLaunch:  # type: ignore[override]
-        """Ready to be called."""
-        return sweep_launch(self.text, self.settings.cache_dir, strict=self.settings.strict)
+    def kernel(self) -> SweepLaunch | SweepOnTorch:  # type: ignore[override]
+        """Ready to be called. Under CODA_INDUCTOR_STRICT raises Unsupported if there is no kernel."""
+        try:
+            return sweep_launch(self.text, self.settings.cache_dir, strict=self.settings.strict)
+        except Unsupported as error:
+            if self.settings.strict:
+                raise
+            return SweepOnTorch(parse_sweep(self.text), str(error))
+
+
+class SweepOnTorch:
+    """A Sweep that has no kernel."""
+
+    def __init__(self, sweep: Sweep, reason: str) -> None:
+        self.sweep, self.reason = sweep, reason
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """Computes at once."""
+        on_torch(self.sweep, inputs, outs, self.reason)
 
 
 class SweepKernel(ir.FallbackKernel):
@@ -43,8 +61,10 @@ class SweepKernel(ir.FallbackKernel):
 def _lower_sweep(inputs: Sequence[Any], text: str, target: str) -> Any:
     if target == "reference":
         return fallback_handler(SWEEP, add_to_fallback_set=False)(inputs, text, target)
-    sweep, tensors = parse_sweep(text), in_memory(inputs)
+    sweep = parse_sweep(text)
+    tensors = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in inputs]
     m, device = sweep.tokens(tensors[0].get_size()), tensors[0].get_device()
+    assert device is not None
     sizes = [shape(o, m) for o in sweep.outputs]
     layouts = [
         ir.FixedLayout(device, DTYPES[o.dtype], [*size], [size[-1], 1][-len(size) :])

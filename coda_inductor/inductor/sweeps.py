@@ -67,7 +67,18 @@ def found(graph: fx.Graph, rounding: bool, legal: Callable[[Sweep], None]) -> tu
             good.append(made)
         except Unsupported as why:
             refused |= {w.node: why.what for w in group}
-    return good, refused
+    ready = in_turn(good)
+    refused |= {n: "two sweeps would wait for each other" for made in good if made not in ready for n in made.outputs}
+    return ready, refused
+
+
+def in_turn(found: list[Swept]) -> list[Swept]:
+    """The Sweeps in an order that runs, without those that wait for each other."""
+    waits = [[j for j, other in enumerate(found) if j != i and waits_for(made, other)] for i, made in enumerate(found)]
+    done = list[int]()
+    while some := [i for i in range(len(found)) if i not in done and {*waits[i]} <= {*done}]:
+        done += some
+    return [found[i] for i in done]
 
 
 def behind_tangents(graph: fx.Graph) -> set[fx.Node]:
@@ -119,9 +130,8 @@ def candidates(lifted: Lifted, backward: Collection[fx.Node]) -> Iterator[Wanted
                 yield Wanted(node, lifted.term[reduction.source], rows, over)
         elif kind_of(node) == "loop" and node in lifted.term and not opaque(lifted, node) and taken_whole(node):
             axes = frozenset(i for d in lifted.reading.roots(node) for i in long_axes(lifted, d))
-            for rows in tokens:
-                if rows < axes:
-                    yield Wanted(node, lifted.term[node], rows)
+            if some := [rows for rows in tokens if rows < axes]:
+                yield Wanted(node, lifted.term[node], max(some, key=len))
 
 
 def opaque(lifted: Lifted, node: fx.Node) -> bool:
@@ -179,14 +189,21 @@ def require_alone(lifted: Lifted, group: list[Wanted], backward: Collection[fx.N
 
 def require_one_time(made: Swept) -> None:
     """Raises Unsupported if an input waits for an output."""
-    outputs, seen, todo = set(made.outputs), set[fx.Node](), list(made.inputs)
+    if (node := waits_for(made, made)) is not None:
+        raise Unsupported(f"it would wait for its own {node}")
+
+
+def waits_for(made: Swept, other: Swept) -> fx.Node | None:
+    """An output of the other that an input of a Sweep is made of."""
+    outputs, seen, todo = set(other.outputs), set[fx.Node](), list(made.inputs)
     while todo:
         node = todo.pop()
         if node in outputs:
-            raise Unsupported(f"it would wait for its own {node}")
+            return node
         if node not in seen:
             seen.add(node)
             todo += node.all_input_nodes
+    return None
 
 
 def work(made: Swept) -> set[fx.Node]:
@@ -210,7 +227,8 @@ def write(graph: fx.Graph, target: str, made: list[Swept]) -> tuple[Kept, ...]:
     place = {node: i for i, node in enumerate(graph.nodes)}
     works = [sorted({*work(each), *each.outputs}, key=place.__getitem__) for each in made]
     names = [{n.name: name_of(n) for n in nodes if not g.is_view(n)} for nodes in works]
-    rows = [_write(writing, target, each) for each in made]
+    replaced = dict[fx.Node, fx.Node]()
+    rows = [_write(writing, target, each, replaced) for each in made]
     sort(graph, ordered)
     strides.restore(writing.call)
     graph.lint()
@@ -222,11 +240,11 @@ def write(graph: fx.Graph, target: str, made: list[Swept]) -> tuple[Kept, ...]:
     )
 
 
-def _write(writing: Writing, target: str, made: Swept) -> str:
-    """One Sweep; its rows."""
+def _write(writing: Writing, target: str, made: Swept, replaced: dict[fx.Node, fx.Node]) -> str:
+    """One Sweep; its rows. What earlier ones supply is `replaced`."""
     like = made.outputs[0]
     read = enumerate(zip(made.inputs, made.sweep.inputs, strict=True))
-    inputs = [as_read(writing, n, width, made.inner(i)) for i, (n, (_, width)) in read]
+    inputs = [as_read(writing, replaced.get(n, n), width, made.inner(i)) for i, (n, (_, width)) in read]
     node = writing.call(like, SWEEP, inputs, made.sweep.text, target)
     for i, (old, output) in enumerate(zip(made.outputs, made.sweep.outputs, strict=True)):
         value = g.tensor(old)
@@ -240,6 +258,7 @@ def _write(writing: Writing, target: str, made: Swept) -> str:
             new = writing.call(old, aten.permute.default, new, [order.index(d) for d in range(len(order))])
         if g.sizes(new) != g.sizes(old):
             raise BrokenInvariant(f"{old} is {g.sizes(old)}, what a sweep supplies {g.sizes(new)}")
+        replaced[old] = new
         old.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
     return str(made.sweep.tokens(inputs[0].meta["val"].shape))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -23,6 +24,15 @@ from coda_inductor.patterns.terms import Term, Terms, is_number
 from coda_inductor.rewrite.lying import Ids, in_order, lies, long_axes
 from coda_inductor.rewrite.sources import leaves
 from coda_inductor.rewrite.statements import EXTENTS, Statements, Value
+
+
+class Lying(NamedTuple):
+    """How an input lies: has it rows, how many columns (0: it is a vector over the rows), and of columns that lie head
+    by head, how many lie together."""
+
+    rows: bool
+    width: int
+    inner: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +68,18 @@ def read_through(graph: fx.Graph, matrices: Collection[fx.Node], *, rounding: bo
 def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], bool]) -> Swept:
     """One Sweep that supplies all that is wanted, of tensors that are `there` in memory. Rows may be of several axes,
     as those of queries and of keys are; they are as many. Raises Unsupported with the first condition that fails."""
-    inputs, parts, outputs = list[fx.Node](), list[Part](), list[Output]()
+    inputs, parts, outputs = dict[fx.Node, Lying](), list[Part](), list[Output]()
     if len({lifted.reading.axes.total(sorted(w.rows)) for w in wanted}) > 1:
         raise Unsupported("it is of different numbers of tokens")
     for rows in dict.fromkeys(w.rows for w in wanted):
         finder, mine = _Finder(lifted, rows, there, inputs), [w for w in wanted if w.rows == rows]
         parts += finder.find(mine, len(outputs))
         outputs += map(finder.output, mine)
-    read = tuple((DTYPE_NAMES[g.tensor(n).dtype], finder.width(n)) for n in inputs)  # type: ignore[union-attr]
+    read = tuple((DTYPE_NAMES[g.tensor(n).dtype], lying.width) for n, lying in inputs.items())  # type: ignore[union-attr]
     if any(dtype == "f64" for dtype, _ in read):
         outputs = [o if o.extent == "tile" else Output(o.extent, o.width, "f64") for o in outputs]
     ordered = [w.node for rows in dict.fromkeys(w.rows for w in wanted) for w in wanted if w.rows == rows]
-    return Swept(verify_sweep(Sweep(read, tuple(parts), tuple(outputs))), inputs, ordered)
+    return Swept(verify_sweep(Sweep(read, tuple(parts), tuple(outputs))), [*inputs], ordered)
 
 
 @dataclass(slots=True)
@@ -79,7 +89,7 @@ class _Finder:
     lifted: Lifted
     rows: frozenset[int]
     there: Callable[[fx.Node], bool]
-    inputs: list[fx.Node]
+    inputs: dict[fx.Node, Lying]
     order: Ids = ()
     """The rows, as all tiles have them in memory."""
 
@@ -200,17 +210,22 @@ class _Finder:
                 for lane in (0, 1) if inner else (None,):
                     value = writer.value(_at(terms, w.term, fixed | ({} if lane is None else {inner[0]: lane})))
                     writes.append(Write(str(value), output, start, lane))
-            yield Part(width // 2 if inner else width, half, tuple(writer.reads), tuple(writer.lets), tuple(writes))
+            part = Part(width // 2 if inner else width, half, tuple(writer.reads), tuple(writer.lets), tuple(writes))
+            if any(write.value not in part.tiles for write in writes):
+                raise Unsupported("a part of it is made of vectors alone")
+            yield part
 
     def input(self, node: fx.Node) -> int:
         """Which input the node is."""
-        if node not in self.inputs:
-            if not self.there(node):
-                raise Unsupported(f"{node} does not lie in memory")
-            if g.tensor(node).dtype not in DTYPE_NAMES:  # type: ignore[union-attr]
-                raise Unsupported(f"{node} is of {g.tensor(node).dtype}")  # type: ignore[union-attr]
-            self.inputs.append(node)
-        return self.inputs.index(node)
+        rows, columns, inner = self.split(node)
+        lying = Lying(bool(rows), self.total(columns) if columns else 0, inner)
+        if self.inputs.setdefault(node, lying) != lying:
+            raise Unsupported(f"{node} has rows that are others' columns")
+        if not self.there(node):
+            raise Unsupported(f"{node} does not lie in memory")
+        if g.tensor(node).dtype not in DTYPE_NAMES:  # type: ignore[union-attr]
+            raise Unsupported(f"{node} is of {g.tensor(node).dtype}")  # type: ignore[union-attr]
+        return [*self.inputs].index(node)
 
     def split(self, node: fx.Node) -> tuple[Ids, Ids, int]:
         """The axes of a tensor's rows and of its columns, as they lie; and of columns that lie head by head, how many
@@ -231,11 +246,6 @@ class _Finder:
         if self.lifted.reading.axes.total(length).static is None:
             raise Unsupported(f"{node} lies head by head, and its sequences' length is not static")
         return rows, columns, self.total(inner)
-
-    def width(self, node: fx.Node) -> int:
-        """Its columns, 0 of a vector over the rows."""
-        _, columns, _ = self.split(node)
-        return self.total(columns) if columns else 0
 
 
 @dataclass(slots=True)
@@ -259,6 +269,8 @@ class _Writer(Statements):
         if t.kind != "leaf":
             if t.kind not in ("mul", "add", "fn") or (t.kind == "fn" and t.name not in OPS):
                 raise Unsupported(f"{t.name or t.kind} is no operation of an epilogue")
+            if not t.axes and not is_number(t):
+                raise Unsupported("it computes with a number")
             return float(t.coefficient) if is_number(t) else None
         node, lanes = self.finder.lifted.node(t), dict(t.lanes)
         rows, columns, inner = self.finder.split(node)
