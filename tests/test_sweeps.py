@@ -193,7 +193,11 @@ def _mix_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, turned: bool) -> t
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         grads = torch.autograd.grad(_mix(*leaves), leaves, g)
-    return tuple(x.contiguous() if turned else x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads)
+    rows = torch.contiguous_format  # copies: none may be the gradient that was given, whose memory is used again
+    return tuple(
+        x.clone(memory_format=rows) if turned else x.transpose(1, 2).clone(memory_format=rows).transpose(1, 2)
+        for x in grads
+    )
 
 
 def _lying(x: Tensor) -> Tensor:
@@ -520,3 +524,25 @@ def test_sweeps_that_wait_for_each_other() -> None:
     assert in_turn([one, two]) == [two, one]
     assert in_turn([one, three]) == []
     assert waits_for(one, three) is y and waits_for(three, one) is z and in_turn([one, two, three]) == [two]
+
+
+class Gated(nn.Module):
+    """q scaled for each token and each feature, k shifted for each token: their sums are also of vectors alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.out = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+        self.gate, self.scale = nn.Linear(D, 1), nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.up(x)
+        y = self.norm(x)
+        t = self.gate(y).sigmoid()
+        q, k, v = self.q(y) * t * self.scale, self.k(y) * self.scale + t, self.v(y)
+        return x + self.out(joined(OPS.mix(heads(q), heads(k), heads(v))))  # type: ignore[no-any-return]
+
+
+def test_scales_and_shifts_of_tokens() -> None:
+    swept(layer(Gated))
+    assert len(REPORTS[-1].sites) >= 1

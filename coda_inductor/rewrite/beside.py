@@ -44,6 +44,8 @@ class Pair:
 def pair(program: Program, red: Term) -> Pair | None:
     """A sum over tensors that lie in memory as the graph has them, as `beside` writes it; None for any other."""
     terms, reading = program.lifted.terms, program.lifted.reading
+    if red.kind != "red":  # of what does not vary there, or a multiple of one
+        return None
     powers = factors(red.args[0])
     tensors = [program.held[f] for f in powers if f in program.held]
     if red.name != "sum" or not 1 <= len(tensors) <= 2 or any(powers[f] != 1 for f in powers if f in program.held):
