@@ -135,7 +135,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     left = sorted((k for k in after if touches_tile(k, smallest)), key=lambda k: -k.bytes)
     swept = {k.sweep.digest: k.what for k in report.swept}
     chains = [refusal(kernel, report) for kernel in left]
-    refused = [c for k, c in zip(left, chains, strict=True) if not digest(k)]
+    refused = [c for k, c in zip(left, chains, strict=True) if not swept_digest(k)]
     facts: Facts = {
         "kind": "joint" if halves else "inference",
         "regions": regions,
@@ -206,7 +206,7 @@ def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
     return max(made, default=0) // (site.region.width if site.region.stores else 1)
 
 
-def digest(kernel: Kernel) -> str:
+def swept_digest(kernel: Kernel) -> str:
     """Of a Sweep; "" of a kernel of Inductor's."""
     node = kernel.nodes[0] if kernel.nodes else None
     return parse_sweep(str(node.args[1])).digest if node is not None and node.target is SWEEP else ""
@@ -218,7 +218,7 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
     names = {n.name for n in kernel.nodes}
     if isinstance(report, Nothing):
         return {"node": kernel.nodes[-1].name, "reason": report.refused[0].reason, "source": _last_source(kernel)}
-    if digest(kernel):
+    if swept_digest(kernel):
         return {"node": kernel.nodes[0].name, "reason": OURS, "source": _last_source(kernel)}
     for r in report.refused:
         if r.node in names:
@@ -255,10 +255,10 @@ def pass_facts(kernel: Kernel, refused: Facts, swept: Mapping[str, str]) -> Fact
     """A kernel over memory that stays: its operations in order, and why it stays; of a Sweep, those that it stands for
     (`swept`, by digest)."""
     work = [n for n in kernel.nodes if kind_of(n) != "view"]
-    names = dict.fromkeys(_operation(n) for n in work)
+    names, sweep = dict.fromkeys(_operation(n) for n in work), swept_digest(kernel)
     return {
-        "what": swept[digest(kernel)] if digest(kernel) else " ".join(names),
-        "sweep": digest(kernel),
+        "what": swept[sweep] if sweep else " ".join(names),
+        "sweep": sweep,
         "bytes": kernel.bytes,
         "why": refused["reason"],
         "source": refused["source"] or _last_source(kernel),

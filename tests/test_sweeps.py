@@ -159,7 +159,12 @@ def test_partial_results_have_room(make: Callable[[int], Sweep], n: int) -> None
             assert {number for number, p in enumerate(sweep.parts) if any(w.output == i for w in p.writes)} == {*slots}
         elif output.extent == "feature":
             assert sweep_plan.tiles(sweep, i, 7) == 7
-    assert all(sweep_plan.blocks(sweep, m, 132) >= 1 for m in (1, 8, 100000))
+    for m in (1, 8, 100000):
+        count = sweep_plan.blocks(sweep, m, 132)
+        sums = [(i, o) for i, o in enumerate(sweep.outputs) if o.extent != "tile"]
+        for_rows, for_blocks = sweep_plan.partial_results(sweep)
+        wanted = sum(sweep_plan.tiles(sweep, i, count) * (o.width or m) for i, o in sums)
+        assert count >= 1 and for_rows * m + for_blocks * count == wanted
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region, parse
+from coda_inductor.core.sweep import Sweep, interpret_sweep
 from coda_inductor.core.text import show
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
@@ -243,10 +244,11 @@ def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return both[0].copy_(a), both[1].copy_(b)
 
 
-def fall_back(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
-    """Computes the Region on torch instead."""
-    report(f"a region runs as separate operations: {reason}")
-    for out, value in zip(outs, interpret(region, inputs), strict=True):
+def fall_back(record: Region | Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
+    """Computes the Region or the Sweep on torch instead."""
+    report(f"a {type(record).__name__.lower()} runs as separate operations: {reason}")
+    made = interpret(record, inputs) if isinstance(record, Region) else interpret_sweep(record, inputs)
+    for out, value in zip(outs, made, strict=True):
         if out is not None:
             out.copy_(value)
 

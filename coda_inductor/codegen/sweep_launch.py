@@ -17,15 +17,15 @@ from coda_inductor.codegen.launch import (
     LAUNCHES,
     aligned,
     compiler,
-    report,
+    fall_back,
     together,
     uncollected,
 )
 from coda_inductor.codegen.store import HINT, open_store
-from coda_inductor.codegen.sweep_plan import blocks, folder, scratch
+from coda_inductor.codegen.sweep_plan import blocks, folder, partial_results
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
-from coda_inductor.core.sweep import Sweep, interpret_sweep, parse_sweep, shape
+from coda_inductor.core.sweep import Sweep, parse_sweep, shape
 
 REACH = 1 << 31  # elements of a tensor: the kernel's offsets are 32-bit numbers
 
@@ -37,6 +37,7 @@ class SweepLaunch:
         """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning."""
         self.sweep, self.directory, self.strict = sweep, directory, strict
         self._stored = max(o.width for o in sweep.outputs)
+        self._for_rows, self._for_blocks = partial_results(sweep)
         self._parts: Parts | None = None
         self._refusal: Unsupported | None = None
 
@@ -77,13 +78,13 @@ class SweepLaunch:
         except Unsupported as error:
             if self.strict:
                 raise Unsupported(f"{error.what}", hint=error.hint or FALL_BACK) from error
-            on_torch(self.sweep, inputs, outs, str(error))
+            fall_back(self.sweep, inputs, outs, str(error))
             return None
         if any(t.dim() > 1 and (t.data_ptr() & 15 or not t.is_contiguous()) for t in inputs):
             inputs = [aligned(t.contiguous()) if t.dim() > 1 else t for t in inputs]
         device = inputs[0].device
         count = blocks(self.sweep, m, multiprocessors(device))
-        partial = torch.empty(max(1, scratch(self.sweep, m, count)), dtype=torch.float32, device=device)
+        partial = torch.empty(self._for_rows * m + self._for_blocks * count + 1, dtype=torch.float32, device=device)
         made = [
             torch.empty(shape(o, m), dtype=DTYPES[o.dtype], device=device) if out is None else out
             for out, o in zip(outs, self.sweep.outputs, strict=True)
@@ -91,14 +92,6 @@ class SweepLaunch:
         LAUNCHES[self.sweep.digest] += 1
         read = list(inputs)
         return lambda early: function(read, made, partial, count)
-
-
-def on_torch(sweep: Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
-    """Computes the Sweep on torch instead."""
-    report(f"a sweep runs as separate operations: {reason}")
-    for out, value in zip(outs, interpret_sweep(sweep, inputs), strict=True):
-        if out is not None:
-            out.copy_(value)
 
 
 @cache

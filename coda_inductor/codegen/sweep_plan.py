@@ -42,10 +42,10 @@ def blocks(sweep: Sweep, m: int, multiprocessors: int) -> int:
     return max(1, min(RESIDENT * multiprocessors // count, -(-m // (WARPS * ROWS))))
 
 
-def scratch(sweep: Sweep, m: int, count: int) -> int:
-    """Numbers in all partial results, with `count` blocks to a strip."""
-    sums = [(i, o) for i, o in enumerate(sweep.outputs) if o.extent != "tile"]
-    return sum(tiles(sweep, i, count) * (o.width or m) for i, o in sums)
+def partial_results(sweep: Sweep) -> tuple[int, int]:
+    """How many there are in all for each row, and for each of the blocks that share a strip."""
+    of = [(o.extent, tiles(sweep, i, 1) if o.extent == "token" else o.width) for i, o in enumerate(sweep.outputs)]
+    return sum(n for extent, n in of if extent == "token"), sum(n for extent, n in of if extent == "feature")
 
 
 def name_of(sweep: Sweep) -> str:

@@ -7,15 +7,14 @@ is a record and has no optimiser.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
+
+from coda_inductor.core.record import Record
 
 Extent = Literal["token", "feature", "tile", "table"]
 """What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]. Where two products are halves of
@@ -92,7 +91,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Region:
+class Region(Record):
     """products -> lets -> stores and reductions, all over one [M, N].
 
     With `half`, the two products are the halves of heads: of one weight [2 * N, K], whose rows are blocks of `half`,
@@ -147,16 +146,6 @@ class Region:
     def compute(self) -> torch.dtype:
         """The dtype of accumulators and of all arithmetic between product and store."""
         return torch.float64 if self.dtype == "f64" else torch.float32
-
-    @cached_property
-    def text(self) -> str:
-        """Canonical JSON: equal text, equal kernel. `parse` is its inverse."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
-
-    @cached_property
-    def digest(self) -> str:
-        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 def parse(text: str) -> Region:

@@ -8,12 +8,9 @@ it. It has no product and no optimiser. Its meaning is `interpret` below.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.ops import OPS
+from coda_inductor.core.record import Record
 from coda_inductor.core.region import DTYPES, Let
 
 Extent = Literal["token", "feature", "tile", "table", "heads"]
@@ -86,7 +84,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Record):
     """Parts that lie side by side, each with columns and statements of its own. `inputs` are the tensors' dtypes and
     widths (0: of a token); the first is a tile, or heads."""
 
@@ -98,16 +96,6 @@ class Sweep:
     def compute(self) -> torch.dtype:
         """The dtype of all arithmetic, and of sums."""
         return torch.float64 if any(dtype == "f64" for dtype, _ in self.inputs) else torch.float32
-
-    @cached_property
-    def text(self) -> str:
-        """Canonical JSON: equal text, equal kernel. `parse_sweep` is its inverse."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
-
-    @cached_property
-    def digest(self) -> str:
-        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def tokens(self, sizes: Sequence[Any]) -> Any:
         """M, of the sizes of the first input."""

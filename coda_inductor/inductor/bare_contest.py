@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,16 +12,14 @@ from torch import Tensor, fx
 from coda_inductor.codegen import legality, prebuild, record, store, target, timing, tune
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.codegen.tiles import DEEP_LEAST
-from coda_inductor.core.errors import forget_frames
 from coda_inductor.core.region import Region
 from coda_inductor.inductor.bare import Found
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.group import sample
-from coda_inductor.inductor.outcome import outcome_of, recorded, sure, timed, wins
+from coda_inductor.inductor.outcome import recorded, sure, timed, wins
 from coda_inductor.inductor.trials import ROUNDS
-from coda_inductor.inductor.unmeasured import foreseen, unmeasured
 
-log = logging.getLogger("coda_inductor.contest")
+Pair = tuple[fx.Node, fx.Node]
 
 
 class BareContest:
@@ -47,23 +44,15 @@ class BareContest:
         losers = dict[fx.Node, str]()
         for name, nodes in alike.items():
             region, inputs = found[nodes[0]]
-            try:
-                row = known[name] or store.write_record(directory, name, self.measure(region, inputs), timed)
-            except Exception as error:
-                if not foreseen(error):
-                    raise
-                failure = unmeasured(error, nodes[0])
-                self.contest.failed(failure)
-                forget_frames(error)
-                losers |= dict.fromkeys(nodes, failure.what)
-                continue
-            log.info("%s: %s", region.digest, ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith("ms")))
-            self.contest.trials.rows.append(row)
-            if loses := outcome_of(1, row).loses:
+
+            def row(name: str = name, region: Region = region, inputs: Pair = inputs) -> dict[str, Any]:
+                return known[name] or store.write_record(directory, name, self.measure(region, inputs), timed)
+
+            if loses := self.contest.loses(nodes[0], region.digest, row):
                 losers |= dict.fromkeys(nodes, loses)
         return losers
 
-    def measure(self, region: Region, inputs: tuple[fx.Node, fx.Node]) -> dict[str, Any]:
+    def measure(self, region: Region, inputs: Pair) -> dict[str, Any]:
         """Tunes the kernel, then times both."""
         self._ahead.wait(jobs(region))
         with self.contest.trials.real_tensors():
@@ -76,7 +65,7 @@ class BareContest:
             return {"m": region.m(given), **recorded([region.digest], times)}
 
 
-def key(region: Region, inputs: tuple[fx.Node, fx.Node]) -> str:
+def key(region: Region, inputs: Pair) -> str:
     """What the outcome depends on."""
     lying = [(tuple(n.meta["val"].shape), n.meta["val"].stride()) for n in inputs]
     where = record.device_name(), record.sources_digest(), sorted(target.versions().items())

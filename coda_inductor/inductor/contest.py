@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from coda_inductor.codegen import prebuild, store
 from coda_inductor.core.errors import forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.group import groups, mask, readers, tied
 from coda_inductor.inductor.joint import Verdict, laws_of
-from coda_inductor.inductor.outcome import Outcome, borne
+from coda_inductor.inductor.outcome import Outcome, borne, outcome_of
 from coda_inductor.inductor.trials import Trials, deferred
 from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
 from coda_inductor.rewrite import search
@@ -81,6 +82,25 @@ class Contest:
                 forget_frames(error)
                 failed |= {acc.bit: failure.what for b in members for acc in b.products}
         return self.decide(plan, candidates, outcomes, failed)
+
+    def loses(self, node: fx.Node, name: str, row: Callable[[], dict[str, Any]]) -> str:
+        """Why something that stands for a node, called `name`, is left to Inductor: by its row, or because it cannot
+        be measured; "" if it wins. The row is reported with those of the Regions, unless it is empty: nothing is to be
+        measured then."""
+        try:
+            found = row()
+        except Exception as error:  # as in judge
+            if not foreseen(error):
+                raise
+            failure = unmeasured(error, node)
+            self.failed(failure)
+            forget_frames(error)
+            return failure.what
+        if not found:
+            return ""
+        log.info("%s: %s", name, ", ".join(f"{k} {v:.4f}" for k, v in found.items() if k.endswith("ms")))
+        self.trials.rows.append(found)
+        return outcome_of(1, found).loses
 
     def decide(
         self, plan: Plan, candidates: list[list[Built]], outcomes: dict[int, Outcome], failed: dict[int, str]

@@ -20,10 +20,11 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from coda_inductor.codegen.executable import Run
-from coda_inductor.codegen.launch import Kernel, fall_back, kernel, together
+from coda_inductor.codegen.launch import Launch, fall_back, kernel, together
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
+from coda_inductor.core.sweep import Sweep
 from coda_inductor.inductor.ops import REGION, STORED
 
 
@@ -35,9 +36,22 @@ class Launcher:
         self.text, self.settings = text, current()
 
     @cached_property
-    def kernel(self) -> Kernel | OnTorch:
-        """Ready to be called."""
-        return ready(self.text, self.settings)
+    def kernel(self) -> Launch:
+        """Ready to be called. Under CODA_INDUCTOR_STRICT raises Unsupported if there is no kernel."""
+        try:
+            return self.made()
+        except Unsupported as error:
+            if self.settings.strict:
+                raise
+            return OnTorch(self.record(), str(error))
+
+    def made(self) -> Launch:
+        """The kernel. Raises Unsupported if there is none."""
+        return kernel(self.text, self.settings.cache_dir, strict=self.settings.strict)
+
+    def record(self) -> Region | Sweep:
+        """What the text says."""
+        return parse(self.text)
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         together(((self.kernel, inputs, outs),))
@@ -48,30 +62,20 @@ class Launcher:
 
 
 class OnTorch:
-    """A Region that has no kernel."""
+    """A Region or a Sweep that has no kernel."""
 
-    def __init__(self, region: Region, reason: str) -> None:
-        self.region, self.reason = region, reason
+    def __init__(self, record: Region | Sweep, reason: str) -> None:
+        self.record, self.reason = record, reason
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """Computes at once."""
-        fall_back(self.region, inputs, outs, self.reason)
+        fall_back(self.record, inputs, outs, self.reason)
 
 
 def current() -> Settings:
     """The settings of the compile under way, as its pass holds them; outside of one those of the environment."""
     settings = getattr(inductor_config.joint_custom_pre_pass, "settings", None)
     return settings if isinstance(settings, Settings) else Settings.read()[0]
-
-
-def ready(text: str, settings: Settings) -> Kernel | OnTorch:
-    """The Region's kernel, or what runs without one. Under CODA_INDUCTOR_STRICT raises Unsupported."""
-    try:
-        return kernel(text, settings.cache_dir, strict=settings.strict)
-    except Unsupported as error:
-        if settings.strict:
-            raise
-        return OnTorch(parse(text), str(error))
 
 
 class RegionKernel(ir.FallbackKernel):

@@ -301,12 +301,9 @@ def units(graph: fx.Graph) -> list[Step]:
         first = min(place.get(n, 0) for n in kernel.nodes)
         steps.append(Step("pass", None, kernel, list(kernel.reads), list(kernel.writes), first))
     for op in lower(graph).order:
-        swept = isinstance(op, Extern) and op.out.target is SWEEP  # which is among the kernels
-        if (
-            isinstance(op, Extern)
-            and not swept
-            and any(isinstance(n.meta.get("val"), Tensor) for n in (op.out, *op.out.users))
-        ):
+        if not isinstance(op, Extern) or op.out.target is SWEEP:  # which is among the kernels
+            continue
+        if any(isinstance(n.meta.get("val"), Tensor) for n in (op.out, *op.out.users)):
             made = [u for u in op.out.users if kind_of(u) == "output"] if not g.tensor(op.out) is not None else [op.out]
             kind: Kind = "gemm" if op.out.target in PRODUCTS or op.out.target is REGION else "opaque"
             steps.append(Step(kind, op.out, None, list(op.reads), made, place[op.out]))

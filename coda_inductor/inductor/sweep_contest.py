@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,21 +12,18 @@ from torch import Tensor, fx
 from coda_inductor.codegen import record, store, target, timing
 from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
 from coda_inductor.codegen.tune import TOLERANCE
-from coda_inductor.core.errors import Unsupported, forget_frames
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import described
 from coda_inductor.inductor.group import hint, sample
-from coda_inductor.inductor.outcome import outcome_of, recorded, sure, timed, wins
+from coda_inductor.inductor.outcome import recorded, sure, timed, wins
 from coda_inductor.inductor.rehearsal import Programs
 from coda_inductor.inductor.sweeps import work
 from coda_inductor.inductor.trials import ROUNDS
-from coda_inductor.inductor.unmeasured import foreseen, unmeasured
 from coda_inductor.rewrite.lying import in_order
 from coda_inductor.rewrite.sweeps import Swept
-
-log = logging.getLogger("coda_inductor.contest")
 
 CHECKED = 1024  # rows that are compared at a time
 ROUNDED = 2e-2  # relative: bfloat16 rounds by 2e-3 at most, and the user's operations do so at each step
@@ -42,43 +38,34 @@ class SweepContest:
         self._programs = Programs()
 
     def __call__(self, found: list[Swept]) -> dict[int, str]:
-        """The Sweeps, by index, that stay with Inductor, and why."""
-        losers, said = dict[int, str](), set[str]()
+        """The Sweeps, by index, that stay with Inductor, and why. Layers are alike."""
+        alike = dict[str, list[int]]()
         for i, made in enumerate(found):
-            try:
-                kernel = sweep_launch(made.sweep.text, self.settings.cache_dir)
-                kernel.build()
-                if self.settings.tune == "off":
-                    continue
-                row, name = self.row(made, kernel)
-            except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
-                if not foreseen(error):
-                    raise
-                failure = unmeasured(error, made.outputs[0])
-                self.contest.failed(failure)
-                forget_frames(error)
-                losers[i] = failure.what
-                continue
-            if name not in said:
-                said.add(name)
-                log.info(
-                    "sweep %s: %s", row["regions"][0], ", ".join(f"{k} {row[k]:.4f}" for k in row if k.endswith("ms"))
-                )
-                self.contest.trials.rows.append(row)
-            if loses := outcome_of(1, row).loses:
-                losers[i] = loses
+            alike.setdefault(key(made.sweep, program(made)[0]), []).append(i)
+        losers = dict[int, str]()
+        for name, places in alike.items():
+            made = found[places[0]]
+
+            def row(name: str = name, made: Swept = made) -> dict[str, Any]:
+                return self.row(name, made)
+
+            if loses := self.contest.loses(made.outputs[0], f"sweep {made.sweep.digest}", row):
+                losers |= dict.fromkeys(places, loses)
         return losers
 
-    def row(self, made: Swept, kernel: SweepLaunch) -> tuple[dict[str, Any], str]:
-        """What was measured, and under which name it is kept."""
+    def row(self, name: str, made: Swept) -> dict[str, Any]:
+        """What was measured, and is kept under that name; nothing if nothing is to be."""
+        kernel = sweep_launch(made.sweep.text, self.settings.cache_dir)
+        kernel.build()
+        if self.settings.tune == "off":
+            return {}
         directory = store.open_store(self.settings.cache_dir)
-        graph, given = program(made)
-        name = key(made.sweep, graph)
         row = store.read_record(directory, name, timed)
-        return row or store.write_record(directory, name, self.measure(made, kernel, graph, given), timed), name
+        return row or store.write_record(directory, name, self.measure(made, kernel), timed)
 
-    def measure(self, made: Swept, kernel: SweepLaunch, graph: fx.Graph, given: list[fx.Node]) -> dict[str, Any]:
+    def measure(self, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
         """Checks the kernel, then times both."""
+        graph, given = program(made)
         with self.contest.trials.real_tensors():
             tensors = [sample(n, self.contest.trials.device) for n in given]
             run = self._programs.compiled(graph, tensors)
@@ -95,7 +82,7 @@ class SweepContest:
             if not (error := worst_error(made.sweep, inputs, outs)) < TOLERANCE:
                 what = f"relative error {error:.1e} of sweep {made.sweep.digest}, {TOLERANCE} is allowed"
                 raise Unsupported(what)
-            if not (error := apart(made, outs, run(*tensors))) < ROUNDED:
+            if not (error := difference(made, outs, run(*tensors))) < ROUNDED:
                 what = f"sweep {made.sweep.digest} is {error:.1e} from what it stands for, {ROUNDED} is allowed"
                 raise Unsupported(what)
             calls: list[Callable[[], object]] = [lambda: kernel(inputs, outs), lambda: run(*tensors)]
@@ -140,7 +127,7 @@ def matrix(node: fx.Node, tensor: Tensor, width: int, inner: int) -> Tensor:
     return tensor.reshape(-1, width) if width else tensor.reshape(-1)
 
 
-def apart(made: Swept, outs: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def difference(made: Swept, outs: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """The largest relative difference (Frobenius) from what the user's operations make, which round in between."""
     errors = list[Tensor]()
     for out, value, node, output in zip(outs, wanted, made.outputs, made.sweep.outputs, strict=True):

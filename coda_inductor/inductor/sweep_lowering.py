@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
-from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from coda_inductor.codegen.sweep_launch import SweepLaunch, on_torch, sweep_launch
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.codegen.launch import Launch
+from coda_inductor.codegen.sweep_launch import sweep_launch
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.sweep import Sweep, parse_sweep, shape
 from coda_inductor.inductor.launching import Launcher, given, launched
@@ -21,26 +20,13 @@ from coda_inductor.inductor.ops import SWEEP
 class SweepLauncher(Launcher):
     """The same of a Sweep."""
 
-    @cached_property
-    def kernel(self) -> SweepLaunch | SweepOnTorch:  # type: ignore[override]
-        """Ready to be called. Under CODA_INDUCTOR_STRICT raises Unsupported if there is no kernel."""
-        try:
-            return sweep_launch(self.text, self.settings.cache_dir, strict=self.settings.strict)
-        except Unsupported as error:
-            if self.settings.strict:
-                raise
-            return SweepOnTorch(parse_sweep(self.text), str(error))
+    def made(self) -> Launch:
+        """The kernel. Raises Unsupported if there is none."""
+        return sweep_launch(self.text, self.settings.cache_dir, strict=self.settings.strict)
 
-
-class SweepOnTorch:
-    """A Sweep that has no kernel."""
-
-    def __init__(self, sweep: Sweep, reason: str) -> None:
-        self.sweep, self.reason = sweep, reason
-
-    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        """Computes at once."""
-        on_torch(self.sweep, inputs, outs, self.reason)
+    def record(self) -> Sweep:
+        """What the text says."""
+        return parse_sweep(self.text)
 
 
 class SweepKernel(ir.FallbackKernel):

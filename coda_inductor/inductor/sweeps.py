@@ -23,6 +23,7 @@ from coda_inductor.inductor.ops import REGION, STORED, SWEEP
 from coda_inductor.inductor.order import collectives, sort
 from coda_inductor.inductor.paths import name_of
 from coda_inductor.inductor.strides import Strides
+from coda_inductor.inductor.tables import REPEATED
 from coda_inductor.inductor.writing import Writing
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
@@ -34,7 +35,6 @@ from coda_inductor.rewrite.sweeps import Swept, Wanted, read_through, swept
 Slower = Callable[[list[Swept]], dict[int, str]]
 """Which of these Sweeps, by index, lose against Inductor's kernels, and why."""
 NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
-REPEATED = 8  # how often an element of a table is read, at least
 IN_MEMORY = ("extern", "output", "reduction", "scan", "scatter")
 
 

@@ -59,6 +59,7 @@ def read_axes(graph: fx.Graph, matrices: Collection[fx.Node] = ()) -> Reading:
     for fresh, source in plain.parts:
         if features.intersection(plain.axes.roots(source)):
             features.update(plain.axes.roots(fresh))
+        # (Of what a Region reads no product in the graph says that its parts are features.)
         elif matrices and features.intersection(plain.axes.roots(fresh)):
             features.update(plain.axes.roots(source))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -14,24 +15,24 @@ EXTENTS = ("scalar", "token", "feature", "table", "tile")
 
 
 @dataclass(slots=True, kw_only=True)
-class Statements:
+class Statements(ABC):
     """Those written so far. Who writes says what is loaded, what it varies over, and in which order arguments come."""
 
     terms: Terms
     lets: list[Let] = field(default_factory=list)
     values: dict[Term, Value] = field(default_factory=dict)
 
+    @abstractmethod
     def given(self, t: Term) -> Value | None:
         """The name under which t is there, None if it is to be written."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extent(self, t: Term) -> str:
         """One of EXTENTS."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rank(self, t: Term) -> tuple[object, ...]:
         """An order of arguments that does not depend on where in the graph a layer stands."""
-        raise NotImplementedError
 
     def summands(self, t: Term) -> Iterable[tuple[Term, Fraction]]:
         """What a sum adds, with weights."""
