@@ -305,24 +305,26 @@ def layer(make: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def results(run: Any, model: nn.Module, *rest: Tensor) -> list[Tensor]:
+def results(run: Any, model: nn.Module, *rest: Tensor, batch: int = B) -> list[Tensor]:
     """The output, and all gradients."""
     model.zero_grad()
     torch.manual_seed(1)
-    x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(batch, T, D, dtype=torch.float64, requires_grad=True)
     y = run(x, *rest)
     (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def swept(model: nn.Module, *rest: Tensor, run: bool = True, dynamic: bool = False, **options: Any) -> tuple[Kept, ...]:
+def swept(
+    model: nn.Module, *rest: Tensor, run: bool = True, dynamic: bool = False, batch: int = B, **options: Any
+) -> tuple[Kept, ...]:
     """The Sweeps of a layer, all of whose results are eager's."""
-    wanted = results(model, model, *rest)
+    wanted = results(model, model, *rest, batch=batch)
     with strict_reference(run=run):
         REPORTS.clear()
         compiled = torch.compile(model, backend="coda", dynamic=dynamic, options=options)
-        found = results(compiled, model, *rest)
+        found = results(compiled, model, *rest, batch=batch)
     assert len(found) == len(wanted)
     for mine, theirs in zip(found, wanted, strict=True):
         assert error(mine, theirs) < EXACT
@@ -358,6 +360,15 @@ def test_rotary_embeddings() -> None:
     half = D // HEADS // 2
     assert said(kept) == [(D // 2, half, ["tile", "tile", "token", "token"]), (D // 4, half, ["tile", "tile"])]
     assert [o.width for o in kept.sweep.outputs if o.extent == "tile"] == [D, D // 2]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("make", [Packed, Apart, Rotated])
+def test_one_sequence(make: Callable[[], nn.Module], dynamic: bool) -> None:
+    """Of one sequence tables have as many rows as the tiles."""
+    (kept,) = swept(layer(make), *(tables() if make is Rotated else ()), batch=1, dynamic=dynamic)
+    (more,) = swept(layer(make), *(tables() if make is Rotated else ()), dynamic=dynamic)
+    assert said(kept) == said(more)
 
 
 def test_the_whole_graph_is_inductors_too() -> None:
@@ -467,6 +478,12 @@ def test_a_part_that_is_no_tile() -> None:
     with pytest.raises(Unsupported, match="made of vectors alone"):
         one_sweep(lambda x: torch.cat([x, torch.full((B, T, D), 0.0)], -1), "cat")
     assert len(one_sweep(lambda x: torch.cat([x, 2.0 * x], -1), "cat").sweep.parts) == 2
+
+
+def test_a_tile_that_is_a_table_of_what_is_made() -> None:
+    """Its columns are those of each of two heads, whose own columns are weights'."""
+    with pytest.raises(Unsupported, match="fewer columns"):
+        one_sweep(lambda x: x.unsqueeze(2) * x.new_ones(2, D), "mul")
 
 
 class Crossed(nn.Module):

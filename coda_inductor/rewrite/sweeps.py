@@ -78,6 +78,8 @@ def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], b
     read = tuple((DTYPE_NAMES[g.tensor(n).dtype], lying.width) for n, lying in inputs.items())  # type: ignore[union-attr]
     if any(dtype == "f64" for dtype, _ in read):
         outputs = [o if o.extent == "tile" else Output(o.extent, o.width, "f64") for o in outputs]
+    if not any(r.input == 0 and r.extent in ("tile", "heads") for part in parts for r in part.reads):
+        raise Unsupported(f"{next(iter(inputs))} has fewer columns than what is made of it")
     ordered = [w.node for rows in dict.fromkeys(w.rows for w in wanted) for w in wanted if w.rows == rows]
     return Swept(verify_sweep(Sweep(read, tuple(parts), tuple(outputs))), [*inputs], ordered)
 
@@ -102,7 +104,8 @@ class _Finder:
         in_rows = [n for n in tiles if {*leading[n]} == self.rows]
         if not in_rows and self.lifted.reading.axes.total(sorted(self.rows)).static is None:
             raise Unsupported(f"{tiles[0]} does not lie in memory in rows, whose number is not static")
-        leader = in_rows[0] if in_rows else tiles[0]
+        # The widest: a table of one sequence has all rows, too.
+        leader = max(in_rows or tiles, key=lambda n: self.total(tuple(self.axes(n) - self.rows)))
         self.order = tuple(i for i in lies(self.lifted, leader) if i in self.rows)
         self.input(leader)
         outputs, parts = list(enumerate(wanted, first)), list[Part]()
