@@ -124,13 +124,13 @@ class Rotated(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("tune", ["off", "quick"])
+@pytest.mark.parametrize(("tune", "batch"), [("off", 4), ("quick", 4), ("off", 1)])
 @pytest.mark.parametrize("make", [Packed, Rotated], ids=lambda make: make.__name__)
-def test_gradients_beside_attention(make: Callable[[], nn.Module], tune: str, tmp_path: Path) -> None:
+def test_gradients_beside_attention(make: Callable[[], nn.Module], tune: str, batch: int, tmp_path: Path) -> None:
     """tune=off keeps every Sweep, quick those that win at this small size."""
     torch.manual_seed(0)
     model = make().to("cuda", torch.bfloat16)
-    x = torch.randn(4, 1024, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(batch, 4096 // batch, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     report = as_good_as_eager(model, x, tmp_path, tune)
     ran = [launch.LAUNCHES[kept.sweep.digest] for kept in report.swept]
     assert ran == [1] if tune == "off" else ran in ([], [1])
