@@ -171,6 +171,10 @@ def test_what_a_losing_law_takes_along_is_not_measured(
     assert set(changed) == {(False, False), (True, True)} | (set() if loses else {(True, False)})
 
 
+def swapped(job: prebuild.AnyJob) -> bool:
+    return isinstance(job, prebuild.Job) and job.swapped
+
+
 def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What loses without a law is known by then. Where the laws lose, no kernel is left to compile, but those of what
     is kept for weights in the other order."""
@@ -182,10 +186,10 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     def late(group: Group, plan: Plan) -> bool:
         return plan.program.in_backward(group.builts[0].draft.space)
 
-    def counted(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
-        orders = {job.swapped for job in jobs}
+    def counted(jobs: Sequence[prebuild.AnyJob], cache_dir: str, over: threading.Event | None) -> Any:
+        orders = {swapped(job) for job in jobs}
         if orders == {True}:
-            turned.update((job.region.digest, over is not None) for job in jobs)
+            turned.update((job.region.digest, over is not None) for job in jobs if isinstance(job, prebuild.Job))
         elif orders:
             assert orders == {False}
             begun.append((over is not None, len(jobs)))
@@ -215,8 +219,8 @@ def test_what_loses_is_not_compiled_for_the_other_order(monkeypatch: pytest.Monk
     timed(monkeypatch, tmp_path, ratio)
     lost, begin = list[bool](), prebuild.begin
 
-    def seen(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
-        assert not any(job.swapped for job in jobs)
+    def seen(jobs: Sequence[prebuild.AnyJob], cache_dir: str, over: threading.Event | None) -> Any:
+        assert not any(swapped(job) for job in jobs)
         return begin(jobs, cache_dir, over=over)
 
     monkeypatch.setattr(prebuild, "begin", seen)
@@ -228,8 +232,8 @@ def test_what_is_on_disk_is_not_compiled_for_the_other_order(monkeypatch: pytest
     timed(monkeypatch, tmp_path, lambda group, plan: 1.1)
     asked, begin = list[bool](), prebuild.begin
 
-    def seen(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
-        asked.extend(job.swapped for job in jobs)
+    def seen(jobs: Sequence[prebuild.AnyJob], cache_dir: str, over: threading.Event | None) -> Any:
+        asked.extend(swapped(job) for job in jobs)
         return begin(jobs, cache_dir, over=over)
 
     monkeypatch.setattr(prebuild, "begin", seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from compiling import Ran, pretend, run
 from torch import Tensor, nn
 from zoo import Attention, Mlp, Norm
 
-from coda_inductor.codegen import launch, timing
+from coda_inductor.codegen import launch, prebuild, timing
 from coda_inductor.codegen.sweep_launch import SweepLaunch
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
@@ -123,16 +123,27 @@ def test_any_losses_leave_a_right_program(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("ours", [1.0, 2.0])
 def test_a_sweep_is_kept_if_it_wins(ours: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its kernel has been compared with the user's operations by then; each of equal ones is measured once."""
+    """Its kernel has been compared with the user's operations by then; each of equal ones is measured once. The kernels
+    of all are compiled by workers, not where they are measured."""
     pretend(monkeypatch, tmp_path)
     measured, whole = list[str](), SweepContest.measure
+    ahead, begin = list[str](), prebuild.begin
+
+    def begun(jobs: Iterable[prebuild.AnyJob], *rest: Any, **how: Any) -> Any:
+        jobs = [*jobs]
+        ahead.extend(job.sweep.digest for job in jobs if isinstance(job, prebuild.SweepJob))
+        return begin(jobs, *rest, **how)
+
+    monkeypatch.setattr(prebuild, "begin", begun)
 
     def measure(self: SweepContest, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
         measured.append(made.sweep.digest)
+        assert {*measured} <= {*ahead}
         return whole(self, made, kernel) | {"ms": ours, "busy_ms": ours, "baseline_ms": 1.5, "busy_baseline_ms": 1.5}
 
     monkeypatch.setattr(SweepContest, "measure", measure)
     (report,) = trained("bert").reports
     assert bool(report.swept) == (ours == 1.0) and measured and len(set(measured)) == len(measured)
+    assert sorted(ahead) == sorted(measured)
     lost = [r.reason for r in report.refused if r.reason == "measured slower: 2000 us fused, 1500 us by Inductor"]
     assert bool(lost) == (ours == 2.0)

@@ -25,6 +25,7 @@ from coda_inductor.codegen import kernel
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
+from coda_inductor.core.sweep import parse_sweep
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 IDLE_S = 60.0  # after which it ends; it holds 330 MB
@@ -82,11 +83,15 @@ def born(answers: int, parent: int) -> None:
     os.nice(NICE)
 
 
-def build(directory: str, text: str, fields: list[Any], swapped: bool) -> tuple[str, float]:
-    """Compiles one kernel into the store: why not ("": it is there), and the seconds taken."""
+def build(directory: str, text: str, fields: list[Any] | None, swapped: bool) -> tuple[str, float]:
+    """Compiles one kernel, a Sweep's if it has no fields, into the store: why not ("": it is there), and the seconds
+    taken."""
     start = time.perf_counter()
     try:
-        kernel.Compiled(parse(text), Config(*fields), Path(directory), swapped=swapped)
+        if fields is None:
+            kernel.build_sweep(parse_sweep(text), Path(directory))
+        else:
+            kernel.Compiled(parse(text), Config(*fields), Path(directory), swapped=swapped)
         reason = ""
     except Unsupported as refusal:
         reason = " ".join(str(refusal).split())

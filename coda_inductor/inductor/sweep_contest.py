@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from coda_inductor.codegen import record, store, target, timing
+from coda_inductor.codegen import prebuild, record, store, target, timing
 from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
 from coda_inductor.codegen.tune import TOLERANCE
 from coda_inductor.core.errors import Unsupported
@@ -43,6 +43,7 @@ class SweepContest:
         for i, made in enumerate(found):
             alike.setdefault(key(made.sweep, program(made)[0]), []).append(i)
         losers = dict[int, str]()
+        self.begin({name: found[i].sweep for name, (i, *_) in alike.items()})
         for name, places in alike.items():
             made = found[places[0]]
 
@@ -53,22 +54,33 @@ class SweepContest:
                 losers |= dict.fromkeys(places, loses)
         return losers
 
+    def begin(self, sweeps: dict[str, Sweep]) -> None:
+        """Begins to compile the kernels of those that nothing on disk tells of, by name."""
+        if self.settings.tune != "off":
+            new = [sweep for name, sweep in sweeps.items() if self.known(name) is None]
+            self.contest.trials.ahead.begin(map(prebuild.SweepJob, new))
+
+    def known(self, name: str) -> dict[str, Any] | None:
+        """What was measured before."""
+        return store.read_record(store.open_store(self.settings.cache_dir), name, timed)
+
     def row(self, name: str, made: Swept) -> dict[str, Any]:
         """What was measured, and is kept under that name; nothing if nothing is to be."""
         kernel = sweep_launch(made.sweep.text, self.settings.cache_dir)
+        row = {} if self.settings.tune == "off" else self.known(name)
+        if row is None:
+            row = store.write_record(store.open_store(self.settings.cache_dir), name, self.measure(made, kernel), timed)
         kernel.build()
-        if self.settings.tune == "off":
-            return {}
-        directory = store.open_store(self.settings.cache_dir)
-        row = store.read_record(directory, name, timed)
-        return row or store.write_record(directory, name, self.measure(made, kernel), timed)
+        return row
 
     def measure(self, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
-        """Checks the kernel, then times both."""
+        """Checks the kernel, which workers compile while Inductor compiles what it stands for, then times both."""
         graph, given = program(made)
         with self.contest.trials.real_tensors():
             tensors = [sample(n, self.contest.trials.device) for n in given]
             run = self._programs.compiled(graph, tensors)
+            self.contest.trials.ahead.wait([prebuild.SweepJob(made.sweep)])
+            kernel.build()
             held = dict(zip(given, tensors, strict=True))
             inputs = [
                 matrix(n, held[n], width, made.inner(i))

@@ -58,7 +58,8 @@ class Trials:
         self.rows: list[dict[str, Any]] = []
         self.ahead = Ahead(settings.cache_dir)
         self._memory: Memory | None = None
-        self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes
+        self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes, by a number for each row
+        self._saved: frozenset[str] | None = None
         self._plans = list[Known]()
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
@@ -128,9 +129,9 @@ class Trials:
         """The members, at the size to measure at."""
         if self._memory is None or self._memory_of is not plan.program.lifted:
             graph = plan.program.lifted.graph
-            # (It takes seconds for many layers, and nothing is timed without tuning.)
-            saved = frozenset[str]() if self.settings.tune == "off" else saved_names(graph)
-            self._memory, self._memory_of = Memory(graph, saved), plan.program.lifted
+            if self._saved is None:  # (It takes seconds for many layers, and nothing is timed without tuning.)
+                self._saved = frozenset() if self.settings.tune == "off" else saved_names(graph)
+            self._memory, self._memory_of = Memory(graph, self._saved), plan.program.lifted
         known = self.of(plan)
         group = Group(members, self.device, tokens(plan, members[0]), self._memory, known.before(members))
         known.surround(group, lawless=not deferred(plan, members))

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import fx
 
-from coda_inductor.patterns.sizes import Size, size_of
+from coda_inductor.patterns.sizes import ONE, Size, size_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -59,10 +59,10 @@ def dense(node: fx.Node, order: Sequence[int] | None = None) -> bool:
     anything."""
     value = tensor(node)
     assert value is not None
-    expected = Size(1)
+    shape, expected = sizes(node), ONE
     for d in reversed(range(value.dim()) if order is None else order):
-        size = sizes(node)[d]
-        if size != Size(1):
+        size = shape[d]
+        if size != ONE:
             if size_of(value.stride(d)) != expected:
                 return False
             expected = expected * size

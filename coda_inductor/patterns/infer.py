@@ -126,15 +126,15 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
 
 def _broadcast(reading: Reading, node: fx.Node, tensors: Sequence[fx.Node]) -> Dims:
     out: list[Ids] = []
-    for back in range(1, len(g.sizes(node)) + 1):
-        size = g.sizes(node)[-back]
+    shapes = [(g.sizes(a), reading.dims[a]) for a in tensors]
+    for back, size in enumerate(reversed(g.sizes(node)), 1):
         ids: Ids = ()
-        for a in tensors:
-            if back > len(g.sizes(a)) or g.sizes(a)[-back] == ONE:
+        for shape, dims in shapes:
+            if back > len(shape) or shape[-back] == ONE:
                 continue
-            if g.sizes(a)[-back] != size:  # equal by a guard alone
-                raise Misfit(f"sizes {g.sizes(a)[-back]} and {size}, whose equality we cannot see")
-            theirs = reading.dims[a][-back]
+            if shape[-back] != size:  # equal by a guard alone
+                raise Misfit(f"sizes {shape[-back]} and {size}, whose equality we cannot see")
+            theirs = dims[-back]
             if ids:
                 reading.axes.unify(ids, theirs)
             ids = ids or theirs
