@@ -30,7 +30,7 @@ from coda_inductor.codegen import launch, legality, library, sweep_plan, target
 from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen import store as stored
 from coda_inductor.codegen.executable import Parts
-from coda_inductor.codegen.prebuild import Job, SweepJob, prebuild
+from coda_inductor.codegen.prebuild import AnyJob, Job, SweepJob, prebuild
 from coda_inductor.codegen.tiles import HEAVY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -464,7 +464,7 @@ def test_sweeps_compile(tmp_path: Path) -> None:
 def test_sweeps_compile_ahead(tmp_path: Path) -> None:
     """By workers, beside Regions; what cannot be compiled says why."""
     good, bad = SweepJob(sweep_cases.apart(256)), SweepJob(sweep_cases.apart(257))
-    region = Job(token_scale(256, 64), Config(128, 128, 2, 1, True))
-    failed = prebuild([good, bad, region], str(tmp_path), workers=2)
+    jobs: list[AnyJob] = [good, bad, Job(token_scale(256, 64), Config(128, 128, 2, 1, True))]
+    failed = prebuild(jobs, str(tmp_path), workers=2)
     assert failed.keys() == {bad} and "257" in failed[bad]
     assert library.open_kept(sweep_plan.folder(good.sweep, tmp_path)) is not None

@@ -130,7 +130,7 @@ def test_a_sweep_is_kept_if_it_wins(ours: float, monkeypatch: pytest.MonkeyPatch
     ahead, begin = list[str](), prebuild.begin
 
     def begun(jobs: Iterable[prebuild.AnyJob], *rest: Any, **how: Any) -> Any:
-        jobs = [*jobs]
+        jobs = list(jobs)
         ahead.extend(job.sweep.digest for job in jobs if isinstance(job, prebuild.SweepJob))
         return begin(jobs, *rest, **how)
 

@@ -76,7 +76,7 @@ def test_unread_outputs_and_misaligned_inputs(tmp_path_factory: pytest.TempPathF
     launch.FALLBACKS.clear()
 
 
-WIDTH, HEADS = 512, 4
+WIDTH, HEADS = 512, 8
 
 
 def heads(x: Tensor) -> Tensor:
