@@ -11,7 +11,9 @@ A JSON line per case and kind, "forward" (under no_grad) and "train" (forward an
 ours, "baseline_ms" torch.compile's, "floor_ms" the products as mm(out=): three for each weight in training. "sustained"
 are the same three, each repeated alone, as in bench/layers.py. "gib" are the peaks of memory over what lies there
 before a step. "groups" are the contest's timings of Regions tied together: against Inductor or, if it says "against",
-the Regions and the rest of a program without their law; "m" are the rows of a product with nothing beside it.
+the Regions and the rest of a program without their law; "m" are the rows of a product with nothing beside it. Groups
+are also alternatives to each other: "backward" are the Regions of the backward that are kept, and how many were derived
+at first.
 """
 
 from __future__ import annotations
@@ -255,6 +257,7 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
             "gib": {"coda": gib[2 * i + 1], "inductor": gib[2 * i]}, "difference": differences[i],
             "regions": {s.name: [s.region.digest, launched[i].get(s.region.digest, 0), tile(s)] for s in sites},
             "sweeps": {s.sweep.digest: launched[i].get(s.sweep.digest, 0) for s in swept},
+            "backward": [sum(n) for n in zip(*(r.backward for r in reports[i]), strict=True)],
             "laws": dict(Counter(law for s in sites for law in s.laws)),
             "tables": sum(len(r.tables) for r in reports[i]), "casts": sum(len(r.casts) for r in reports[i]),
             "groups": [{**t, "kept": {f"{d} of {t['m']}" if "m" in t else d for d in t["regions"]} <= kept}
@@ -299,6 +302,7 @@ def line(row: dict[str, Any]) -> str:
         f" ({row['speedup']:.3f}x, sustained {row['sustained']['speedup']:.3f}x), floor {row['floor_ms']:8.3f},"
         f" regions {len(row['regions'])},"
         f" kept {sum(g['kept'] for g in groups)} of {len(groups)} groups,"
+        f" of the backward's {' of '.join(map(str, row['backward']))},"
         f" GiB {row['gib']}, difference {row['difference']:.1e}, compile {row['compile_s']}"
     )
 

@@ -208,6 +208,19 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     assert turned == dict.fromkeys(pairs_kept(), True) != {}
 
 
+@pytest.mark.parametrize("wins", [True, False])
+def test_the_backwards_regions_are_counted(wins: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that were derived first, and of these the kept ones."""
+
+    def ratio(group: Group, plan: Plan) -> float:
+        return 1.3 if wins or not plan.program.in_backward(group.builts[0].draft.space) else 0.5
+
+    timed(monkeypatch, tmp_path, ratio)
+    (report,) = trained("llama").reports
+    kept, derived = report.backward
+    assert derived > 4 and kept == (derived if wins else 0) and len(report.sites) > kept
+
+
 def test_what_loses_is_not_compiled_for_the_other_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def pair(group: Group) -> bool:
         return any(len(b.region.products) == 2 for b in group.builts)

@@ -44,11 +44,16 @@ class Contest:
         self.settings, self.failed = settings, failed
         self.trials = Trials(settings, device)
         self._compared, self._foreseen = 0, False
+        self._derived: list[int] | None = None  # the products of each Region of the backward, as it was first derived
+        self._covered = 0  # the products in Regions now
 
     def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
         """The verdict on all Regions of a plan. What was measured for an earlier one comes first: its verdict may spare
         the measurement of what was derived beside it. What is found on disk does not, or a second process would go
         another way."""
+        if self._derived is None:
+            self._derived = [b.mask for b in builts if plan.program.in_backward(b.draft.space)]
+        self._covered = mask(builts)
         every = groups(plan, builts)
         unknown = tied(readers(every), {i for i, members in enumerate(every) if not self.trials.known(plan, members)})
         known = [members for i, members in enumerate(every) if i not in unknown]
@@ -63,6 +68,13 @@ class Contest:
             self.trials.ahead.end()
             self.trials.ahead.begin(self.trials.turned(plan, builts), idle=True)
         return verdict
+
+    @property
+    def backward(self) -> tuple[int, int]:
+        """Of how many of the backward's Regions, as they were first derived, all products are in Regions still, and how
+        many there were."""
+        derived = self._derived or []
+        return sum(not m & ~self._covered for m in derived), len(derived)
 
     def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:
         """The verdict on some groups of a plan."""

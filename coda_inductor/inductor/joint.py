@@ -77,6 +77,9 @@ class Report:
     swept: tuple[sweeps.Kept, ...] = ()
     """What stands beside attention in one kernel of ours."""
     seconds: float = 0.0
+    backward: tuple[int, int] = (0, 0)
+    """Of a contest: how many of the backward's Regions, as they were first derived, are kept, and how many there were.
+    (One counts as kept if all its products are in Regions, whichever.)"""
     timings: tuple[dict[str, Any], ...] = ()
     """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
     and, unless these decided, the same two with "busy_" before them: what they add to a busy GPU, or, of long calls,

@@ -95,7 +95,7 @@ class JointPass(CustomGraphPass):
             sweeping = SweepContest(contest) if contest else sweeps.NONE_SLOWER
             report = rewrite(graph, self.settings, name, legal, contest or NO_CONTEST, slower, sweeping)
             if contest:
-                report = replace(report, timings=tuple(contest.trials.rows))
+                report = replace(report, timings=tuple(contest.trials.rows), backward=contest.backward)
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
