@@ -128,3 +128,28 @@ def test_an_error_that_a_future_holds(monkeypatch: pytest.MonkeyPatch, tmp_path:
     caller = Caller()
     assert len(run(half(BF16), *streams(BF16), backend=caller)) == 1
     assert not caller.kept
+
+
+def test_what_was_there_is_not_walked_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it left frozen, whatever happens; what somebody else froze stays so."""
+    seen, whole = list[int](), joint_pass.JointPass._rewrite
+
+    def rewrite(self: joint_pass.JointPass, graph: fx.Graph) -> Any:
+        seen.append(gc.get_freeze_count())
+        if len(seen) == 2:
+            raise Unsupported("as it happens")
+        return whole(self, graph)
+
+    monkeypatch.setattr(joint_pass.JointPass, "_rewrite", rewrite)
+    with strict_reference():
+        run(half(), *streams())
+        assert seen[0] > 10_000 and not gc.get_freeze_count()
+        with pytest.raises(Exception, match="as it happens"):
+            run(half(), *streams())
+        assert not gc.get_freeze_count()
+        gc.freeze()
+        try:
+            run(half(), *streams())
+            assert len(seen) == 3 and gc.get_freeze_count() > 10_000
+        finally:
+            gc.unfreeze()

@@ -16,7 +16,6 @@ from coda_inductor.inductor.lowering import base_of, elements
 from coda_inductor.inductor.memory import in_loop, operation
 from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.vectors import Vectors
-from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
@@ -51,8 +50,8 @@ def laid_out(source: Source) -> str:
         return f"{laid_out(source.node)}[{source.start}:{source.stop}]"
     if not isinstance(source, fx.Node):
         return type(source).__name__
-    said = []
-    for value in tree_leaves(source.meta.get("val")):
+    said, made = [], source.meta.get("val")
+    for value in [made] if isinstance(made, Tensor) else tree_leaves(made):
         sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
         numbers = [f"{hint(n)}{'~' * isinstance(n, torch.SymInt)}" for n in sizes if isinstance(n, int | torch.SymInt)]
         said.append(f"{getattr(value, 'dtype', '')}{numbers}")
@@ -178,7 +177,7 @@ def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], li
     asked = [(n, False) for n in (*made, *group.taken, *ends)] + [(n, True) for n in again]
     needed, given = _needed(plan, group, asked)
     # Not what our program stores, but what the user's goes on with: a stream that only a norm reads is never written.
-    nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
+    nodes = plan.program.lifted.in_order(needed)
     deps, mask = plan.program.lifted.deps, group.mask
     late = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
     # (Two products that are added up: the sum is part of the loop that reads it, and of no time of its own.)
@@ -192,7 +191,7 @@ def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list
     """The needed nodes, of which some are given: these in the order in which they are read, so that equal layers are
     one program, wherever in the graph their inputs stand."""
     new, copies = fx.Graph(), dict[fx.Node, Any]()
-    nodes = [n for n in plan.program.lifted.graph.nodes if n in needed]
+    nodes = plan.program.lifted.in_order(needed)
     copies |= {n: hint(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), torch.SymInt)}
     given = {n for n in given if isinstance(n.meta.get("val"), Tensor)}
     made = [n for n in nodes if n not in given and n not in copies]
@@ -201,7 +200,7 @@ def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list
     for node in tensors:
         copies[node] = new.placeholder(node.name)
         copies[node].meta["val"] = node.meta["val"]
-    alike, joint = dict[tuple[str, ...], fx.Node](), any(map(g.is_backward, plan.program.lifted.graph.nodes))
+    alike, joint = dict[tuple[str, ...], fx.Node](), plan.program.lifted.joint
     for node in made:
         # Of equal operations, as autocast's roundings of what several products take, the partitioner leaves one.
         key = operation(node, copies)

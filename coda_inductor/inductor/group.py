@@ -51,11 +51,11 @@ class Group:
     after: AbstractSet[fx.Node] = frozenset()
     """The loops that read what the group makes, which both sides run (around.py)."""
     values: dict[object, Any] = field(default_factory=dict)
+    mask: int = field(init=False)
+    """The products of the group, as a bit set."""
 
-    @property
-    def mask(self) -> int:
-        """The products of the group, as a bit set."""
-        return mask(self.builts)
+    def __post_init__(self) -> None:
+        self.mask = mask(self.builts)
 
     @property
     def digests(self) -> list[str]:

@@ -30,7 +30,7 @@ def loops_of(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
     if not pairs:
         return [], set()
     tensors = [[base_of(t) for t in pair.tensors] for pair in pairs]
-    place = {n: i for i, n in enumerate(plan.program.lifted.graph.nodes)}
+    place = plan.program.lifted.place
     first = min(max(place[t] for t in both) for both in tensors)  # before, a loop cannot read what is summed
     late = plan.program.in_backward(group.builts[0].draft.space)
     supplied = {node for draft in plan.unique() for node in draft.supplies}

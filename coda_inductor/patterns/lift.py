@@ -7,7 +7,7 @@ rounded where the program stores them), unless `rounding` asks to keep every rou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -50,12 +50,20 @@ class Lifted:
     read: tuple[Term, ...] = ()
     totalled: frozenset[Term] = frozenset()
     """What the graph adds up over some of its axes."""
+    place: dict[fx.Node, int] = field(default_factory=dict)
+    """Where each node stands in the graph."""
+    joint: bool = False
+    """Is a backward part of it?"""
     lying: dict[fx.Node, tuple[tuple[int, ...], bool]] = field(default_factory=dict)
     """How nodes lie, once somebody has asked: Program.lies."""
 
     def node(self, leaf: Term) -> fx.Node:
         """The node whose tensor a leaf is."""
         return self.leaves[leaf.name]
+
+    def in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """The nodes as they stand in the graph."""
+        return sorted(nodes, key=self.place.__getitem__)
 
     def extents(self, ids: tuple[int, ...]) -> dict[int, int]:
         """The static sizes of axes."""
@@ -93,6 +101,8 @@ def lift(
             lifted.term[node] = term
             deps |= term.deps
         lifted.deps[node] = deps
+    lifted.place = {node: i for i, node in enumerate(graph.nodes)}
+    lifted.joint = any(map(g.is_backward, graph.nodes))
     lifted.read = tuple(lifted.terms)
     lifted.totalled = frozenset(t.args[0] for t in lifted.read if t.kind == "red" and t.name == "sum")
     return lifted

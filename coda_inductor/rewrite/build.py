@@ -182,8 +182,7 @@ def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]
     """The tables that an epilogue reads, and which of the pair each lane is: as few as may be, in the graph's order."""
     loaded = plan.loads(draft, *draft.values).items() if draft.space.heads else ()
     found = {s for x, s in loaded if isinstance(s, Lane) and draft.space.extent(x) == "table"}
-    place = {node: i for i, node in enumerate(plan.program.lifted.graph.nodes)} if found else {}
-    lanes = sorted(found, key=lambda lane: (place[lane.node], lane.index or 0))
+    lanes = sorted(found, key=lambda lane: (plan.program.lifted.place[lane.node], lane.index or 0))
     tables: dict[Lane, tuple[Table, int]] = {}
     for i in range(0, len(lanes), 2):
         first, second = lanes[i], lanes[min(i + 1, len(lanes) - 1)]
