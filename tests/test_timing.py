@@ -422,8 +422,11 @@ def test_a_winner_by_turns_must_cost_nothing_in_a_busy_gpu() -> None:
         return Outcome(1, Times(*ms[:2]), Times(*ms[2:]))
 
     assert outcome(1.0, 1.0, 1.03, 1.0).loses == "" and Outcome(1).loses == ""
-    assert outcome(1.0, 1.0, 1.01, 1.2).loses == "measured slower: 1000 us fused, 1010 us by Inductor"
-    assert outcome(1.0, math.inf, 1.0199, math.inf).loses == "measured slower: 1000 us fused, 1020 us by Inductor"
+    assert outcome(1.0, 1.0, 1.01, 1.2).loses == "measured hardly faster: 1000 us fused, 1010 us by Inductor"
+    assert (
+        outcome(1.0, math.inf, 1.0199, math.inf).loses == "measured hardly faster: 1000 us fused, 1020 us by Inductor"
+    )
+    assert outcome(1.1, 1.1, 1.0, 1.2).loses == "measured slower: 1100 us fused, 1000 us by Inductor"
     assert outcome(1.0, 1.1, 1.2, 1.08).loses == "measured slower in a busy GPU: 1100 us fused, 1080 us by Inductor"
     costs = [[outcome(1.0, busy, 1.0, 1.0).costs(margin) for margin in (0.0, 0.01)] for busy in (0.99, 1.019, 1.021)]
     assert costs == [[False, False], [True, False], [True, True]]  # of the mean
