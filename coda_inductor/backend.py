@@ -18,8 +18,8 @@ from torch._inductor.compile_fx import compile_fx
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.contest import warm_up_early
-from coda_inductor.inductor.joint import NAMES
 from coda_inductor.inductor.joint_pass import JointPass, machine
+from coda_inductor.inductor.switches import NAMES
 
 # torch.compile imports this: a wrong variable is said there, and not when the model first runs
 Settings.read()[0].check_kinds(NAMES)

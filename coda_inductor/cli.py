@@ -145,7 +145,7 @@ def settings(arguments: Namespace) -> Settings:
 
 def checked(chosen: Settings) -> Settings:
     """The settings, if all that they name exists; else raises SettingError."""
-    from coda_inductor.inductor.joint import NAMES  # imports torch, which takes seconds
+    from coda_inductor.inductor.switches import NAMES  # imports torch, which takes seconds
 
     chosen.check_kinds(NAMES)
     return chosen

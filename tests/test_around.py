@@ -21,7 +21,7 @@ from coda_inductor.inductor import around, rehearsal, schedule, trials
 from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.extract import subgraph
 from coda_inductor.inductor.group import Group, groups
-from coda_inductor.inductor.joint import Verdict
+from coda_inductor.inductor.judges import Verdict
 from coda_inductor.inductor.memory import Memory
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.schedule import saved_names

@@ -19,7 +19,7 @@ from coda_inductor.codegen import target
 from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import joint, joint_pass
+from coda_inductor.inductor import joint_pass, settle
 from coda_inductor.inductor.joint_pass import JointPass
 
 HERE = Path(__file__).resolve().parent
@@ -146,7 +146,7 @@ def test_what_failed_is_not_cached(cached: None, monkeypatch: pytest.MonkeyPatch
         raise MemoryError("provoked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(joint, "lift", fail)
+        patch.setattr(settle, "lift", fail)
         assert len(run(half(), *streams(), options=REFERENCE)) == 1
     ran = run(half(), *streams(), options=REFERENCE)
     assert ran == [] and ran.regions == [3]

@@ -21,7 +21,8 @@ from coda_inductor.inductor.capture import capture
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import computed, small, subgraph
 from coda_inductor.inductor.group import Group, groups, mask, readers, tied
-from coda_inductor.inductor.joint import Report, Verdict
+from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.judges import Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.outcome import Outcome, borne, recorded, together
 from coda_inductor.inductor.trials import Trials, deferred

@@ -24,7 +24,7 @@ from coda_inductor.core import errors
 from coda_inductor.core.errors import BrokenInvariant, CodaWarning, Unsupported, warn
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import joint, joint_pass, launching, notes
+from coda_inductor.inductor import joint, joint_pass, launching, notes, settle
 from coda_inductor.inductor.joint_pass import JointPass
 from coda_inductor.patterns.lift import lift
 
@@ -137,9 +137,9 @@ def test_a_dynamic_batch_that_shrinks_to_nothing(pretended: None) -> None:
 
 
 STAGES: list[tuple[str, Any, str]] = [
-    ("lift", joint, "lift"),
-    ("plan", joint, "plan"),
-    ("build", joint, "build"),
+    ("lift", settle, "lift"),
+    ("plan", settle, "plan"),
+    ("build", settle, "build"),
     ("emit", joint, "emit"),
     ("report", joint, "_absorb"),
 ]
@@ -287,7 +287,7 @@ def test_graph_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("provoked")
         return whole(*args, **kwargs)
 
-    monkeypatch.setattr(joint, "lift", fails_once)
+    monkeypatch.setattr(settle, "lift", fails_once)
     ran = run(model, *x, options=REFERENCE)
     close(ran.output, wanted)
     assert len(ran) == 1 and ran.regions == [3]
@@ -299,7 +299,7 @@ def test_two_failures_are_two_warnings_and_one_is_one(monkeypatch: pytest.Monkey
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(next(texts))
 
-    monkeypatch.setattr(joint, "lift", fail)
+    monkeypatch.setattr(settle, "lift", fail)
     ran = run(Breaks(), *streams(), options=REFERENCE)
     assert len(ran) == 1
     ran = run(Breaks(), *streams(), options=REFERENCE)

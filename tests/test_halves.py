@@ -23,7 +23,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 from coda_inductor.explain import explain
-from coda_inductor.inductor.joint import Report, Verdict
+from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.judges import Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.patterns.terms import Terms
 from coda_inductor.rewrite.beside import through

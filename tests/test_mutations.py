@@ -26,7 +26,7 @@ from zoo import CASES, Case
 
 from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
-from coda_inductor.inductor import bare, joint
+from coda_inductor.inductor import bare, settle
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes
@@ -203,7 +203,7 @@ def rebuilt(change: Callable[[Region], Region]) -> Callable[[pytest.MonkeyPatch]
             changed.append(made.region)
             return made
 
-        patch.setattr(joint, "build", built)
+        patch.setattr(settle, "build", built)
 
     return apply
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
-from coda_inductor.inductor.joint import Verdict, rewrite
+from coda_inductor.inductor.joint import rewrite
+from coda_inductor.inductor.judges import Judges, Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.patterns.graph import aten
 from coda_inductor.rewrite.build import Built
@@ -167,7 +168,7 @@ def test_a_region_that_loses_with_it_is_tried_without_it() -> None:
 
     w = nn.Linear(64, 152).bfloat16()
     (graph,) = captured(lambda h: (F.log_softmax((z := w(h)).float(), -1), F.silu(z)), torch.randn(320, 64).bfloat16())
-    report = rewrite(graph.graph, Settings(), decide=decide)
+    report = rewrite(graph.graph, Settings(), judges=Judges(decide=decide))
     assert asked == [{"logsumexp"}, set()] and len(report.sites) == 1
     assert LSE not in [n.target for n in graph.graph.nodes]
 

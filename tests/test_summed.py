@@ -24,7 +24,8 @@ from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
-from coda_inductor.inductor.joint import Legal, Report, Verdict, rewrite
+from coda_inductor.inductor.joint import Report, rewrite
+from coda_inductor.inductor.judges import Judges, Legal, Verdict
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -177,7 +178,7 @@ def derived(
         return Verdict({acc.bit: "measured slower" for b in builts if b.added and slower(b) for acc in b.products})
 
     (module,) = captured(function, *list(given().values())[:2], *both())
-    return rounds, rewrite(module.graph, Settings(target="reference"), legal=legal, decide=decide)
+    return rounds, rewrite(module.graph, Settings(target="reference"), judges=Judges(legal, decide))
 
 
 def both() -> list[Tensor]:

@@ -16,8 +16,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.core.settings import SettingError, Settings
-from coda_inductor.inductor.joint import NAMES, kind
 from coda_inductor.inductor.joint_pass import REPORTS, JointPass
+from coda_inductor.inductor.switches import NAMES, kind
 
 pytestmark = pytest.mark.usefixtures("uncached")
 

@@ -21,8 +21,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor.extract import put_off, subgraph
 from coda_inductor.inductor.group import Group
-from coda_inductor.inductor.joint import Verdict
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.judges import Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.inductor.outcome import FREE, SLOW, Outcome
 from coda_inductor.inductor.trials import Trials, deferred

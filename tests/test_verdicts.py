@@ -13,7 +13,8 @@ from evaluate import Graph, captured, error
 from torch import Tensor, fx, nn
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.joint import Verdict, rewrite
+from coda_inductor.inductor.joint import rewrite
+from coda_inductor.inductor.judges import Judges, Verdict
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
@@ -73,7 +74,7 @@ def test_any_verdict_leaves_a_right_program(kind: str, norm: str, gated: bool) -
             kept = sum(1 << bit for bit in losers if bit in fired)
             return Verdict({bit: "lost" for bit in losers if bit not in fired}, kept)
 
-        report = rewrite(again.graph, Settings(), decide=decide)
+        report = rewrite(again.graph, Settings(), judges=Judges(decide=decide))
         assert error(outputs(again)[0], wanted) < 1e-10, (seed, [s.outputs for s in report.sites])
 
 

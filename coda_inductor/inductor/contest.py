@@ -24,8 +24,9 @@ from coda_inductor.codegen import prebuild, store
 from coda_inductor.core.errors import forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.group import groups, mask, readers, tied
-from coda_inductor.inductor.joint import Verdict, laws_of
+from coda_inductor.inductor.judges import Verdict
 from coda_inductor.inductor.outcome import Outcome, borne, outcome_of
+from coda_inductor.inductor.switches import laws_of
 from coda_inductor.inductor.trials import Trials, deferred
 from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
 from coda_inductor.rewrite import search

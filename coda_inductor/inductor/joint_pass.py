@@ -25,12 +25,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from coda_inductor.codegen import legality, store, target
 from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, Unsupported, forget_frames, warn
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import launching, notes, sweep_lowering, sweeps
-from coda_inductor.inductor.bare import NONE_SLOWER
+from coda_inductor.inductor import launching, notes, sweep_lowering
 from coda_inductor.inductor.bare_contest import BareContest
 from coda_inductor.inductor.contest import Contest
-from coda_inductor.inductor.joint import NAMES, NO_CONTEST, Legal, Report, rewrite
+from coda_inductor.inductor.joint import Report, rewrite
+from coda_inductor.inductor.judges import Judges, Legal
 from coda_inductor.inductor.sweep_contest import SweepContest
+from coda_inductor.inductor.switches import NAMES
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -94,9 +95,10 @@ class JointPass(CustomGraphPass):
         try:
             name, legal = resolve(self.settings, graph)
             contest = None if name == "reference" else self._contest(graph)
-            slower = BareContest(contest) if contest else NONE_SLOWER
-            sweeping = SweepContest(contest) if contest else sweeps.NONE_SLOWER
-            report = rewrite(graph, self.settings, name, legal, contest or NO_CONTEST, slower, sweeping)
+            judges = Judges(legal)
+            if contest:
+                judges = Judges(legal, contest, BareContest(contest), SweepContest(contest))
+            report = rewrite(graph, self.settings, name, judges)
             if contest:
                 report = replace(report, timings=tuple(contest.trials.rows), backward=contest.backward)
         except Exception as error:  # the outermost fallback

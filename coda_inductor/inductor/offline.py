@@ -10,8 +10,9 @@ from torch import fx
 from coda_inductor.codegen import legality
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.joint import NO_CONTEST, Decide, Report, rewrite
+from coda_inductor.inductor.joint import Report, rewrite
 from coda_inductor.inductor.joint_pass import require_graph
+from coda_inductor.inductor.judges import NO_CONTEST, Decide, Judges
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 
 
@@ -25,6 +26,6 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = NO_CONTEST
     if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
         raise Unsupported("it has no matrix product")
     if settings.target == "reference":
-        return rewrite(graph, settings, decide=decide)
+        return rewrite(graph, settings, judges=Judges(decide=decide))
     require_graph(graph)
-    return rewrite(graph, settings, target_of(settings), legality.check, decide)
+    return rewrite(graph, settings, target_of(settings), Judges(legality.check, decide))

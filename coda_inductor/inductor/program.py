@@ -21,7 +21,8 @@ from coda_inductor.core.sweep import parse_sweep
 from coda_inductor.core.text import left, right, show_sweep
 from coda_inductor.inductor.bare import BARE
 from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.joint import Report, Verdict, is_joint
+from coda_inductor.inductor.joint import Report, is_joint
+from coda_inductor.inductor.judges import Verdict
 from coda_inductor.inductor.lowering import Extern, base_of, kind_of, lower, owner
 from coda_inductor.inductor.offline import rewrite_for, target_of
 from coda_inductor.inductor.ops import REGION, SWEEP

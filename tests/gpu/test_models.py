@@ -20,8 +20,9 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.contest import Contest
-from coda_inductor.inductor.joint import NO_CONTEST, Report, Verdict
+from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.judges import NO_CONTEST, Verdict
 from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
