@@ -467,4 +467,7 @@ def test_sweeps_compile_ahead(tmp_path: Path) -> None:
     jobs: list[AnyJob] = [good, bad, Job(token_scale(256, 64), Config(128, 128, 2, 1, True))]
     failed = prebuild(jobs, str(tmp_path), workers=2)
     assert failed.keys() == {bad} and "257" in failed[bad]
-    assert library.open_kept(sweep_plan.folder(good.sweep, tmp_path)) is not None
+    place = sweep_plan.folder(good.sweep, tmp_path)
+    assert library.open_kept(place) is not None
+    made = (place / "sweep.o").stat().st_mtime_ns
+    assert prebuild([good], str(tmp_path), workers=1) == {} and (place / "sweep.o").stat().st_mtime_ns == made

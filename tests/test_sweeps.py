@@ -274,11 +274,13 @@ class Apart(nn.Module):
 class Rotated(nn.Module):
     """A layer of Llama: RMSNorm, rotary embeddings of q and k in halves of heads, half as many heads of k and v."""
 
+    few = HEADS // 2
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm = nn.Linear(D, D, bias=False), Norm(D)
         self.q, self.out = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
-        self.k, self.v = (nn.Linear(D, D // 2, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(D, D // HEADS * self.few, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.up(x)
@@ -290,6 +292,12 @@ class Rotated(nn.Module):
 
         q, k, v = turned(heads(self.q(y))), turned(heads(self.k(y))), heads(self.v(y))
         return x + self.out(joined(OPS.mix(q, k, v)))  # type: ignore[no-any-return]
+
+
+class Lonely(Rotated):
+    """One head of k and v: what is a table of q is as wide as they are."""
+
+    few = 1
 
 
 def tables() -> tuple[Tensor, Tensor]:
@@ -363,12 +371,54 @@ def test_rotary_embeddings() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("make", [Packed, Apart, Rotated])
+@pytest.mark.parametrize("make", [Packed, Apart, Rotated, Lonely])
 def test_one_sequence(make: Callable[[], nn.Module], dynamic: bool) -> None:
     """Of one sequence tables have as many rows as the tiles."""
-    (kept,) = swept(layer(make), *(tables() if make is Rotated else ()), batch=1, dynamic=dynamic)
-    (more,) = swept(layer(make), *(tables() if make is Rotated else ()), dynamic=dynamic)
+    rest = tables() if make in (Rotated, Lonely) else ()
+    (kept,) = swept(layer(make), *rest, batch=1, dynamic=dynamic)
+    (more,) = swept(layer(make), *rest, dynamic=dynamic)
     assert said(kept) == said(more)
+
+
+@pytest.fixture
+def turned() -> Iterator[None]:
+    """The gradients of q, k and v lie head by head."""
+    TURNED[0] = True
+    yield
+    TURNED[0] = False
+
+
+@pytest.mark.usefixtures("turned")
+@pytest.mark.parametrize("make", [Rotated, Lonely])
+def test_one_sequence_whose_gradients_lie_head_by_head(make: Callable[[], nn.Module]) -> None:
+    """No table is their leader, though it lies in rows."""
+    assert len(swept(layer(make), *tables(), batch=1)) == len(swept(layer(make), *tables())) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tables_of_every_sequence(batch: int) -> None:
+    """Angles by position ids: as many rows as the tiles, in batches too; of one head a table that k reads as a tile."""
+    of_each = [t.expand(batch, 1, -1, -1).contiguous() for t in tables()]
+    for make in (Rotated, Lonely):
+        assert len(swept(layer(make), *of_each, batch=batch)) == 1
+
+
+class Scaled(Rotated):
+    """One head of k and v, and one vector that scales every head."""
+
+    few = 1
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.up(x)
+        q, k, v = (heads(w(self.norm(x))) for w in (self.q, self.k, self.v))
+        return x + self.out(joined(OPS.mix(q * cos, k * cos, v)))  # type: ignore[no-any-return]
+
+
+def test_a_vector_of_a_head_is_read_in_two_ways() -> None:
+    """It is a feature of k and a table of q: the Regions stay, without a Sweep."""
+    scale = torch.linspace(0.5, 1.5, D // HEADS, dtype=torch.float64)
+    assert swept(layer(Scaled), scale, scale) == () and REPORTS[0].sites
+    assert any("is read in two ways" in r.reason for r in REPORTS[0].refused)
 
 
 def test_the_whole_graph_is_inductors_too() -> None:
@@ -383,14 +433,11 @@ def test_other_loops_read_the_gradient() -> None:
     assert any("too" in reason for reason in refused), refused
 
 
+@pytest.mark.usefixtures("turned")
 @pytest.mark.parametrize("make", [Packed, Apart, Rotated])
 def test_gradients_that_lie_head_by_head(make: Callable[[], nn.Module]) -> None:
     """As those of attention that is written as products: they are put into rows on the way."""
-    TURNED[0] = True
-    try:
-        (kept,) = swept(layer(make), *(tables() if make is Rotated else ()))
-    finally:
-        TURNED[0] = False
+    (kept,) = swept(layer(make), *(tables() if make is Rotated else ()))
     reads = {r.extent: r.inner for part in kept.sweep.parts for r in part.reads}
     assert reads["heads"] == D // HEADS
     assert sum(o.extent == "tile" for o in kept.sweep.outputs) == (1 if make is Packed else 3)

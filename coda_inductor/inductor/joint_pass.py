@@ -45,6 +45,8 @@ SMALL = 256
 """Graphs traced with fewer tokens are left to Inductor on a GPU: at M = 1 and 16 the fused chain took 1.1x the time of
 torch.compile's, at 64 0.90x and at 256 0.97x (H200, 8B widths, CUDA graphs, tiles by hand)."""
 
+MANY = 1000  # nodes: of fewer the derivation takes no longer than the collector
+FROZEN = 10_000  # objects; Python 3.12 itself freezes 375 when it starts
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
 STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
@@ -81,7 +83,7 @@ class JointPass(CustomGraphPass):
         done: Report | CodaError | None = None
         try:
             if any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
-                with uncollected_so_far():
+                with uncollected_so_far(graph):
                     done = self._rewrite(graph)
         except CodaError as error:
             done = error
@@ -140,12 +142,14 @@ class JointPass(CustomGraphPass):
 
 
 @contextlib.contextmanager
-def uncollected_so_far() -> Iterator[None]:
+def uncollected_so_far(graph: fx.Graph) -> Iterator[None]:
     """Keeps Python's collector from walking what is there by now, all that was traced, again and again: a tenth of the
-    time of deriving 16 layers. What somebody else has frozen stays as it is."""
-    if gc.get_freeze_count():
+    time of deriving 16 layers. It walks it once before: what is garbage by then would hold its memory meanwhile. What
+    somebody else has frozen stays as it is."""
+    if len(graph.nodes) < MANY or gc.get_freeze_count() >= FROZEN:
         yield
         return
+    gc.collect()
     gc.freeze()
     try:
         yield

@@ -58,7 +58,7 @@ class Trials:
         self.rows: list[dict[str, Any]] = []
         self.ahead = Ahead(settings.cache_dir)
         self._memory: Memory | None = None
-        self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes, by a number for each row
+        self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes: numbers for rows
         self._saved: frozenset[str] | None = None
         self._plans = list[Known]()
         self._said = set[str]()  # the keys of the groups whose times were

@@ -75,6 +75,7 @@ def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], b
         finder, mine = _Finder(lifted, rows, there, inputs), [w for w in wanted if w.rows == rows]
         parts += finder.find(mine, len(outputs))
         outputs += map(finder.output, mine)
+    parts = _read_alike(parts, [*inputs])
     read = tuple((DTYPE_NAMES[g.tensor(n).dtype], lying.width) for n, lying in inputs.items())  # type: ignore[union-attr]
     if any(dtype == "f64" for dtype, _ in read):
         outputs = [o if o.extent == "tile" else Output(o.extent, o.width, "f64") for o in outputs]
@@ -82,6 +83,23 @@ def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], b
         raise Unsupported(f"{next(iter(inputs))} has fewer columns than what is made of it")
     ordered = [w.node for rows in dict.fromkeys(w.rows for w in wanted) for w in wanted if w.rows == rows]
     return Swept(verify_sweep(Sweep(read, tuple(parts), tuple(outputs))), [*inputs], ordered)
+
+
+def _read_alike(parts: Sequence[Part], inputs: Sequence[fx.Node]) -> list[Part]:
+    """The parts, of which each reads an input as every other does: what is a tile of one and a table of a wider one is
+    a table of both, of as many rows as there are."""
+    forms = dict[int, set[tuple[Extent, int]]]()
+    for r in (r for part in parts for r in part.reads):
+        forms.setdefault(r.input, set()).add((r.extent, r.inner))
+
+    def alike(r: Read) -> Read:
+        if len(forms[r.input]) == 1:
+            return r
+        if forms[r.input] != {("tile", 0), ("table", 0)} or r.start:
+            raise Unsupported(f"{inputs[r.input]} is read in two ways")
+        return replace(r, extent="table")
+
+    return [replace(part, reads=tuple(map(alike, part.reads))) for part in parts]
 
 
 @dataclass(slots=True)
@@ -100,12 +118,12 @@ class _Finder:
         tiles = [n for w in wanted for n in self.tiles(w.term)]
         if not tiles or any(not self.rows <= w.term.axes for w in wanted):
             raise Unsupported("it does not vary over all tokens")
-        leading = {n: lies(self.lifted, n)[: len(self.rows)] for n in tiles}
-        in_rows = [n for n in tiles if {*leading[n]} == self.rows]
+        widths = {n: self.total(tuple(self.axes(n) - self.rows)) for n in tiles}
+        wide = [n for n in tiles if widths[n] == max(widths.values())]  # a table of one sequence has all rows, too
+        in_rows = [n for n in wide if {*lies(self.lifted, n)[: len(self.rows)]} == self.rows]
         if not in_rows and self.lifted.reading.axes.total(sorted(self.rows)).static is None:
-            raise Unsupported(f"{tiles[0]} does not lie in memory in rows, whose number is not static")
-        # The widest: a table of one sequence has all rows, too.
-        leader = max(in_rows or tiles, key=lambda n: self.total(tuple(self.axes(n) - self.rows)))
+            raise Unsupported(f"{wide[0]} does not lie in memory in rows, whose number is not static")
+        leader = (in_rows or wide)[0]
         self.order = tuple(i for i in lies(self.lifted, leader) if i in self.rows)
         self.input(leader)
         outputs, parts = list(enumerate(wanted, first)), list[Part]()
