@@ -24,10 +24,12 @@ from coda_inductor.core.sweep import Sweep
 
 
 def build_sweep(sweep: Sweep, directory: Path) -> Parts:
-    """Compiles it into the store (1-3 s). Raises Unsupported if it cannot be compiled."""
+    """Compiles it into the store (1-3 s), or finds it as it was kept. Raises Unsupported if it cannot be compiled."""
     legality.require_sweep(sweep)
-    module = load_module(sweep_source.render(sweep), name_of(sweep), directory)
     place = folder(sweep, directory)
+    if (kept := library.open_kept(place)) is not None:
+        return kept
+    module = load_module(sweep_source.render(sweep), name_of(sweep), directory)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     path, half_done = place / "sweep.o", place / f".sweep.o.{os.getpid()}"
     try:

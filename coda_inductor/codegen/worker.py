@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.codegen import kernel, library, sweep_plan
+from coda_inductor.codegen import kernel
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
@@ -89,9 +89,7 @@ def build(directory: str, text: str, fields: list[Any] | None, swapped: bool) ->
     start = time.perf_counter()
     try:
         if fields is None:
-            sweep = parse_sweep(text)
-            if library.open_kept(sweep_plan.folder(sweep, Path(directory))) is None:
-                kernel.build_sweep(sweep, Path(directory))
+            kernel.build_sweep(parse_sweep(text), Path(directory))
         else:
             kernel.Compiled(parse(text), Config(*fields), Path(directory), swapped=swapped)
         reason = ""

@@ -158,7 +158,7 @@ def _bare(
     """What is left of the products as bare Regions, where none is slower: their sites, after `count` others, and the
     rest."""
     found, losers = bare_products(graph, judges.legal, device) if allowed(BARE, REGION_KINDS, settings) else ({}, {})
-    losers |= judges.slower(found)
+    losers |= judges.slower_bare(found)
     refused = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in losers.items())
     kept = {n: made for n, made in found.items() if n not in losers}
     places = [(str(n.meta["val"].shape[0]), n.name, g.source_line(n)) for n in kept]

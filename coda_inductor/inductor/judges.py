@@ -33,11 +33,11 @@ NO_CONTEST: Decide = lambda plan, builts: Verdict()  # noqa: E731
 @dataclass(frozen=True, slots=True)
 class Judges:
     """Those of one graph. `legal` raises Unsupported for what the target cannot run; `decide` says what a measurement
-    found slower of a plan's Regions, `slower` of products that do nothing else, `slower_sweeps` of Sweeps."""
+    found slower of a plan's Regions, `slower_bare` of products that do nothing else, `slower_sweeps` of Sweeps."""
 
     legal: Legal = lambda record: None
     decide: Decide = NO_CONTEST
-    slower: bare.Slower = bare.NONE_SLOWER
+    slower_bare: bare.Slower = bare.NONE_SLOWER
     slower_sweeps: sweeps.Slower = sweeps.NONE_SLOWER
 
 

@@ -163,8 +163,7 @@ def groups(lifted: Lifted, found: Iterator[Wanted], backward: Collection[fx.Node
             else:
                 apart.append((others, members))
         together = [*apart, (owners, mine)]
-    place = {node: i for i, node in enumerate(lifted.graph.nodes)}
-    made = [sorted(members, key=lambda w: place[w.node]) for _, members in together]
+    made = [sorted(members, key=lambda w: lifted.place[w.node]) for _, members in together]
     return [m for m in made if len(m) > 1 and any(w.over is not None for w in m)]
 
 
