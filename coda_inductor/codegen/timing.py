@@ -41,7 +41,7 @@ KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it,
 LONG_MS, LONG_SLACK = 8, 1.25
 STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 400, 3  # until then; a call's share from there; there and back, for ratios
 LONG_SETTLING = 0.75
-CLEAR = 1.05  # calls that lie so far apart need no further pass: 1.01 decides, more than five deviations off
+CLEAR = 1.05  # calls that lie so far apart need no further pass: 1.005 decides, more than five deviations off
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
 # m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
 # then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
