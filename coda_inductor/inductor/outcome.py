@@ -12,9 +12,9 @@ from coda_inductor.codegen.timing import LONG_MS, Times
 
 WIN = 1.02  # Inductor's time over ours by turns, at least
 # Of long calls, under a load that lasts: such a ratio is off by 0.3 to 0.7 % in one pass (timing.py), and by 1.2 % from
-# compile to compile, as GPUs and tiles differ (94 ratios of 28 groups, bench/results/training.jsonl since 5ebe41e). Where
-# one lay between 1.005 and 1.01, the others of the same groups had means of 1.004, 1.023 and 1.035; where between 1 and
-# 1.005, of 0.998, 1.002 and 1.018.
+# compile to compile, as GPUs and tiles differ (94 ratios of 28 groups, bench/results/training.jsonl since 5ebe41e).
+# Where one lay between 1.005 and 1.01, the others of the same groups had means of 1.004, 1.023 and 1.035; where between
+# 1 and 1.005, of 0.998, 1.002 and 1.018.
 LONG_WIN = 1.005
 COSTS = 0.01  # of Inductor's time in a busy GPU, at most: six equal calls lay 0.2 to 1.3 % apart (bench/clocks.py)
 # Of 186 groups that won so by turns none lost in a busy GPU: Inductor took at least 1.028 times as long there, too
