@@ -1,6 +1,6 @@
 """Training steps: backend="coda" against torch.compile's default and the bare products.
 
-    python bench/training.py [CASE ...] [--kinds forward|train ...] [--out FILE]
+    python bench/training.py [CASE ...] [--kinds forward|train ...] [--as-outputs] [--out FILE]
 
 A case is layer-2048, layer-4096 or layer-8192 (from attention's output to the next layer's q, k and v, 16384 tokens,
 feed-forward 8/3 as wide; rotary-2048 and so on: with the rotary embeddings of q and k), or one of MODELS (8192
@@ -13,7 +13,8 @@ are the same three, each repeated alone, as in bench/layers.py. "gib" are the pe
 before a step. "groups" are the contest's timings of Regions tied together: against Inductor or, if it says "against",
 the Regions and the rest of a program without their law; "m" are the rows of a product with nothing beside it. Groups
 are also alternatives to each other: "backward" are the Regions of the backward that are kept, and how many were derived
-at first.
+at first. --as-outputs: torch.compile, too, expects gradients from outside to lie as the outputs do, which torch 2.11
+does not by itself (coda_inductor/inductor/tangents.py); "as_outputs" says so.
 """
 
 from __future__ import annotations
@@ -250,7 +251,8 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
         kept = {s.region.digest for s in sites} | {f"{s.region.digest} of {s.m}" for s in sites}
         kept |= {f"{s.sweep.digest} of {s.m}" for s in swept}
         rows.append({
-            "case": name, "mode": kind, "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
+            "case": name, "mode": kind, "baseline": "torch.compile default",
+            "as_outputs": functorch_config.guess_tangent_strides_as_outputs, "ms": ms, "baseline_ms": baseline,
             "floor_ms": floor, "speedup": baseline / ms, "over_floor": ms / floor,
             "recovered": (baseline - ms) / (baseline - floor),
             "sustained": layers.sustained(*(held[j] for j in mine)),
@@ -287,10 +289,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=[*(f"layer-{d}" for d in HIDDEN), *MODELS])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--as-outputs", action="store_true")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "training.jsonl"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     inductor_config.fx_graph_cache = functorch_config.enable_autograd_cache = False  # a cached graph has no report
+    functorch_config.guess_tangent_strides_as_outputs |= args.as_outputs
     layers.written(args.cases, lambda name: run(name, tuple(args.kinds)), args.out, line)
 
 

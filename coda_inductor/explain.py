@@ -83,7 +83,7 @@ def explain(
         graphs.append(facts)
         counted.append(totals)
 
-    capture(model, args, kwargs, mode, on_graph)
+    capture(model, args, kwargs, mode, on_graph, settings)
     sums: Counter[str] = Counter()
     for totals in counted:
         sums.update(totals)

@@ -155,6 +155,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "casts"): [],
     ("only", "casts,tables"): [],
     ("disable", "casts"): BEFORE,
+    ("disable", "layouts"): BEFORE,  # test_tangents.py
+    ("only", "layouts"): [],
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 

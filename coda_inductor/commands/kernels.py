@@ -85,7 +85,7 @@ def sites(
         found.extend((before + site.name, site, rows_of(site, nodes)) for site in made)
         graphs += 1
 
-    capture(model, args, kwargs, mode, on_graph)
+    capture(model, args, kwargs, mode, on_graph, settings)
     return found, left
 
 

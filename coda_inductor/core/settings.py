@@ -34,9 +34,9 @@ class Settings:
     enabled: bool = True
     """False: the graph goes to Inductor untouched."""
     disable: frozenset[str] = frozenset()
-    """Laws, region kinds, "casts" and "tables" that are not used."""
+    """Laws, region kinds, "casts", "layouts", "sweeps" and "tables" that are not used."""
     only: frozenset[str] = frozenset()
-    """If not empty: the only laws, region kinds, "casts" and "tables" that are used."""
+    """If not empty: the only laws, region kinds, "casts", "layouts", "sweeps" and "tables" that are used."""
     numerics: Numerics = "default"
     """strict: rounds where the original does. default: fewer or moved roundings. fast: approximate functions too."""
     tune: Tune = "quick"

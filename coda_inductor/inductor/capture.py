@@ -28,8 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.autocast import autocast_like_cuda
 from coda_inductor.inductor.like_cuda import like_cuda
+from coda_inductor.inductor.tangents import as_outputs
 from coda_inductor.patterns.graph import copied
 
 LARGE = 1 << 20
@@ -42,6 +44,7 @@ def capture(
     kwargs: Mapping[str, Any],
     mode: Literal["infer", "train"],
     on_graph: Callable[[fx.Graph], None],
+    settings: Settings | None = None,
 ) -> None:
     """Calls `on_graph` with a copy of each functional, decomposed ATen graph of model(*args, **kwargs).
 
@@ -64,7 +67,8 @@ def capture(
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         names[:] = [user_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-        return compile_fx.compile_fx(gm, inputs, inner_compile=stub)
+        with functorch_config.patch(guess_tangent_strides_as_outputs=as_outputs(gm, settings or Settings())):
+            return compile_fx.compile_fx(gm, inputs, inner_compile=stub)
 
     train = mode == "train"
     was_training = isinstance(model, torch.nn.Module) and model.training

@@ -51,7 +51,7 @@ def program(
 ) -> Facts:
     """Every graph of model(*args, **kwargs) before and after the rewriting for `target_of(settings)`. Needs no GPU."""
     graphs: list[Facts] = []
-    capture(model, args, kwargs, mode, lambda graph: graphs.append(graph_facts(graph, settings)))
+    capture(model, args, kwargs, mode, lambda graph: graphs.append(graph_facts(graph, settings)), settings)
     return {"schema": 1, "target": target_of(settings), "graphs": graphs}
 
 

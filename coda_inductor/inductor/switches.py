@@ -17,11 +17,12 @@ KINDS = {
     BARE: "a large product with nothing beside it, where cuBLAS is slower",
 }
 REGION_KINDS = frozenset(KINDS)
-CASTS, TABLES, SWEEPS = "casts", "tables", "sweeps"
+CASTS, TABLES, SWEEPS, LAYOUTS = "casts", "tables", "sweeps", "layouts"
 PASSES = {
     SWEEPS: "no Region: what reads what attention's backward left is one kernel of ours",
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
+    LAYOUTS: "no Region: gradients from outside are expected to lie as the outputs do, as torch 2.13 has it for all",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 """What _DISABLE and _ONLY may name."""
