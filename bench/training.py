@@ -1,6 +1,6 @@
 """Training steps: backend="coda" against torch.compile's default and the bare products.
 
-    python bench/training.py [CASE ...] [--kinds forward|train ...] [--as-outputs] [--out FILE]
+    python bench/training.py [CASE ...] [--kinds forward|train ...] [--out FILE]
 
 A case is layer-2048, layer-4096 or layer-8192 (from attention's output to the next layer's q, k and v, 16384 tokens,
 feed-forward 8/3 as wide; rotary-2048 and so on: with the rotary embeddings of q and k), or one of MODELS (8192
@@ -13,8 +13,8 @@ are the same three, each repeated alone, as in bench/layers.py. "gib" are the pe
 before a step. "groups" are the contest's timings of Regions tied together: against Inductor or, if it says "against",
 the Regions and the rest of a program without their law; "m" are the rows of a product with nothing beside it. Groups
 are also alternatives to each other: "backward" are the Regions of the backward that are kept, and how many were derived
-at first. --as-outputs: torch.compile, too, expects gradients from outside to lie as the outputs do, which torch 2.11
-does not by itself (coda_inductor/inductor/tangents.py); "as_outputs" says so.
+at first. "as_outputs_ms" is torch.compile's time where it, too, expects gradients from outside to lie as the outputs do
+(coda_inductor/inductor/tangents.py): torch 2.11 does not by itself, torch 2.13 does.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import torch.nn.functional as F
 import transformers as hf
 from models import SDPA, sizes, tiles
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 
 from coda_inductor.codegen import launch, target
 from coda_inductor.inductor.joint_pass import REPORTS
@@ -224,6 +225,10 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
             seconds[-1][backend] = time.perf_counter() - start
         reports.append(list(REPORTS)[seen:])
         REPORTS.clear()
+    others = list[Callable[[int], object]]()
+    if name.startswith("rotary") and "train" in kinds:
+        other = torch.compile(model, backend=as_outputs)
+        others.append(lambda s: train(other, inputs[s]))
     gib = [peak(lambda c=c: c(0)) for c in calls]
     launched = []
     for c in calls[1::2]:
@@ -233,7 +238,7 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
     differences = [difference(ours(0), theirs(0)) for theirs, ours in zip(calls[::2], calls[1::2], strict=True)]
     bare = dict(zip(KINDS, floors(model, tokens), strict=True))
     ways = [*calls, *(lambda s, f=bare[kind]: f() for kind in kinds)]
-    times = layers.rotation(ways)
+    times = layers.rotation([*ways, *others])
     held = layers.alone(ways, times, len(kinds))
     kernels = {k.region.digest: k for k in launch.KERNELS.values()}
 
@@ -251,8 +256,8 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
         kept = {s.region.digest for s in sites} | {f"{s.region.digest} of {s.m}" for s in sites}
         kept |= {f"{s.sweep.digest} of {s.m}" for s in swept}
         rows.append({
-            "case": name, "mode": kind, "baseline": "torch.compile default",
-            "as_outputs": functorch_config.guess_tangent_strides_as_outputs, "ms": ms, "baseline_ms": baseline,
+            "case": name, "mode": kind, "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
+            "as_outputs_ms": times[len(calls) + len(kinds)] if kind == "train" and others else None,
             "floor_ms": floor, "speedup": baseline / ms, "over_floor": ms / floor,
             "recovered": (baseline - ms) / (baseline - floor),
             "sustained": layers.sustained(*(held[j] for j in mine)),
@@ -273,6 +278,12 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
     return rows
 
 
+def as_outputs(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A backend: Inductor, with gradients from outside expected to lie as the outputs do."""
+    with functorch_config.patch(guess_tangent_strides_as_outputs=True):
+        return compile_fx(gm, inputs)
+
+
 def difference(ours: Any, theirs: Any) -> float:
     """The largest relative difference (Frobenius) of a tensor of the two, NaN if one is not finite. Relative to no less
     than a ten-thousandth of the largest norm: the gradient of the keys' biases is zero but for rounding, and a row of
@@ -289,12 +300,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=[*(f"layer-{d}" for d in HIDDEN), *MODELS])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--as-outputs", action="store_true")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "training.jsonl"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     inductor_config.fx_graph_cache = functorch_config.enable_autograd_cache = False  # a cached graph has no report
-    functorch_config.guess_tangent_strides_as_outputs |= args.as_outputs
     layers.written(args.cases, lambda name: run(name, tuple(args.kinds)), args.out, line)
 
 
