@@ -149,6 +149,8 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "holes": (lambda x: x.cos()[..., :3], False),
     "holes without a gradient": (lambda x: (heads(x.sin()), x.detach().cos()[..., :3]), True),
     "one head": (lambda x: x.sin().unflatten(-1, (1, WIDTH)).transpose(1, 2), False),
+    "a cache": (lambda x: (x * 2, (k := heads(x.sin())), k.softmax(-1).sum(-1)), False),
+    "read as it was before": (lambda x: (x * 2, heads(y := x.sin()), y.sum(-1)), True),
     "turned weight": (lambda x: x.sin().flatten(0, 1).t(), True),
 }  # fmt: skip
 

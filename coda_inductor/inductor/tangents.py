@@ -26,8 +26,10 @@ LOCAL_MAP = "local_map_hop"
 def as_outputs(gm: fx.GraphModule, settings: Settings) -> bool:
     """Shall AOTAutograd expect the gradients of Dynamo's graph in the layout of its outputs?
 
-    Where the user or torch says so already; and else if an output that needs a gradient is permuted, and none is other
-    than dense: into an expanded one no gradient can be copied, and one with holes is seldom what a gradient looks like.
+    Where the user or torch says so already; and else if an output that needs a gradient is permuted. But not where one
+    is other than dense: into an expanded one no gradient can be copied, and one with holes is seldom what a gradient
+    looks like. Nor where the graph itself reads a permuted one, as keys and values that are returned for a cache: those
+    get none as a rule, for which autograd makes zeros, which are contiguous.
     """
     if functorch_config.guess_tangent_strides_as_outputs:
         return True
@@ -35,11 +37,13 @@ def as_outputs(gm: fx.GraphModule, settings: Settings) -> bool:
         return False
     if any(isinstance(n.target, HigherOrderOperator) and n.target.name() == LOCAL_MAP for n in gm.graph.nodes):
         return False
-    outputs = [n.meta.get("example_value") for n in gm.graph.output_node().all_input_nodes]
-    if not all(map(_known, outputs)):
+    returned = gm.graph.output_node().all_input_nodes
+    values = [n.meta.get("example_value") for n in returned]
+    if not all(map(_known, values)):
         return False
-    mine = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-    return all(map(_dense, mine)) and not all(t.is_contiguous() for t in mine)
+    outputs = [(n, t) for n, t in zip(returned, values, strict=True) if isinstance(t, Tensor) and t.requires_grad]
+    permuted = [n for n, t in outputs if not t.is_contiguous()]
+    return bool(permuted) and all(_dense(t) for _, t in outputs) and all(len(n.users) == 1 for n in permuted)
 
 
 def _known(value: object) -> bool:
