@@ -298,7 +298,7 @@ VERBS = [["doctor"], ["rules"], ["kernels"], ["cache", "ls"], ["explain", "tests
 def test_a_name_that_does_not_exist_is_said(ask: Ask, monkeypatch: pytest.MonkeyPatch, verb: list[str]) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_ONLY", "table")
     status, _, said = ask(*verb)
-    assert status and "unknown law or region kind 'table' (did you mean 'tables'?)" in said
+    assert status and "unknown law, region kind or pass 'table' (did you mean 'tables'?)" in said
 
 
 # cache

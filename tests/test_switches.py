@@ -90,8 +90,8 @@ def test_neither_off_nor_the_reference_loads_the_compiler(tmp_path: Path) -> Non
         ({"max_autotune": True}, "for Inductor, write 'inductor.max_autotune'"),
         ({"inductor.max_autotunes": True}, "unknown option of Inductor 'max_autotunes' (did you mean 'max_autotune'?)"),
         ({"inductor.qqqqq": True}, "unknown option of Inductor 'qqqqq' (nothing is like it)"),
-        ({"disable": "bilinear"}, "unknown law or region kind 'bilinear' (did you mean 'bilinearity'?)"),
-        ({"only": "pairs"}, "unknown law or region kind 'pairs' (did you mean 'pair'?)"),
+        ({"disable": "bilinear"}, "unknown law, region kind or pass 'bilinear' (did you mean 'bilinearity'?)"),
+        ({"only": "pairs"}, "unknown law, region kind or pass 'pairs' (did you mean 'pair'?)"),
     ],
 )
 def test_wrong_option_is_readable_through_dynamo(options: dict[str, Any], said: str) -> None:

@@ -12,6 +12,7 @@ from compiling import REFERENCE
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.testing._internal.two_tensor import TwoTensor
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.tangents import as_outputs
@@ -141,17 +142,27 @@ def heads(y: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
-    "permuted": (lambda x: (x * 2, heads(x.sin())), True),
+    "by token": (lambda x: (x * 2, heads(x.sin())), True),
+    "of one token": (lambda x: heads(x[:, :1].sin()), False),  # contiguous
+    "of one sample": (lambda x: heads(x[:1].sin()), True),
     "contiguous": (lambda x: (x * 2, x.sin()), False),
-    "contiguous, and a permuted one without a gradient": (lambda x: (x * 2, heads(x.detach().sin())), False),
+    "contiguous, and one by token without a gradient": (lambda x: (x * 2, heads(x.detach().sin())), False),
+    "one head": (lambda x: x.sin().unflatten(-1, (1, WIDTH)).transpose(1, 2), False),  # contiguous
     "expanded beside": (lambda x: (heads(x.sin()), x.sum(-1, keepdim=True).expand_as(x)), False),
     "holes beside": (lambda x: (heads(x.sin()), x.cos()[..., :3]), False),
-    "holes": (lambda x: x.cos()[..., :3], False),
+    "holes": (lambda x: heads(x.cos())[..., :3], False),
     "holes without a gradient": (lambda x: (heads(x.sin()), x.detach().cos()[..., :3]), True),
-    "one head": (lambda x: x.sin().unflatten(-1, (1, WIDTH)).transpose(1, 2), False),
+    "numbers beside": (lambda x: (heads(x.sin()), x.detach().int(), x.shape[0]), True),
     "a cache": (lambda x: (x * 2, (k := heads(x.sin())), k.softmax(-1).sum(-1)), False),
-    "read as it was before": (lambda x: (x * 2, heads(y := x.sin()), y.sum(-1)), True),
-    "turned weight": (lambda x: x.sin().flatten(0, 1).t(), True),
+    "a cache, and queries": (lambda x: (heads(x.cos()), (k := heads(x.sin())), k.softmax(-1).sum(-1)), False),
+    "a cache that is another view": (lambda x: (heads(y := x.sin()), heads(y).softmax(-1).sum(-1)), False),
+    "read as it was before": (lambda x: (heads(y := x.sin()), y.sum(-1)), False),
+    "an input": (lambda x: (heads(x), x.sin()), False),
+    "two views": (lambda x: (heads(y := x.sin()), y.flatten(0, 1)), True),
+    "logits": (lambda x: x.sin().transpose(1, 2), False),  # by the class, for a loss, which returns them so
+    "turned weight": (lambda x: x.sin().flatten(0, 1).t(), False),
+    "tokens last": (lambda x: heads(x.sin()).transpose(2, 3), False),
+    "complex": (lambda x: heads(torch.complex(x.sin(), x)), False),
 }  # fmt: skip
 
 
@@ -172,11 +183,49 @@ def test_without_gradients_nothing_is_expected() -> None:
 
 def test_unknown_sizes_and_values_are_left_to_torch() -> None:
     x = inputs().requires_grad_()
-    f = CASES["permuted"][0]
+    f = CASES["by token"][0]
     assert not as_outputs(dynamo(f, x, dynamic=True), Settings())
     gm = dynamo(f, x)
-    for node in gm.graph.output_node().all_input_nodes:
-        node.meta.pop("example_value")
+    assert as_outputs(gm, Settings())
+    gm.graph.output_node().all_input_nodes[0].meta.pop("example_value")
+    assert not as_outputs(gm, Settings())
+
+
+def test_subclasses_are_left_to_torch() -> None:
+    two = TwoTensor(inputs(), inputs()).requires_grad_()
+    assert not as_outputs(dynamo(lambda x: heads(x.sin()), two), Settings())
+
+
+class Nested(nn.Module):
+    """Calls a graph."""
+
+    def __init__(self, inner: fx.GraphModule) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Whole(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_outputs_of_other_sizes_are_left_to_torch(nested: bool) -> None:
+    local_map_hop = pytest.importorskip("torch._higher_order_ops.local_map").local_map_hop
+    gm = dynamo(CASES["by token"][0], inputs().requires_grad_())
+    assert as_outputs(gm, Settings())
+    inner = fx.Graph()
+    inner.output(inner.call_function(local_map_hop, (None, inner.placeholder("x"))))
+    made = fx.GraphModule({}, inner)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        if nested:
+            root = Nested(made)
+            gm.add_submodule("nested", fx.GraphModule(root, Whole().trace(root)))
+        else:
+            gm.graph.call_function(local_map_hop, (None, gm.graph.find_nodes(op="placeholder")[0]))
     assert not as_outputs(gm, Settings())
 
 

@@ -86,7 +86,7 @@ class Settings:
         """Raises SettingError if `disable` or `only` names what is not among `known`."""
         for kind in sorted(self.disable | self.only):
             if kind not in known:
-                unknown("law or region kind", kind, known)
+                unknown("law, region kind or pass", kind, known)
 
 
 def default_cache(environ: Mapping[str, str] = os.environ) -> str:

@@ -22,7 +22,7 @@ PASSES = {
     SWEEPS: "no Region: what reads what attention's backward left is one kernel of ours",
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
-    LAYOUTS: "no Region: gradients from outside are expected to lie as the outputs do, as torch 2.13 has it for all",
+    LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 """What _DISABLE and _ONLY may name."""
