@@ -3,9 +3,9 @@
 AOTAutograd traces a backward before anybody has handed it a gradient, so it guesses the layout, and at run time copies
 what lies otherwise. torch 2.11 guesses contiguous ones. Attention beside the graph, another graph's or an eager one's,
 returns the gradients of q, k and v as they lie, by token: they are copied then, only to be put back. torch 2.13 guesses
-that gradients lie as the outputs do (https://github.com/pytorch/pytorch/pull/184922), and so does this backend where
-outputs look like q, k and v. A wrong guess costs a copy: fused attention reads by token and so do elementwise
-operations, but matrix products and a softmax return contiguous gradients.
+that gradients lie as the outputs do (an option since https://github.com/pytorch/pytorch/pull/144579), and so does this
+backend where outputs look like q, k and v. A wrong guess costs a copy: fused attention reads by token and so do
+elementwise operations, but matrix products and a softmax return contiguous gradients.
 """
 
 from __future__ import annotations
