@@ -13,8 +13,8 @@ are the same three, each repeated alone, as in bench/layers.py. "gib" are the pe
 before a step. "groups" are the contest's timings of Regions tied together: against Inductor or, if it says "against",
 the Regions and the rest of a program without their law; "m" are the rows of a product with nothing beside it. Groups
 are also alternatives to each other: "backward" are the Regions of the backward that are kept, and how many were derived
-at first. "as_outputs_ms" is torch.compile's time where it, too, expects gradients from outside to lie as the outputs do
-(coda_inductor/inductor/tangents.py): torch 2.11 does not by itself, torch 2.13 does.
+at first. "as_outputs_ms", of rotary cases, is torch.compile's time where it, too, expects gradients from outside to lie
+as the outputs do (coda_inductor/inductor/tangents.py): torch 2.11 does not by itself, torch 2.13 does.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
         REPORTS.clear()
     others = list[Callable[[int], object]]()
     if name.startswith("rotary") and "train" in kinds:
-        other = torch.compile(model, backend=as_outputs)
+        other = torch.compile(model, backend=inductor_as_outputs)
         others.append(lambda s: train(other, inputs[s]))
     gib = [peak(lambda c=c: c(0)) for c in calls]
     launched = []
@@ -278,7 +278,7 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
     return rows
 
 
-def as_outputs(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+def inductor_as_outputs(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     """A backend: Inductor, with gradients from outside expected to lie as the outputs do."""
     with functorch_config.patch(guess_tangent_strides_as_outputs=True):
         return compile_fx(gm, inputs)

@@ -196,36 +196,17 @@ def test_subclasses_are_left_to_torch() -> None:
     assert not as_outputs(dynamo(lambda x: heads(x.sin()), two), Settings())
 
 
-class Nested(nn.Module):
-    """Calls a graph."""
-
-    def __init__(self, inner: fx.GraphModule) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)  # type: ignore[no-any-return]
-
-
-class Whole(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_outputs_of_other_sizes_are_left_to_torch(nested: bool) -> None:
     local_map_hop = pytest.importorskip("torch._higher_order_ops.local_map").local_map_hop
     gm = dynamo(CASES["by token"][0], inputs().requires_grad_())
     assert as_outputs(gm, Settings())
-    inner = fx.Graph()
-    inner.output(inner.call_function(local_map_hop, (None, inner.placeholder("x"))))
-    made = fx.GraphModule({}, inner)
-    with gm.graph.inserting_before(gm.graph.output_node()):
-        if nested:
-            root = Nested(made)
-            gm.add_submodule("nested", fx.GraphModule(root, Whole().trace(root)))
-        else:
-            gm.graph.call_function(local_map_hop, (None, gm.graph.find_nodes(op="placeholder")[0]))
+    graph = fx.Graph() if nested else gm.graph
+    at = graph.placeholder("x") if nested else graph.find_nodes(op="placeholder")[0]
+    with graph.inserting_after(at):
+        graph.call_function(local_map_hop, (None, at))
+    if nested:
+        gm.add_submodule("nested", fx.GraphModule({}, graph))
     assert not as_outputs(gm, Settings())
 
 

@@ -27,14 +27,14 @@ LOCAL_MAP = "local_map_hop"
 def as_outputs(gm: fx.GraphModule, settings: Settings) -> bool:
     """Shall AOTAutograd expect the gradients of Dynamo's graph in the layout of its outputs?
 
-    Where torch says so already, or the user; else if outputs that need a gradient lie by token (`by_token`) and all
+    Where torch says so already, or the user; else if outputs that need a gradient lie by token (`_by_token`) and all
     others of these are contiguous: no gradient can be copied into an expanded one. Not where the graph itself reads one
     of them, as keys and values that are returned for a cache: those get no gradient as a rule, for which autograd makes
     zeros, which are contiguous. (torch 2.13 with its default taken back by the user is taken for torch 2.11.)
     """
     if functorch_config.guess_tangent_strides_as_outputs:
         return True
-    if not allowed(LAYOUTS, NAMES, settings) or any(map(_maps, gm.modules())):
+    if not allowed(LAYOUTS, NAMES, settings) or any(map(_calls_local_map, gm.modules())):
         return False
     returned = gm.graph.output_node().all_input_nodes
     values = [n.meta.get("example_value") for n in returned]
@@ -42,16 +42,16 @@ def as_outputs(gm: fx.GraphModule, settings: Settings) -> bool:
         return False
     outputs = [(n, t) for n, t in zip(returned, values, strict=True) if isinstance(t, Tensor) and t.requires_grad]
     turned = [(n, t) for n, t in outputs if not t.is_contiguous()]
-    return bool(turned) and all(by_token(t) and not _read(n, t) for n, t in turned)
+    return bool(turned) and all(_by_token(t) and not _is_read(n, t) for n, t in turned)
 
 
-def by_token(t: Tensor) -> bool:
+def _by_token(t: Tensor) -> bool:
     """Is it [batch, heads, tokens, size], of which tokens lie before heads?"""
     return t.dim() == 4 and t.is_floating_point() and t.transpose(1, 2).is_contiguous()
 
 
-def _maps(module: torch.nn.Module) -> bool:
-    """Does a graph, or one within it, call LOCAL_MAP?"""
+def _calls_local_map(module: torch.nn.Module) -> bool:
+    """Is it a graph that calls LOCAL_MAP?"""
     targets = [n.target for n in module.graph.nodes] if isinstance(module, fx.GraphModule) else []
     return any(isinstance(target, HigherOrderOperator) and target.name() == LOCAL_MAP for target in targets)
 
@@ -65,13 +65,13 @@ def _known(value: object) -> bool:
     return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
 
 
-def _read(node: fx.Node, value: Tensor) -> bool:
+def _is_read(node: fx.Node, value: Tensor) -> bool:
     """Does the graph use a returned tensor, or another view of what it is a view of?"""
-    place = StorageWeakRef(value.untyped_storage())
+    storage = StorageWeakRef(value.untyped_storage())
 
     def shares(other: fx.Node) -> bool:
         t = other.meta.get("example_value")
-        return isinstance(t, Tensor) and _known(t) and StorageWeakRef(t.untyped_storage()) == place
+        return isinstance(t, Tensor) and _known(t) and StorageWeakRef(t.untyped_storage()) == storage
 
     views, todo = set[fx.Node](), [node]
     while todo:
