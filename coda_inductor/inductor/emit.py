@@ -12,11 +12,13 @@ import torch
 from torch import fx
 
 from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.inductor.aliases import part
 from coda_inductor.inductor.ops import REGION
-from coda_inductor.inductor.order import collectives, sort
+from coda_inductor.inductor.order import sort
 from coda_inductor.inductor.repeats import read_repeats
 from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.vectors import Vectors
+from coda_inductor.inductor.verifying import Before
 from coda_inductor.inductor.writing import Writing
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
@@ -163,44 +165,39 @@ class Emission(Writing):
                 self.redirect(user, self.call(new, user.target, *args, **user.kwargs), readers)
 
 
-def emit(plan: Plan, builts: Sequence[Built], target: str) -> None:
-    """Writes all Regions, sorts, and drops what nobody reads any more. Raises Unsupported as `sort` does, and where no
-    node holds a symbolic size."""
+def emit(plan: Plan, builts: Sequence[Built], target: str, before: Before) -> None:
+    """Writes all Regions, each where the last of its products stood, sorts, and drops what nobody reads any more.
+    Raises Unsupported as `sort` does, and where no node holds a symbolic size."""
     lifted, graph = plan.program.lifted, plan.program.lifted.graph
     if not builts:
         return
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output = graph.output_node()
     emission = Emission(graph, output, target, plan)
-    strides, ordered = Strides(graph), collectives(graph)
+    strides = Strides(graph)
     pending = list(builts)
     while pending:
         ready = [b for b in pending if all(_known(emission, s) for s in b.inputs)]
         if not ready:
             raise BrokenInvariant("Regions that wait for each other")
         for built in ready:
-            emission.region(lifted.products[built.draft.space.accs[-1].bit].node, built)
+            emission.anchor = _stands(plan, built)
+            emission.region(emission.anchor, built)
         pending = [b for b in pending if b not in ready]
     for built in sorted(builts, key=lambda b: not any(s.again for s in b.draft.supplies.values())):
+        emission.anchor = _stands(plan, built)
         emission.supply(built)
+    emission.anchor = output
     read_repeats(graph, emission.call, emission.dense_as, emission.redirect)
-    _unshare(emission, output)
-    sort(graph, ordered)
+    part(graph, before.sharing, emission.call)
+    sort(graph, before.effects)
     strides.restore(emission.call)
+    sort(graph, before.effects)
     graph.lint()
 
 
-def _unshare(emission: Emission, output: fx.Node) -> None:
-    """What a graph returns has memory of its own: two outputs that are one store are two tensors all the same."""
-    taken, stores = set[fx.Node](), set(emission.made.values())
-
-    def own(node: fx.Node) -> fx.Node:
-        store = g.root(node, g.is_view)
-        if store in stores and store in taken:
-            return emission.call(node, aten.clone.default, node)
-        taken.add(store)
-        return node
-
-    output.args = fx.map_arg(output.args, own)
+def _stands(plan: Plan, built: Built) -> fx.Node:
+    """The last product of a Region, before which it is written."""
+    return plan.program.lifted.products[built.draft.space.accs[-1].bit].node
 
 
 def _known(emission: Emission, source: Source) -> bool:

@@ -23,9 +23,11 @@ from coda_inductor.inductor.bare import BARE, bare_products, write_bare
 from coda_inductor.inductor.casts import Cast, round_first, write_wide
 from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.judges import NOBODY, Judges
+from coda_inductor.inductor.kept import keep
 from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.switches import CASTS, NAMES, REGION_KINDS, SWEEPS, TABLES, allowed
 from coda_inductor.inductor.tables import Table, store_tables
+from coda_inductor.inductor.verifying import Before, verify, verify_kept
 from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.draft import Computed
@@ -112,7 +114,9 @@ def rewrite(
 
 def _rewrite(graph: fx.Graph, settings: Settings, target: str, judges: Judges) -> Report:
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
+    before = Before.of(graph)
     casts = round_first(graph) if allowed(CASTS, NAMES, settings) else ()
+    verify(graph, before, "casts that are rounded first")
     made, builts, normalisers, unhalved = settled(graph, settings, judges)
     lifted = made.program.lifted
     names = {n.name: n for n in graph.nodes}
@@ -125,19 +129,28 @@ def _rewrite(graph: fx.Graph, settings: Settings, target: str, judges: Judges) -
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
-    emit(made, builts, target)
+    emit(made, builts, target, before)
+    verify(graph, before, "Regions")
     left = {n.name for n in graph.nodes}
     gone = [n for n in names if n in terms and n not in left]
     tables = store_tables(graph) if allowed(TABLES, NAMES, settings) else ()
+    verify(graph, before, "tables")
     sites, slow = _absorb(sites, builts, gone, terms), tuple[Refusal, ...]()
     if device is not None:
         casts += write_wide(graph, device) if may_widen(settings, target) else ()
         bare, slow = _bare(graph, settings, target, judges, device, len(sites))
         sites += bare
+    verify(graph, before, "plain products")
     swept = tuple[sweeps.Kept, ...]()
     if allowed(SWEEPS, NAMES, settings):
-        swept, apart = _sweeps(graph, settings, target, judges)
+        swept, apart = _sweeps(graph, settings, target, judges, before)
         slow += apart
+        assert graph.owning_module is not None
+        graph = graph.owning_module.graph  # the one without Sweeps if they could not be written
+    verify(graph, before, "sweeps")
+    keep(graph)
+    verify(graph, before, "copies for the backward")
+    verify_kept(graph)
     return Report(tuple(sites), refused + slow, opaque, tables, casts, swept)
 
 
@@ -171,7 +184,7 @@ def _bare(
 
 
 def _sweeps(
-    graph: fx.Graph, settings: Settings, target: str, judges: Judges
+    graph: fx.Graph, settings: Settings, target: str, judges: Judges, before: Before
 ) -> tuple[tuple[sweeps.Kept, ...], tuple[Refusal, ...]]:
     """What stands beside attention as Sweeps, where none is slower, and the rest."""
     found, refused = sweeps.found(graph, settings.numerics == "strict", judges.legal)
@@ -181,7 +194,7 @@ def _sweeps(
     apart = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in refused.items())
     kept, backup = [made for i, made in enumerate(found) if i not in losers], g.copied(graph) if found else graph
     try:
-        return sweeps.write(graph, target, kept), apart
+        return sweeps.write(graph, target, kept, before), apart
     except Unsupported as why:  # collectives in another order, a size that no node holds: the Regions stay
         assert graph.owning_module is not None
         graph.owning_module.graph = backup

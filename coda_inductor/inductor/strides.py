@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor.inductor.aliases import returned
 from coda_inductor.inductor.paths import hint
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.sizes import ONE, Size, size_of
@@ -66,12 +67,6 @@ class Strides:
                 node.meta["val"] = target(*args, **kwargs)
             if layout(node) != before:
                 changed.add(node)
-
-
-def returned(graph: fx.Graph) -> list[Any]:
-    """What the graph returns."""
-    (values,) = graph.output_node().args
-    return list(values) if isinstance(values, tuple | list) else [values]
 
 
 def unguarded(node: fx.Node) -> Any:

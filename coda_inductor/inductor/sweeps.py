@@ -17,13 +17,15 @@ from torch import fx
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import parse
 from coda_inductor.core.sweep import Sweep
+from coda_inductor.inductor.aliases import part
 from coda_inductor.inductor.lowering import base_of, elements, kind_of, owner
 from coda_inductor.inductor.memory import taken_whole
 from coda_inductor.inductor.ops import REGION, STORED, SWEEP
-from coda_inductor.inductor.order import collectives, sort
+from coda_inductor.inductor.order import sort
 from coda_inductor.inductor.paths import name_of
 from coda_inductor.inductor.strides import Strides
 from coda_inductor.inductor.tables import REPEATED
+from coda_inductor.inductor.verifying import Before
 from coda_inductor.inductor.writing import Writing
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
@@ -216,20 +218,21 @@ def work(made: Swept) -> set[fx.Node]:
     return found
 
 
-def write(graph: fx.Graph, target: str, made: list[Swept]) -> tuple[Kept, ...]:
-    """Puts the Sweeps in the place of the nodes that they supply."""
+def write(graph: fx.Graph, target: str, made: list[Swept], before: Before) -> tuple[Kept, ...]:
+    """Puts the Sweeps in the place of the nodes that they supply. Raises Unsupported as `sort` does."""
     if not made:
         return ()
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    writing, strides, ordered = Writing(graph, output), Strides(graph), collectives(graph)
+    writing, strides = Writing(graph, graph.output_node()), Strides(graph)
     lines = [g.source_line(each.outputs[0]) for each in made]
     place = {node: i for i, node in enumerate(graph.nodes)}
     works = [sorted({*work(each), *each.outputs}, key=place.__getitem__) for each in made]
     names = [{n.name: name_of(n) for n in nodes if not g.is_view(n)} for nodes in works]
     replaced = dict[fx.Node, fx.Node]()
     rows = [_write(writing, target, each, replaced) for each in made]
-    sort(graph, ordered)
+    part(graph, before.sharing, writing.call)
+    sort(graph, before.effects)
     strides.restore(writing.call)
+    sort(graph, before.effects)
     graph.lint()
     left = {n.name for n in graph.nodes}
     gone = [{name: what for name, what in each.items() if name not in left} for each in names]

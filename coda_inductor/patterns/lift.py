@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import Memory, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.pointwise import POINTWISE
@@ -84,11 +85,12 @@ def lift(
 ) -> Lifted:
     """Reads a functional ATen graph with fake tensors in meta["val"]. Adds no guard and changes nothing. What is `cut`
     is a tensor of which nothing else is said; `matrices` are among those that have features as columns."""
-    lifted = Lifted(graph, read_axes(graph, matrices), Terms(), {}, {}, {})
+    lifted = Lifted(graph, read_axes(graph, matrices), Terms(rounding), {}, {}, {})
+    waits = _order(lifted)
     forward = _forward(lifted)
     for node in graph.nodes:
         deps = forward if g.is_tangent(node) else 0
-        for a in node.all_input_nodes:
+        for a in (*node.all_input_nodes, *waits.get(node, ())):
             deps |= lifted.deps[a]
         if node in lifted.reading.dims:
             term = None if node in lifted.reading.opaque or cut(node) else _understood(lifted, node)
@@ -106,6 +108,17 @@ def lift(
     lifted.read = tuple(lifted.terms)
     lifted.totalled = frozenset(t.args[0] for t in lifted.read if t.kind == "red" and t.name == "sum")
     return lifted
+
+
+def _order(lifted: Lifted) -> dict[fx.Node, list[fx.Node]]:
+    """What each node waits for although it reads nothing of it. Operations on memory that is read after it was
+    overwritten become opaque: a term does not say which of its contents it means."""
+    graph, found = lifted.graph, effects(lifted.graph)
+    memory = Memory(graph) if found.unstable else None
+    for node in lifted.reading.dims if memory else ():
+        if memory.read(node) & found.unstable:
+            lifted.reading.opaque.setdefault(node, "it reads memory that is overwritten")
+    return found.waits(graph)
 
 
 def _forward(lifted: Lifted) -> int:

@@ -55,7 +55,9 @@ ZERO, ONE = Fraction(0), Fraction(1)
 class Terms:
     """The table of all terms of a graph, and their constructors, which normalise."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: bool = False) -> None:
+        self.rounding = rounding
+        """Do terms keep every rounding of the original? Then only powers of two leave a sum."""
         self._table: dict[object, Term] = {}
         self._selected: dict[tuple[Term, int, int], Term] = {}
         self._products: dict[tuple[Term, ...], Term] = {}  # a graph is derived many times, each time much alike
@@ -134,19 +136,26 @@ class Terms:
                 return self.mul(self.const(root), *factors)
         return self._make("mul", args=(x,), powers=(p,))
 
-    def add(self, *args: Term, signs: Sequence[Fraction] | None = None) -> Term:
-        """The sum of signs[i] * args[i]. Sums of several values stay nested: they are what a program stores."""
+    def add(self, *args: Term, signs: Sequence[Fraction] | None = None, merge: bool = False) -> Term:
+        """The sum of signs[i] * args[i], in float32 what the user wrote: an addend that is a sum stays one value, and
+        like terms meet only as x + x = 2 x. (x + c) - c is a rounding of x to a multiple of c's last bit, and
+        (s - x) - y the rounding error of s = x + y. `merge`: laws with an error bound let like terms meet and cancel.
+        """
         total, weights = ZERO, dict[Term, Fraction]()
         for a, sign in zip(args, signs or [ONE] * len(args), strict=True):
-            inner = [(a, ONE)]
-            if a.kind == "mul" and not a.args:
-                total, inner = total + sign * a.coefficient, []
-            elif a.kind == "add" and sum(bool(t.axes) for t in a.args) < 2:
-                total, inner = total + sign * a.coefficient, list(zip(a.args, a.powers, strict=True))
-            for t, w in inner:
-                if t.kind == "mul" and t.coefficient != 1:
-                    t, w = self.mul(t, self.const(1 / t.coefficient)), w * t.coefficient
-                weights[t] = weights.get(t, ZERO) + sign * w
+            if is_number(a):
+                total += sign * a.coefficient
+                continue
+            t, w = (self.mul(a, self.const(1 / a.coefficient)), sign * a.coefficient) if _scaled(a) else (a, sign)
+            if merge or weights.get(t, w) == w:
+                weights[t] = weights.get(t, ZERO) + w
+            elif w == 1:
+                scaled = self.mul(self.const(weights[t]), t)
+                weights[scaled] = weights.get(scaled, ZERO) + ONE
+                weights[t] = ONE
+            else:
+                scaled = self.mul(self.const(w), t)
+                weights[scaled] = weights.get(scaled, ZERO) + ONE
         pairs = sorted(((t, w) for t, w in weights.items() if w), key=lambda tw: tw[0].id)
         if not pairs:
             return self.const(total)
@@ -171,7 +180,7 @@ class Terms:
         if name == "sum":
             for i in over:
                 x = x if i in x.axes else self.mul(x, self.const(extents[i]))
-            if x.kind == "mul":  # numbers leave a sum
+            if x.kind == "mul" and not (self.rounding and _rounds(x.coefficient)):  # numbers leave a sum
                 outside = self.const(x.coefficient)
                 inner = self.mul(x, self.const(1 / x.coefficient)) if x.coefficient else x
                 return self.mul(outside, self._make("red", name, (inner,), over=inside)) if inside else x
@@ -235,6 +244,11 @@ class Terms:
         return self.rebuild(x, args)
 
 
+def _rounds(c: Fraction) -> bool:
+    """May a product with c round? With a power of two it does not."""
+    return c != 0 and any(n & (n - 1) for n in (abs(c.numerator), c.denominator))
+
+
 def _root(c: Fraction, p: Fraction) -> Fraction | None:
     """c ** p if that is a rational number."""
     if p.denominator == 1:
@@ -245,6 +259,11 @@ def _root(c: Fraction, p: Fraction) -> Fraction | None:
 def is_number(t: Term) -> bool:
     """Is t a literal?"""
     return t.kind == "mul" and not t.args
+
+
+def _scaled(t: Term) -> bool:
+    """Is t a number times something?"""
+    return t.kind == "mul" and t.coefficient != 1
 
 
 def positive(t: Term) -> bool:

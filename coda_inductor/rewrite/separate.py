@@ -117,4 +117,4 @@ def total(terms: Terms, *vectors: Term) -> Term:
         else:
             args.append(v)
             signs.append(w)
-    return terms.add(terms.const(number), *args, signs=[ONE, *signs])
+    return terms.add(terms.const(number), *args, signs=[ONE, *signs], merge=True)

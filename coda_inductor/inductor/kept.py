@@ -1,0 +1,72 @@
+"""What the backward reads of memory that the forward overwrites is a copy, made before.
+
+A running mean may be subtracted in the forward and updated there. The derivation may let the backward make such a
+difference again, and so may Inductor's partitioner: then both would read the new mean. The backward reads a copy that
+the forward keeps, and operations of the forward that read such memory are not computed again.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from coda_inductor.inductor.ops import REGION, SWEEP
+from coda_inductor.inductor.writing import Writing
+from coda_inductor.patterns.effects import Memory, late, written
+from coda_inductor.patterns.graph import aten
+
+RECOMPUTE = "recompute"
+"""The key of a node's meta under which partitioners look for a CheckpointPolicy."""
+OURS = (REGION, SWEEP)
+"""Operations that no partitioner computes again."""
+
+
+def expiring(graph: fx.Graph) -> frozenset[str]:
+    """The memory that the forward of a joint graph overwrites."""
+    backward, memory = late(graph), Memory(graph)
+    if not backward:
+        return frozenset()
+    writers = [n for n in graph.nodes if written(n) and n not in backward and in_forward(n)]
+    return frozenset().union(*map(memory.overwritten, writers))
+
+
+def in_forward(writer: fx.Node) -> bool:
+    """May the partitioner put the writer into the forward?"""
+    return "backward" not in str(writer.meta.get("partitioner_tag"))
+
+
+def keep(graph: fx.Graph) -> None:
+    """Adds the copies to a joint graph, in place."""
+    names = expiring(graph)
+    if not names:
+        return
+    memory, backward, copies = Memory(graph), late(graph), dict[fx.Node, fx.Node]()
+    for node in list(graph.nodes):
+        if not memory.read(node) & names or written(node):
+            continue
+        if node not in backward:
+            if node.target not in OURS:
+                node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_SAVE)
+            continue
+        for source in [a for a in node.all_input_nodes if memory.of(a) in names]:
+            if source not in copies:
+                copies[source] = copy_of(graph, source)
+            node.replace_input_with(source, copies[source])
+
+
+def copy_of(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """A copy that the forward keeps, where the source stands."""
+    inputs = graph.find_nodes(op="placeholder")
+    anchor = (inputs[-1] if source in inputs else source).next
+    new = Writing(graph, anchor).call(source, aten.clone.default, source)
+    new.meta |= {"partitioner_tag": "is_forward", RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+    return new
+
+
+def stale(graph: fx.Graph) -> list[fx.Node]:
+    """The operations that would read the memory after the forward has overwritten it."""
+    names = expiring(graph)
+    memory, backward = Memory(graph), late(graph)
+    readers = [n for n in graph.nodes if names and memory.read(n) & names and not written(n)]
+    kept = [n for n in readers if n not in backward]
+    return [n for n in readers if n in backward] + [n for n in kept if n.target not in OURS and RECOMPUTE not in n.meta]

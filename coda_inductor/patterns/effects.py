@@ -1,0 +1,206 @@
+"""What a graph does besides computing values: what it overwrites, draws and prints, and in which order.
+
+AOTAutograd's graphs are functional but for their ends: `copy_` writes what an input shall hold afterwards. Chained
+passes of users may leave other writers, anywhere. `Effects` says of a graph, before it is rewritten, what has to hold
+of it afterwards: who reads which memory before and after each write, and the one order of draws, prints, asserts and
+operations in which others take part.
+
+Memory is named by the node that allocates it: an input, or an operation that makes a new tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import aten
+
+ALONE = frozenset({"aten", "prims", "coda"})
+"""The namespaces of operations that take part in nothing outside the graph, but for draws and asserts."""
+PERHAPS = frozenset({aten.reshape.default, aten.contiguous.default, aten._reshape_alias.default})
+"""Operations that return a view of their input where they can, and a copy elsewhere."""
+VIEWED = frozenset({aten._unsafe_view.default})
+"""Views whose schema does not say so."""
+
+
+def storage(node: fx.Node) -> int | None:
+    """The storage of the node's fake tensor, if it has one."""
+    value = g.tensor(node)
+    return value.untyped_storage()._cdata if value is not None and torch._C._has_storage(value) else None
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The input in whose memory the node's result lies; None if the result has memory of its own."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if not isinstance(node.target, torch._ops.OpOverload):  # an item of several views
+        views = isinstance(source.target, torch._ops.OpOverload) and _aliases(source.target)
+        return viewed(source) if views else None
+    if node.target in PERHAPS:
+        return source if storage(node) == storage(source) is not None else None
+    return source if node.target in VIEWED or _aliases(node.target) else None
+
+
+def _aliases(op: torch._ops.OpOverload) -> bool:
+    """Do the results of an operation lie in the memory of its first argument?"""
+    schema = op._schema
+    return bool(schema.arguments) and any(r.alias_info is not None for r in schema.returns)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The inputs that an operation overwrites."""
+    if node.op != "call_function":
+        return []
+    if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
+        return [n for n in tree_leaves(dict(node.kwargs["kwargs"])) if isinstance(n, fx.Node)]  # type: ignore[call-overload]
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    found = list[fx.Node]()
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [n for n in tree_leaves(given) if isinstance(n, fx.Node)]
+    return found
+
+
+def draws(node: fx.Node) -> bool:
+    """Does an operation draw random numbers? Attention without dropout draws none."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    names = [a.name for a in op._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    i = names.index("dropout_p")
+    return bool((node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0)
+
+
+def ordered(node: fx.Node) -> bool:
+    """Must the operation keep its place among all of its kind? Draws, prints and asserts, what belongs to other
+    libraries, in which other ranks may take part, and what holds a graph. What only writes to memory may not."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ALONE:
+        return draws(node) or (node.is_impure(impure_random=False) and not written(node))
+    other = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+    return other or node.is_impure(impure_random=False)
+
+
+class Memory:
+    """Where the values of a graph lie, as it is now."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._name: dict[fx.Node, str] = {}
+        inputs = dict[int, str]()
+        for node in graph.nodes:
+            source = viewed(node)
+            if source is not None:
+                self._name[node] = self._name.get(source, source.name)
+            elif node.op in ("placeholder", "get_attr") and (key := storage(node)) is not None:
+                self._name[node] = inputs.setdefault(key, node.name)
+            else:
+                self._name[node] = node.name
+
+    def of(self, node: fx.Node) -> str:
+        """The name of the memory that a node's value lies in."""
+        return self._name.get(node, node.name)
+
+    def read(self, node: fx.Node) -> frozenset[str]:
+        """The memory that an operation reads. A view reads none, nor does what only asks for a size."""
+        if node.op != "call_function" or viewed(node) is not None and not written(node):
+            return frozenset()
+        if not any(isinstance(v, torch.Tensor) for v in tree_leaves(node.meta.get("val"))) and not ordered(node):
+            return frozenset()
+        return frozenset(self.of(a) for a in node.all_input_nodes)
+
+    def overwritten(self, node: fx.Node) -> frozenset[str]:
+        """The memory that an operation overwrites."""
+        return frozenset(self.of(a) for a in written(node))
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Of a graph before it is rewritten, by the names of its nodes. All that reads what is overwritten elsewhere is
+    kept: the rest of the graph is free."""
+
+    chain: tuple[str, ...] = ()
+    """What is `ordered`."""
+    writes: dict[str, frozenset[str]] = field(default_factory=dict)
+    """What each writer overwrites, in order."""
+    reads: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Who reads memory that some writer overwrites."""
+    behind: frozenset[tuple[str, str]] = frozenset()
+    """(reader, writer) where the writer stands first."""
+    unstable: frozenset[str] = frozenset()
+    """Memory that somebody reads, or may read, after it was overwritten: only who reads it now may read it."""
+
+    @property
+    def memory(self) -> frozenset[str]:
+        """All that is overwritten."""
+        return frozenset().union(*self.writes.values())
+
+    def waits(self, graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+        """For each node of the graph, rewritten or not, what must have run although the node reads nothing of it."""
+        found, nodes = defaultdict[fx.Node, list[fx.Node]](list), {n.name: n for n in graph.nodes}
+        chain = [nodes[name] for name in self.chain if name in nodes]
+        for before, node in itertools.pairwise(chain):
+            found[node].append(before)
+        for reader, writer in self.pairs(graph) if self.writes else ():
+            first, second = (writer, reader) if (reader.name, writer.name) in self.behind else (reader, writer)
+            found[second].append(first)
+        return found
+
+    def pairs(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Every (reader, writer) of one piece of memory; of two writers the second counts as a reader."""
+        memory = Memory(graph)
+        writers = [n for n in graph.nodes if n.name in self.writes]
+        names = self.memory
+        for node in graph.nodes:
+            if touched := (memory.read(node) | memory.overwritten(node)) & names:
+                for writer in writers:
+                    if writer is not node and touched & memory.overwritten(writer):
+                        yield node, writer
+
+
+def effects(graph: fx.Graph) -> Effects:
+    """The effects of a graph."""
+    memory, nodes = Memory(graph), list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    writes = {n: over for n in nodes if (over := memory.overwritten(n))}
+    chain = tuple(n.name for n in nodes if ordered(n))
+    if not writes:
+        return Effects(chain)
+    names = frozenset[str]().union(*writes.values())
+    reads = {n: some for n in nodes if (some := (memory.read(n) | memory.overwritten(n)) & names)}
+    behind = {(n, w) for n, some in reads.items() for w, over in writes.items() if place[w] < place[n] and some & over}
+    unstable = {m for n, w in behind for m in reads[n] & writes[w] if m in memory.read(n) - memory.overwritten(n)}
+    for w, over in writes.items():  # what is ordered behind a writer of another library may be read before it
+        if ordered(w) and chain and chain[-1] != w.name:
+            unstable |= over
+    return Effects(
+        chain,
+        {w.name: over for w, over in writes.items()},
+        {n.name: some for n, some in reads.items()},
+        frozenset((n.name, w.name) for n, w in behind),
+        frozenset(unstable),
+    )
+
+
+def late(graph: fx.Graph) -> set[fx.Node]:
+    """What waits for the gradient of an output, in whatever order the graph stands."""
+    todo, found = list[Any](filter(g.is_tangent, graph.nodes)), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [user for user in node.users if user.op != "output"]
+    return found
