@@ -10,14 +10,13 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_inductor.inductor.ops import REGION, SWEEP
+from coda_inductor.inductor.ops import KEPT, REGION, SWEEP
 from coda_inductor.inductor.writing import Writing
 from coda_inductor.patterns.effects import Memory, late, written
-from coda_inductor.patterns.graph import aten
 
 RECOMPUTE = "recompute"
 """The key of a node's meta under which partitioners look for a CheckpointPolicy."""
-OURS = (REGION, SWEEP)
+OURS = (KEPT, REGION, SWEEP)
 """Operations that no partitioner computes again."""
 
 
@@ -38,35 +37,52 @@ def in_forward(writer: fx.Node) -> bool:
 def keep(graph: fx.Graph) -> None:
     """Adds the copies to a joint graph, in place."""
     names = expiring(graph)
-    if not names:
-        return
-    memory, backward, copies = Memory(graph), late(graph), dict[fx.Node, fx.Node]()
-    for node in list(graph.nodes):
-        if not memory.read(node) & names or written(node):
-            continue
-        if node not in backward:
-            if node.target not in OURS:
-                node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_SAVE)
-            continue
+    copies = dict[fx.Node, fx.Node]()
+    early, readers = sides(graph, names)
+    for node in early:
+        if node.target not in OURS:
+            node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_SAVE)
+    memory = Memory(graph)
+    for node in readers:
         for source in [a for a in node.all_input_nodes if memory.of(a) in names]:
             if source not in copies:
                 copies[source] = copy_of(graph, source)
             node.replace_input_with(source, copies[source])
 
 
+def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Who reads this memory: what the forward runs, and what the backward may run."""
+    if not names:
+        return [], []
+    memory, backward = Memory(graph), late(graph)
+    readers = [n for n in graph.nodes if memory.read(n) & names and not written(n) and n.target is not KEPT]
+    forward = needed(graph, backward)
+    return [n for n in readers if n in forward], [n for n in readers if n not in forward]
+
+
+def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
+    """What the forward's results, writes and asserts are made of. What only the backward reads may run there."""
+    todo: list[fx.Node] = [n for n in graph.output_node().all_input_nodes if n not in backward]
+    todo += [n for n in graph.nodes if n not in backward and n.op == "call_function" and n.is_impure() and in_forward(n)]
+    found = set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
 def copy_of(graph: fx.Graph, source: fx.Node) -> fx.Node:
-    """A copy that the forward keeps, where the source stands."""
+    """A copy that the forward makes and keeps, where the source stands."""
     inputs = graph.find_nodes(op="placeholder")
     anchor = (inputs[-1] if source in inputs else source).next
-    new = Writing(graph, anchor).call(source, aten.clone.default, source)
+    new = Writing(graph, anchor).call(source, KEPT, source)
     new.meta |= {"partitioner_tag": "is_forward", RECOMPUTE: CheckpointPolicy.MUST_SAVE}
     return new
 
 
 def stale(graph: fx.Graph) -> list[fx.Node]:
-    """The operations that would read the memory after the forward has overwritten it."""
-    names = expiring(graph)
-    memory, backward = Memory(graph), late(graph)
-    readers = [n for n in graph.nodes if names and memory.read(n) & names and not written(n)]
-    kept = [n for n in readers if n not in backward]
-    return [n for n in readers if n in backward] + [n for n in kept if n.target not in OURS and RECOMPUTE not in n.meta]
+    """The operations that might read the memory after the forward has overwritten it."""
+    early, readers = sides(graph, expiring(graph))
+    return readers + [n for n in early if n.target not in OURS and RECOMPUTE not in n.meta]

@@ -1,5 +1,5 @@
 """coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
-coda.stored lowered: nothing but a buffer. (coda.sweep: sweep_lowering.py.)
+coda.stored lowered: nothing but a buffer; coda.kept: a copy. (coda.sweep: sweep_lowering.py.)
 
 The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import clone, fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from coda_inductor.codegen.executable import Run
@@ -25,7 +25,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.sweep import Sweep
-from coda_inductor.inductor.ops import REGION, STORED
+from coda_inductor.inductor.ops import KEPT, REGION, STORED
 
 
 class Launcher:
@@ -248,8 +248,16 @@ def _store(x: ir.TensorBox) -> ir.TensorBox:
     return x
 
 
+def _keep(x: ir.TensorBox) -> ir.TensorBox:
+    """A copy, in memory of its own before anything overwrites the original."""
+    copy = clone(x)
+    copy.realize()
+    return copy
+
+
 @cache
 def register() -> None:
     """Tells Inductor, once."""
     register_lowering(REGION, type_promotion_kind=None)(_lower)
     register_lowering(STORED, type_promotion_kind=None)(_store)
+    register_lowering(KEPT, type_promotion_kind=None)(_keep)

@@ -1,14 +1,15 @@
 """torch.ops.coda.region: one functional operation for every Region. torch.ops.coda.sweep: one for every Sweep.
-torch.ops.coda.stored: a value that is in memory.
+torch.ops.coda.stored: a value that is in memory. torch.ops.coda.kept: a copy.
 
 Their eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled
-graphs call `launch`, which runs the generated kernel. A stored value is the value.
+graphs call `launch`, which runs the generated kernel. A stored value is the value, and so is a kept one.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
 from coda_inductor.core.errors import BrokenInvariant
@@ -86,6 +87,14 @@ torch.library.register_fake("coda::stored", torch.empty_like, lib=_library)
 
 STORED = torch.ops.coda.stored.default
 """stored(x) -> x. Compiled graphs compute it once and read it from memory, whatever Inductor would do."""
+
+_library.define("kept(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("kept", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("coda::kept", torch.empty_like, lib=_library)
+
+KEPT = torch.ops.coda.kept.default
+"""kept(x) -> a copy of x in memory of its own, as x lies; Inductor takes a clone that nobody returns for x itself."""
+has_side_effect(KEPT)  # or a partitioner would take for the backward's own what the forward does not read
 
 
 @register_flop_formula(torch.ops.coda.region)

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 
-ALONE = frozenset({"aten", "prims", "coda"})
-"""The namespaces of operations that take part in nothing outside the graph, but for draws and asserts."""
+OURS, ALONE = "coda", frozenset({"aten", "prims"})
+"""The namespaces of our operations, and of others that take part in nothing outside the graph but by draws, asserts."""
 PERHAPS = frozenset({aten.reshape.default, aten.contiguous.default, aten._reshape_alias.default})
 """Operations that return a view of their input where they can, and a copy elsewhere."""
 VIEWED = frozenset({aten._unsafe_view.default})
@@ -89,7 +89,10 @@ def ordered(node: fx.Node) -> bool:
     libraries, in which other ranks may take part, and what holds a graph. What only writes to memory may not."""
     if node.op != "call_function":
         return False
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ALONE:
+    space = node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+    if space == OURS:
+        return False
+    if space in ALONE:
         return draws(node) or (node.is_impure(impure_random=False) and not written(node))
     other = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
     return other or node.is_impure(impure_random=False)
