@@ -168,13 +168,33 @@ def test_literals_are_shortest_decimals() -> None:
             ts.const(bad)
 
 
-def test_residual_streams_stay_nested_and_numbers_flatten() -> None:
+def test_sums_stay_as_they_are_written() -> None:
     ts = Terms()
     x, y, z = leaves(ts, "x", "y", "z")
     stream = ts.add(x, y)
-    assert ts.add(stream, z).args == (z, stream) or set(ts.add(stream, z).args) == {z, stream}
-    assert ts.add(ts.add(x, ts.const(1.0)), ts.const(2.0)) is ts.add(x, ts.const(3.0))
-    assert ts.add(x, x) is ts.mul(ts.const(2.0), x)
+    assert set(ts.add(stream, z).args) == {z, stream}
+    assert ts.add(x, x) is ts.mul(ts.const(2.0), x)  # exact
+    rounded = ts.add(x, ts.const(12582912.0))
+    assert ts.add(rounded, ts.const(-12582912.0)).args == (rounded,)
+    assert ts.add(ts.add(x, ts.const(1.0)), ts.const(2.0)) is not ts.add(x, ts.const(3.0))
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, -1), (1, 3), (-2, 2), (3, 1)])
+def test_like_terms_neither_merge_nor_cancel(first: int, second: int) -> None:
+    ts = Terms()
+    (x,) = leaves(ts, "x")
+    a, b = ts.mul(ts.const(float(first)), x), ts.mul(ts.const(float(second)), x)
+    both = ts.add(a, b)
+    assert both.kind == "add" and len(both.args) == 2
+    assert ts.rebuild(both, both.args) is both
+    assert ts.add(a, b, merge=True) is ts.mul(ts.const(float(first + second)), x)  # in laws alone
+
+
+def test_numbers_leave_a_sum_where_that_rounds_nothing() -> None:
+    x = (strict := Terms(rounding=True)).leaf("x", [0, 1])
+    for number, leaves_it in ((3.0, False), (0.25, True), (-2.0, True)):
+        red = strict.red("sum", strict.mul(strict.const(number), x), [0], {0: 5})
+        assert (red.kind == "mul") == leaves_it
 
 
 def test_a_sum_over_what_does_not_vary_counts() -> None:

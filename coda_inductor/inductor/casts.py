@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from coda_inductor.inductor.writing import ORIGIN
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import Memory, effects, viewed
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.sizes import Size, size_of
 
@@ -57,11 +58,11 @@ class Cast:
 
 def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
     """Moves casts to 16 bits before the copies that they follow, in place."""
-    found = []
+    found, memory, unstable = [], Memory(graph), effects(graph).unstable
     for cast in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
         views = copied(cast) if cast.args[1] in HALF else []
         value = rounded(views[0].args[0], cast.args[1]) if views else None  # type: ignore[arg-type]
-        if value is None:
+        if value is None or memory.of(views[0]) in unstable:
             continue
         found.append(Cast.of(cast, EARLY, g.source_line(cast) or g.source_line(views[0])))
         source, dtype = views[0].args[0], cast.args[1]
@@ -76,7 +77,9 @@ def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
             (inputs[-1] if source in inputs else source).append(cast)
             views[0].replace_input_with(source, cast)
         for node in views:
-            node.meta["val"] = lying_as(node, dtype)
+            (base,) = node.all_input_nodes
+            args = fx.map_arg(node.args, lambda n: n.meta["val"])
+            node.meta["val"] = lying_as(node, dtype) if viewed(node) is not base else node.target(*args, **node.kwargs)  # type: ignore[operator]
     return tuple(found)
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.aliases import returned
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor.aliases import give_back, returned, sharing
 from coda_inductor.inductor.paths import hint
-from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.graph import aten, source_line
 from coda_inductor.patterns.sizes import ONE, Size, size_of
 
 Layout = tuple[tuple[Size, ...], ...]
@@ -40,15 +41,24 @@ class Strides:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.inputs = {node: read_by(node) for node in graph.nodes if node.op == "call_function"}
+        self.sharing = sharing(graph)
         self.outputs = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned(graph)]
 
     def restore(self, call: Callable[..., fx.Node]) -> None:
         """Adds the copies; `call` makes a node before the output."""
         self.propagate()
-        output = self.graph.output_node()
-        wanted = zip(returned(self.graph), self.outputs, strict=True)
-        new = [restrided(node, val, call) if isinstance(val, Tensor) else node for node, val in wanted]
-        output.args = (type(output.args[0])(new),) if isinstance(output.args[0], tuple | list) else tuple(new)
+        give_back(self.graph, [self._restored(i, call) for i in range(len(self.outputs))])
+
+    def _restored(self, i: int, call: Callable[..., fx.Node]) -> Any:
+        """The i-th result in the order in memory that it had. Raises Unsupported where its memory is another's, too."""
+        node, val = returned(self.graph)[i], self.outputs[i]
+        if not isinstance(val, Tensor):
+            return node
+        new = restrided(node, val, call)
+        alike = self.sharing.count(self.sharing[i]) > 1 or isinstance(self.sharing[i], str)
+        if new is not node and alike:
+            raise Unsupported("results that share memory would lie in another order", where=source_line(node))
+        return new
 
     def propagate(self) -> None:
         """Computes the fake values of kept nodes anew, where what they read has another order now."""
