@@ -364,7 +364,7 @@ def test_explain_says_so(settings: dict[str, object], count: int) -> None:
     x = torch.zeros(1024, WIDTH, requires_grad=True)
     facts = explain(Autocast(), (x,), {}, "train", Settings(target="sm_90a", **settings))  # type: ignore[arg-type]
     shapes = [c["shape"] for c in facts["graphs"][0]["casts"]]
-    assert shapes == ["[96, 64]", "[1024, 64]", "[72, 96]"][:count]  # the weights' and the input's
+    assert sorted(shapes) == ["[1024, 64]", "[72, 96]", "[96, 64]"][:count]  # the weights' and the input's
 
 
 def test_they_are_listed_as_the_products_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
