@@ -131,6 +131,8 @@ def view_of_a_written_input(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
 class Held(nn.Module):
     """A parameter and a buffer of the module, and views of them."""
 
+    m: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.w, self.v = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))

@@ -1,4 +1,4 @@
-"""Programs whose operations keep an order that no data says: draws of random numbers, collectives, logs, checkpoints."""
+"""Programs whose operations keep an order that no data says: random numbers, collectives, logs, checkpoints."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ def logs(x: Tensor, w: Tensor, v: Tensor, log: Tensor) -> Any:
 @program(DRAWS, "x:TD w:DD v:DD | m:TD", infer=1, train=3)
 def asserted_between(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
     h = m + x @ w
-    torch._assert_async(h.detach().isfinite().all())
+    torch._assert_async(h.detach().isfinite().all(), "infinite")
     with torch.no_grad():
         m.zero_()
-        torch._assert_async((m == 0).all())
+        torch._assert_async((m == 0).all(), "not zero")
         scale_(m, 2.0)
     return h + torch.relu(h @ v)
 

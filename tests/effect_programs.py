@@ -74,7 +74,7 @@ def adapter_merged(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return before, torch.tanh(x @ w)
 
 
-@program(EFFECTS, "x:TD g:TD w:DD | m:DD", infer=2, train=2)
+@program(EFFECTS, "x:TD g:TD w:DD | m:DD", infer=2, train=2, ways=("dynamic",))
 def accumulated_product(x: Tensor, g: Tensor, w: Tensor, m: Tensor) -> Any:
     h = torch.tanh(x @ w)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def teacher_first(x: Tensor, w: Tensor, v: Tensor, t: Tensor, u: Tensor) -> Any:
     return F.gelu(target + x @ w) @ v
 
 
-@program(EFFECTS, "x:TD w:DD v:DD | c:D", infer=1, train=2)
+@program(EFFECTS, "x:TD w:DD v:DD | c:D", infer=1, train=2, ways=("autocast",))
 def centred_teacher(x: Tensor, w: Tensor, v: Tensor, c: Tensor) -> Any:
     """Self-distillation: a softmax about a running centre."""
     t = x @ w
@@ -237,7 +237,7 @@ def codebook(x: Tensor, w: Tensor, v: Tensor, c: Tensor, n: Tensor) -> Any:
 # ---- running statistics
 
 
-@program(EFFECTS, "x:TD r:TD", infer=2, train=2, ways=("inductor", "autocast", "dynamic"))
+@program(EFFECTS, "x:TD r:TD", infer=2, train=2, ways=("inductor",))
 class Batched(nn.Module):
     """nn.BatchNorm1d in training mode between products."""
 
@@ -252,6 +252,10 @@ class Batched(nn.Module):
 @program(EFFECTS, "x:TD r:TD", infer=1, train=2, inductor=False)
 class Running(nn.Module):
     """What normalises is the running mean and variance, updated after they were used."""
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +299,7 @@ def statistics_kept(x: Tensor, w: Tensor, v: Tensor, m: Tensor, s: Tensor) -> An
 @program(EFFECTS, "x:TD w:DD v:DD | m:DD", infer=1, train=2)
 def written_in_the_backward(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
     h = torch.relu(x @ w)
-    return Noted.apply(h, m) @ v
+    return Noted.apply(h, m) @ v  # type: ignore[no-untyped-call]
 
 
 class Noted(torch.autograd.Function):

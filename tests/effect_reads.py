@@ -18,8 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """`function(x, w, m)` is [T, D]; `m` has the shape that SIZES gives its letters. Where eager keeps `m` itself for the
-    backward, a `copy` of it is read there. Regions: without gradients, with them. `inductor`: as a Program's."""
+    """`function(x, w, m)` is [T, D]; `m` has the shape that SIZES gives its letters. Where eager keeps `m` itself for
+    the backward, a `copy` of it is read there. Regions: without gradients, with them. `inductor`: as a Program's."""
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
     m: str
@@ -188,7 +188,7 @@ def operation_that_returns(m: Tensor) -> None:
 
 
 def asserted(m: Tensor) -> None:
-    torch._assert_async(m.sum() > -1e9)
+    torch._assert_async(m.sum() > -1e9, "small")
     m.add_(1)
 
 

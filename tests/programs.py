@@ -1,7 +1,7 @@
 """Programs that write, alias and draw: what one is, and everything of it in which a compiled one must be eager's.
 
-A program is a function or a module with a row beside it: `@program(TABLE, "a:TD w:DD' | m:D", infer=2, train=5)`. The row
-names its tensors with a letter of SIZES for each dimension; those behind the bar are state, which needs no gradient, and
+A program is a function or a module with a row: `@program(TABLE, "a:TD w:DD' | m:D", infer=2, train=5)`. The row names
+its tensors with a letter of SIZES for each dimension; those behind the bar are state, which needs no gradient, and
 those with ' are no leaves in training, so that they may be written. `infer` and `train` are the least Regions of its
 graphs without and with gradients; it does not run where they are None.
 """
@@ -52,16 +52,18 @@ class Program:
     def name(self) -> str:
         return self.make.__name__
 
+    @property
+    def letters(self) -> list[str]:
+        """Of each tensor in the row, its dimensions."""
+        return [text.split(":")[1].rstrip("'") for text in self.spec.replace("|", " ").split()]
+
     def inputs(self, dtype: torch.dtype, train: bool, sizes: dict[str, int], device: str) -> list[Tensor]:
         """The row's tensors; those with gradients are the leaves."""
-        front, _, back = self.spec.partition("|")
+        trained = len(self.spec.partition("|")[0].split())
         made = []
-        for i, text in enumerate([*front.split(), "|", *back.split()]):
-            if text == "|":
-                continue
-            shape = [sizes[letter] for letter in text.split(":")[1].rstrip("'")]
-            x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
-            made.append(x.requires_grad_(train and i < len(front.split())))
+        for i, letters in enumerate(self.letters):
+            x = torch.randn([sizes[letter] for letter in letters], dtype=torch.float64).to(device, dtype)
+            made.append(x.requires_grad_(train and i < trained))
         return made
 
     def called_with(self, leaves: list[Tensor]) -> list[Any]:
@@ -122,15 +124,23 @@ def seen(
     sizes: dict[str, int] = SIZES,
     device: str = "cpu",
     steps: int = 2,
+    dynamic: bool = False,
+    moved: float = 0.0,
 ) -> Seen:
-    """Calls the program some times, with a backward after each in training; then writes to each of its outputs."""
+    """Calls the program some times, with a backward after each in training; then writes to each of its outputs. If
+    `dynamic`, tokens are a symbol. `moved`: by what part inputs are others."""
     torch.manual_seed(0)
     model: Any = p.make().to(device, dtype) if isinstance(p.make, type) else p.make
     state = dict(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else {}
     leaves, run, out = p.inputs(dtype, train, sizes, device), compile(model), Seen()
+    for x in leaves if moved else ():
+        x.data.mul_(1 + moved * torch.arange(x.numel()).view(x.shape).fmod(7))
     for step in range(steps):
         torch.manual_seed(step + 3)
         args = p.called_with(leaves)
+        for arg, letters in zip(args, p.letters, strict=False) if dynamic else ():
+            for d in (d for d, letter in enumerate(letters) if letter == "T"):
+                torch._dynamo.mark_dynamic(arg, d)
         with torch.set_grad_enabled(train):
             results = flat(run(*args))
             if train:
@@ -193,6 +203,12 @@ def relative(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3))
 
 
+def off(values: dict[str, Tensor | None], exact: dict[str, Tensor | None]) -> dict[str, float]:
+    """The relative error of each value."""
+    pairs = ((name, values[name], x) for name, x in exact.items() if x is None or x.is_floating_point())
+    return {n: float((a - x).norm() / x.norm().clamp_min(1e-6)) for n, a, x in pairs if a is not None and x is not None}
+
+
 @dataclass(slots=True)
 class Compiled:
     """What a compiled program has shown, how many Regions its graphs got, and what was said by us."""
@@ -207,18 +223,17 @@ def compiled(
     train: bool,
     *,
     inductor: bool = False,
-    dynamic: bool = False,
     how: dict[str, Any] | None = None,
     around: Callable[..., Any] = lambda compile, model: compile(model),
     **options: Any,
 ) -> Compiled:
-    """Under backend="coda" and STRICT, on the reference target. Unless by `inductor`, all is as in a compile but that the
-    partitioned graphs are interpreted. `how`: what `seen` is told; `around`: what is done about the compiled call."""
+    """Under backend="coda" and STRICT, on the reference target. Unless by `inductor`, all is as in a compile but that
+    the partitioned graphs are interpreted. `how`: what `seen` is told; `around`: what is done about the call."""
     options = {"target": "reference", "strict": True} | options
     with strict_reference(run=inductor), warnings.catch_warnings(record=True) as caught, fallback_random():
         warnings.simplefilter("always")
         REPORTS.clear()
-        by = partial(torch.compile, backend="coda", options=options, dynamic=dynamic or None)
+        by = partial(torch.compile, backend="coda", options=options)
         found = seen(p, partial(around, by), train, **how or {})
     said = [str(w.message) for w in caught if issubclass(w.category, CodaWarning)]
     return Compiled(found, sum(len(report.sites) for report in REPORTS), said)
@@ -245,10 +260,10 @@ def check(p: Program, train: bool, **more: Any) -> None:
     """The compiled program is eager's, silently, with the Regions of its row."""
     wanted = seen(p, lambda model: model, train, **more.get("how") or {})
     found = compiled(p, train, **more)
-    assert difference(found.seen, wanted) == ""
-    assert found.said == []
+    said = difference(found.seen, wanted) or " ".join(found.said)
+    assert not said, said
     least = p.train if train else p.infer
-    assert least is not None and found.regions >= least
+    assert least is not None and found.regions >= least, f"{found.regions} Regions"
 
 
 def rows(table: dict[str, Program], of: Callable[[Program, bool], bool] = lambda p, train: True) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What shares memory in eager shares it when compiled, and nothing else does: outputs, inputs, parameters and buffers."""
+"""What shares memory in eager shares it when compiled, nothing else does: outputs, inputs, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def test_through_inductor(name: str, train: bool) -> None:
 
 @pytest.mark.parametrize(("name", "train"), rows(ALIASES, of_way("dynamic")))
 def test_with_symbolic_sizes(name: str, train: bool) -> None:
-    check(ALIASES[name], train, dynamic=True)
+    check(ALIASES[name], train, how={"dynamic": True})

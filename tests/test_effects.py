@@ -1,5 +1,6 @@
-"""What a program overwrites, draws or does in an order, happens as in eager: outputs, mutated inputs, buffers, gradients,
-random numbers and shared memory are eager's, in float64, with the Regions of each row."""
+"""What a program overwrites, draws or does in an order, it does as in eager: outputs, mutated inputs, buffers,
+gradients, random numbers and shared memory are eager's, in float64, with the Regions of each row.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compiling import run as compile_and_run
 from draw_programs import COLLECTIVES, DRAWS
 from effect_programs import EFFECTS
 from effect_reads import matrix
-from evaluate import strict_reference
-from programs import check, compiled, difference, inductor_is_right, inductor_is_wrong, of_way, rows, seen
-from torch import Tensor
-
-from coda_inductor.inductor.joint_pass import REPORTS
+from programs import check, compiled, difference, inductor_is_right, inductor_is_wrong, of_way, off, rows, seen
 
 MATRIX = matrix()
 ALL = MATRIX | EFFECTS | DRAWS
@@ -42,12 +38,12 @@ def test_through_inductor(name: str, train: bool) -> None:
 
 @pytest.mark.parametrize(("name", "train"), rows(ALL, of_way("dynamic")))
 def test_with_symbolic_sizes(name: str, train: bool) -> None:
-    check(ALL[name], train, dynamic=True)
+    check(ALL[name], train, how={"dynamic": True})
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 
@@ -58,12 +54,6 @@ def test_collectives_write(name: str, train: bool, one_rank: None) -> None:
 
 
 # ---- autocast
-
-
-def off(values: dict[str, Tensor | None], exact: dict[str, Tensor | None]) -> dict[str, float]:
-    """The relative error of each value."""
-    pairs = ((name, values[name], x) for name, x in exact.items())
-    return {n: float((a - x).norm() / x.norm().clamp_min(1e-6)) for n, a, x in pairs if a is not None and x is not None}
 
 
 @pytest.mark.parametrize(("name", "train"), rows(ALL, of_way("autocast")))
