@@ -1,0 +1,33 @@
+"""Random programs with effects are eager's (random_effects.py), and get Regions."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from random_effects import made, tried, under_inductor
+
+COUNT = 150
+BY_INDUCTOR = (0, 45, 90, 135)
+
+
+@cache
+def regions(seed: int) -> int:
+    """Of a program that is right; fails with the source of one that is not."""
+    m = made(seed)
+    said, count, seconds = tried(m, inductor=seed in BY_INDUCTOR)
+    if said:
+        pytest.fail(f"seed {seed}: {said}\nInductor alone: {under_inductor(m) or 'right'}\n{m.source}")
+    assert seconds < 10
+    return count
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_a_random_program_is_eagers(seed: int) -> None:
+    regions(seed)
+
+
+def test_most_random_programs_get_regions() -> None:
+    """Otherwise the tests above would say little."""
+    found = [regions(seed) for seed in range(0, COUNT, 3)]
+    assert sum(found) >= 2 * len(found) and sum(not n for n in found) < 0.15 * len(found)
