@@ -92,6 +92,17 @@ def test_which_products_meet_in_one_accumulator(name: str) -> None:
     assert sums([site.region for report in ran.reports for site in report.sites]) == wanted
 
 
+@pytest.mark.parametrize(("numerics", "count"), [("default", 1), ("strict", 0)])
+def test_no_products_meet_where_each_rounds(numerics: str, count: int) -> None:
+    function, inputs = GRAPHS["added"][0], given()
+
+    def called(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Any:
+        return function({"x": x, "w": w, "y": y, "v": v})
+
+    ran = run(called, *(inputs[name] for name in "xwyv"), options=STRICT | {"numerics": numerics})
+    assert sums([site.region for report in ran.reports for site in report.sites]) == count
+
+
 class Attending(nn.Module):
     """Grouped heads behind a norm, and a gated MLP behind another."""
 

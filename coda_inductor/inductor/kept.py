@@ -3,6 +3,9 @@
 A running mean may be subtracted in the forward and updated there. The derivation may let the backward make such a
 difference again, and so may Inductor's partitioner: then both would read the new mean. The backward reads a copy that
 the forward keeps, and operations of the forward that read such memory are not computed again.
+
+A copy that the user made is one that Inductor may drop (torch 2.13: `m.clone()` is m, whatever overwrites m before the
+clone is read). Where it is read behind the write it becomes one of ours.
 """
 
 from __future__ import annotations
@@ -12,20 +15,21 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.inductor.ops import KEPT, REGION, SWEEP
 from coda_inductor.inductor.writing import Writing
-from coda_inductor.patterns.effects import Memory, late, written
+from coda_inductor.patterns.effects import Memory, late, viewed, written
+from coda_inductor.patterns.graph import aten
 
 RECOMPUTE = "recompute"
 """The key of a node's meta under which partitioners look for a CheckpointPolicy."""
 OURS = (KEPT, REGION, SWEEP)
 """Operations that no partitioner computes again."""
+COPIES = (aten.clone.default, aten.copy.default)
+"""Operations that Inductor drops where their result lies as what they copy."""
 
 
 def expiring(graph: fx.Graph) -> frozenset[str]:
-    """The memory that the forward of a joint graph overwrites."""
+    """The memory that a graph overwrites; of a joint graph, that its forward overwrites."""
     backward, memory = late(graph), Memory(graph)
-    if not backward:
-        return frozenset()
-    writers = [n for n in graph.nodes if written(n) and n not in backward and in_forward(n)]
+    writers = [n for n in graph.nodes if written(n) and n not in backward and (not backward or in_forward(n))]
     return frozenset().union(*map(memory.overwritten, writers))
 
 
@@ -35,7 +39,7 @@ def in_forward(writer: fx.Node) -> bool:
 
 
 def keep(graph: fx.Graph) -> None:
-    """Adds the copies to a joint graph, in place."""
+    """Adds the copies to a graph, in place."""
     names = expiring(graph)
     copies = dict[fx.Node, fx.Node]()
     early, readers = sides(graph, names)
@@ -51,13 +55,30 @@ def keep(graph: fx.Graph) -> None:
 
 
 def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Who reads this memory: what the forward runs, and what the backward may run."""
+    """Who reads this memory: what the forward of a joint graph runs, which may not run again; and what would read it
+    too late."""
     if not names:
         return [], []
     memory, backward = Memory(graph), late(graph)
     readers = [n for n in graph.nodes if memory.read(n) & names and not written(n) and n.target is not KEPT]
-    forward = needed(graph, backward)
-    return [n for n in readers if n in forward], [n for n in readers if n not in forward]
+    forward = needed(graph, backward) if backward else {*graph.nodes}
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    first = min((place[n] for n in graph.nodes if memory.overwritten(n) & names), default=len(place))
+
+    def drops(node: fx.Node) -> bool:
+        return node.target in COPIES and any(u not in forward or place[u] > first for u in users(node))
+
+    too_late = [n for n in readers if n not in forward or drops(n)]
+    return [n for n in readers if n not in too_late] if backward else [], too_late
+
+
+def users(node: fx.Node) -> list[fx.Node]:
+    """Who reads the node, as it is or viewed; what returns it does not."""
+    found = list[fx.Node]()
+    for user in node.users:
+        if user.op != "output":
+            found += users(user) if viewed(user) is node and not written(user) else [user]
+    return found
 
 
 def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:

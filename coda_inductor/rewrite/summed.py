@@ -32,6 +32,8 @@ def addend(plan: Plan, draft: Draft) -> Term | None:
     acc, *others = draft.space.accs
     if others or draft.space.heads is not None or acc.bit in plan.program.unsummed:
         return None
+    if plan.program.lifted.terms.rounding:
+        return None  # both products round before they are added up
     uses = _uses(plan, draft)
     if not all(reader is not None and reader.kind == "add" for reader, _ in uses[acc]):
         return None
