@@ -47,7 +47,7 @@ def foreach_step(a: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     return value
 
 
-@program(EFFECTS, "a:TD r:TD w:DD v:DD", infer=0)
+@program(EFFECTS, "a:TD r:TD w:DD v:DD", infer=8)
 def two_steps_inside(a: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     """The second step reads what the first has written."""
     values = []
@@ -74,7 +74,7 @@ def adapter_merged(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return before, torch.tanh(x @ w)
 
 
-@program(EFFECTS, "x:TD g:TD w:DD | m:DD", infer=2, train=2, ways=("dynamic",))
+@program(EFFECTS, "x:TD g:TD w:DD | m:DD", infer=2, train=2)
 def accumulated_product(x: Tensor, g: Tensor, w: Tensor, m: Tensor) -> Any:
     h = torch.tanh(x @ w)
     with torch.no_grad():
