@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
+from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -187,7 +187,8 @@ def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     site = tmp_path / "site"
     for name in doctor.OTHERS:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: PathFinder.find_spec(name, [str(site)]))
+    source = SourceFileLoader, [".py"]
+    monkeypatch.setattr(doctor, "find_spec", lambda name: FileFinder(str(site), source).find_spec(name))
     return site
 
 

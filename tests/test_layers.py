@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 LATE_IMPORTS: dict[str, str] = {
     "__init__.py": "importing the package must not import torch",
     "backend.py": "a name that torch has no longer must not end torch.compile",
+    "commands/doctor.py": "the same name is what it is to say",
     "cli.py": "--help, --version and usage errors answer before torch is loaded",
 }
 """Files that may import our own modules inside a function, each with the reason. codegen may do so once."""
