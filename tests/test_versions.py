@@ -128,8 +128,6 @@ print("doctor", cli.main(["doctor"]))
             "SubclassStrideAOTOutput",
             "module {0!r} has no attribute {1!r}",
         ),
-        # through which backend="inductor" itself goes
-        ("torch", "_TorchCompileInductorWrapper", "cannot import name {1!r} from {0!r}"),
     ],
 )
 def test_a_missing_name(module: str, name: str, said: str) -> None:
@@ -142,6 +140,25 @@ def test_a_missing_name(module: str, name: str, said: str) -> None:
     hint = "(CODA_INDUCTOR=0 does so without a warning)"
     assert warned == [f"coda_inductor: every graph is left to Inductor: {said} {hint}"]
     assert said in done.stderr and "Traceback" not in done.stderr  # doctor
+
+
+def another(mode: str | None, options: dict[str, object] | None) -> object:
+    """Stands for a wrapper that takes other arguments."""
+    raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("wrapper", [None, another])
+def test_a_missing_way_into_inductor(monkeypatch: pytest.MonkeyPatch, wrapper: object) -> None:
+    """Of what backend="inductor" goes through only the documented function is left. Mode and options reach that."""
+    monkeypatch.delattr(torch, "_TorchCompileInductorWrapper")
+    if wrapper:
+        monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", wrapper, raising=False)
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda *arguments: given.append(arguments))
+    graph, options = fx.symbolic_trace(torch.nn.ReLU()), {"coordinate_descent_tuning": False}
+    backend.stock("max-autotune-no-cudagraphs", options)(graph, ())
+    backend.stock(None, {})(graph, ())
+    assert given == [(graph, [], {"max_autotune": True, **options}), (graph, [], {})]
 
 
 def test_a_name_that_is_missing_when_a_graph_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
