@@ -89,6 +89,12 @@ def test_outside_the_tested_range_explain_promises_nothing(
     assert said == f"coda-inductor: error: torch 2.16.0 was not tested; {TESTED}\n"
 
 
+def test_a_law_that_does_not_exist_is_said_when_the_backend_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_DISABLE", "bilinear")
+    with pytest.raises(SettingError, match="did you mean 'bilinearity'"):
+        backend.load()
+
+
 # ---- names
 
 
@@ -170,12 +176,11 @@ def test_a_name_that_is_missing_when_a_graph_is_compiled(monkeypatch: pytest.Mon
 
 
 def test_an_error_of_inductors_own_is_not_taken_for_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is raised as it is under backend="inductor"."""
+    """It is raised as it is under backend="inductor", once: nothing is compiled again."""
 
     def fail(gm: fx.GraphModule, inputs: object, **_: object) -> object:
         raise AttributeError("provoked")
 
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
     monkeypatch.setattr("coda_inductor.inductor.compile.compile_fx", fail)
     with pytest.raises(Exception, match="AttributeError: provoked"):
         run(half(), *streams(), options=REFERENCE)
