@@ -1,29 +1,45 @@
 """The backend of torch.compile: Dynamo's graph goes to Inductor with one more pass over the joint graph.
 
-Off means off: with CODA_INDUCTOR=0 the call is the one that backend="inductor" makes. So it is on a machine for which
-no kernels are generated, after one warning.
+Off means off: with CODA_INDUCTOR=0 the call is the one that backend="inductor" makes. So it is, after one warning, on a
+machine for which no kernels are generated, and with a torch that was not tested or lacks one of the private names that
+we need: those are imported behind this module, which itself needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor import cudagraph_trees
-from torch._inductor.compile_fx import compile_fx
+import torch._inductor
 
-from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.settings import Settings, unknown
-from coda_inductor.inductor.contest import warm_up_early
-from coda_inductor.inductor.joint_pass import JointPass, machine
-from coda_inductor.inductor.switches import NAMES
-from coda_inductor.inductor.tangents import as_outputs
+from coda_inductor.core.errors import QUIETLY, STRICTLY, Unsupported, forget_frames, warn
+from coda_inductor.core.settings import Settings
+from coda_inductor.core.versions import behind, check_torch, missing
 
-# torch.compile imports this: a wrong variable is said there, and not when the model first runs
-Settings.read()[0].check_kinds(NAMES)
+log = logging.getLogger("coda_inductor")
+
+Inductor = Callable[[torch.fx.GraphModule, Sequence[Any]], Any]
+
+
+def load() -> ModuleType | Unsupported:
+    """What compiles a graph our way, or why nothing does. Raises SettingError: torch.compile imports this, and a wrong
+    variable is said there, and not when the model first runs."""
+    settings = Settings.read()[0]
+    try:
+        check_torch()
+        found = behind("coda_inductor.inductor.compile")
+    except Unsupported as why:
+        forget_frames(why)
+        return why
+    settings.check_kinds(found.NAMES)
+    return found
+
+
+LOADED = load()
 
 
 class CodaBackend:
@@ -44,37 +60,48 @@ class CodaBackend:
         options: dict[str, Any] | None = None,
     ) -> Any:
         settings, theirs = Settings.read(options=options)
-        known = inductor_config.get_config_copy() if theirs else {}
-        for name in theirs:
-            if name.replace("-", "_") not in known:
-                unknown("option of Inductor", name, known)
-        inductor = torch._TorchCompileInductorWrapper(mode, theirs, None)
-        if not settings.enabled:
-            return inductor(gm, example_inputs)
-        chained = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
-        ours = JointPass(settings, chained)
-        try:
-            machine(settings, example_inputs)
-        except Unsupported as error:
-            ours.failed(error, gm.graph, "every graph")
-            return inductor(gm, example_inputs)
-        warm_up_early(settings, example_inputs)
-        # Under a memory budget the partitioner would take a Region for an operation that costs nothing.
-        counted = functorch_config.activation_memory_budget < 1 or functorch_config.is_non_builtin_to_include
-        expected = as_outputs(gm, settings)
-        try:
-            with functorch_config.patch(is_non_builtin_to_include=counted, guess_tangent_strides_as_outputs=expected):
-                return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
-        except Exception as error:  # after the pass, in what Inductor makes of our operations
-            if settings.strict or not ours.rewrote:
-                raise
-            compiled = inductor(gm, example_inputs)  # if this fails as well, it was not us
-            ours.failed(error, gm.graph, "a graph")
-            return compiled
+        if isinstance(LOADED, ModuleType):
+            LOADED.check_options(theirs)
+        inductor = stock(mode, theirs)
+        ours = prepared(gm, example_inputs, settings, inductor) if settings.enabled else None
+        return ours() if ours else inductor(gm, example_inputs)
 
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""
-        cudagraph_trees.reset_cudagraph_trees()
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        getattr(trees, "reset_cudagraph_trees", bool)()
+
+
+def stock(mode: str | None, options: dict[str, Any]) -> Inductor:
+    """What backend="inductor" compiles a graph with."""
+    try:
+        return torch._TorchCompileInductorWrapper(mode, options, None)
+    except (AttributeError, TypeError):  # it has no such name any more, or other arguments
+        patches = {**torch._inductor.list_mode_options(mode or "default"), **options}
+        return lambda gm, example_inputs: torch._inductor.compile(gm, list(example_inputs), patches)
+
+
+def prepared(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, inductor: Inductor
+) -> Callable[[], Any] | None:
+    """How the graph is compiled our way; None, after one warning, if no graph is. Raises that under
+    CODA_INDUCTOR_STRICT."""
+    try:
+        if isinstance(LOADED, Unsupported):
+            raise Unsupported(LOADED.what, hint=LOADED.hint)
+        return LOADED.prepared(gm, example_inputs, settings, inductor)  # type: ignore[no-any-return]
+    except Unsupported as error:
+        why = error
+    except (ImportError, AttributeError) as error:
+        why = missing(error)
+    hint = STRICTLY if settings.strict else QUIETLY
+    failure = Unsupported(why.what, where=why.where, hint=why.hint or hint)
+    if settings.strict:
+        raise failure from why
+    log.info("every graph is left to Inductor", exc_info=why)
+    warn(f"every graph is left to Inductor: {failure}")
+    forget_frames(why)
+    return None
 
 
 coda = CodaBackend()

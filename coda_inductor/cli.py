@@ -14,12 +14,13 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Any, get_args
 
 from coda_inductor import __version__
 from coda_inductor.core.errors import CodaError, Unsupported
 from coda_inductor.core.settings import Settings, Target
+from coda_inductor.core.versions import behind
 
 VERSIONS = ("torch", "quack-kernels", "nvidia-cutlass-dsl", "triton")
 """The distributions whose versions a bug report needs."""
@@ -31,7 +32,7 @@ Answer = tuple[dict[str, Any], Callable[[], str]]
 def explain(arguments: Namespace) -> Answer:
     """Which Regions the model becomes, what passes are left, and why."""
     chosen, model = settings(arguments), subject(arguments.subject)
-    module = import_module("coda_inductor.explain")
+    module = behind("coda_inductor.explain")
     report = module.explain(*model, arguments.mode, chosen)
     return report, lambda: str(module.render(report))
 
@@ -39,14 +40,14 @@ def explain(arguments: Namespace) -> Answer:
 def graph(arguments: Namespace) -> Answer:
     """The model's graphs as programs, after the rewriting or before it."""
     chosen, model = settings(arguments), subject(arguments.subject)
-    facts = import_module("coda_inductor.inductor.program").program(*model, arguments.mode, chosen)
-    listing = import_module("coda_inductor.inductor.listing")
+    facts = behind("coda_inductor.inductor.program").program(*model, arguments.mode, chosen)
+    listing = behind("coda_inductor.inductor.listing")
     return facts, lambda: str(listing.render(facts, arguments.before))
 
 
 def doctor(arguments: Namespace) -> Answer:
     """What this machine has, and whether a kernel can be made and run."""
-    module = import_module("coda_inductor.commands.doctor")
+    module = behind("coda_inductor.commands.doctor")
     facts = module.doctor(checked(Settings.read()[0]))
     return facts, lambda: str(module.render(facts))
 
@@ -56,7 +57,7 @@ def kernels(arguments: Namespace) -> Answer:
     if not arguments.subject and (arguments.region or arguments.compile or arguments.all):
         raise Unsupported("--region, --compile and --all are about a model", hint="name one as MODULE:FUNCTION")
     chosen = checked(Settings.read(options={"target": "sm_90a"})[0])
-    module = import_module("coda_inductor.commands.kernels")
+    module = behind("coda_inductor.commands.kernels")
     if arguments.subject:
         build = "all" if arguments.all else "first" if arguments.compile else ""
         facts = module.kernels(*subject(arguments.subject), arguments.mode, chosen, arguments.region, build)
@@ -67,14 +68,14 @@ def kernels(arguments: Namespace) -> Answer:
 
 def rules(arguments: Namespace) -> Answer:
     """The laws and the kinds of Regions."""
-    module = import_module("coda_inductor.commands.rules")
+    module = behind("coda_inductor.commands.rules")
     facts = module.rules(checked(Settings.read()[0]), arguments.prove)
     return facts, lambda: str(module.render(facts))
 
 
 def cache(arguments: Namespace) -> Answer:
     """What the store holds, or what was removed from it."""
-    module = import_module("coda_inductor.commands.cache")
+    module = behind("coda_inductor.commands.cache")
     facts = module.cache(checked(Settings.read()[0]), arguments.action, arguments.digests, arguments.all)
     return facts, lambda: str(module.render(facts))
 
@@ -145,15 +146,13 @@ def settings(arguments: Namespace) -> Settings:
 
 def checked(chosen: Settings) -> Settings:
     """The settings, if all that they name exists; else raises SettingError."""
-    from coda_inductor.inductor.switches import NAMES  # imports torch, which takes seconds
-
-    chosen.check_kinds(NAMES)
+    chosen.check_kinds(behind("coda_inductor.inductor.switches").NAMES)  # imports torch, which takes seconds
     return chosen
 
 
 def subject(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(model, args, kwargs) from the function that "MODULE:FUNCTION" names."""
-    capture = import_module("coda_inductor.inductor.capture")
+    capture = behind("coda_inductor.inductor.capture")
     try:
         model, args, kwargs = capture.load(spec)
     except ImportError as error:

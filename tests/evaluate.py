@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 from zoo import CASES
 
-import coda_inductor.backend
+import coda_inductor.inductor.compile
 from coda_inductor.core.ops import OPS
 from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint import Report
@@ -201,7 +201,7 @@ def strict_reference(*, run: bool = True) -> Iterator[None]:
         patch.setenv("CODA_INDUCTOR_TARGET", "reference")
         patch.setenv("CODA_INDUCTOR_STRICT", "1")
         if not run:
-            patch.setattr(coda_inductor.backend, "compile_fx", partial(compile_fx, inner_compile=_interpreted))  # type: ignore[arg-type]
+            patch.setattr(coda_inductor.inductor.compile, "compile_fx", partial(compile_fx, inner_compile=_interpreted))  # type: ignore[arg-type]
         torch._dynamo.reset()
         with (
             torch._functorch.config.patch(enable_autograd_cache=False),
@@ -259,6 +259,6 @@ def captured(model: Callable[..., Any], *args: Any) -> list[Graph]:
 
     with strict_reference(), pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(joint_pass, "rewrite", note)
-        patch.setattr(coda_inductor.backend, "compile_fx", partial(compile_fx, inner_compile=record))  # type: ignore[arg-type]
+        patch.setattr(coda_inductor.inductor.compile, "compile_fx", partial(compile_fx, inner_compile=record))  # type: ignore[arg-type]
         torch.compile(model, backend="coda")(*args)
     return [g for g in graphs if g.inputs]

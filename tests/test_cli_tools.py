@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from coda_inductor.codegen import record, store, target
 from coda_inductor.codegen.tiles import LARGE
 from coda_inductor.commands import cache, doctor, rules
 from coda_inductor.commands import kernels as kernels_of
+from coda_inductor.core import versions
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES
@@ -150,6 +152,17 @@ def test_a_missing_library_is_a_problem_where_kernels_could_run(
     assert ask("doctor")[0] == 0  # no GPU: nothing that is needed is broken
 
 
+def test_a_torch_that_was_not_tested_is_said(healthy: None, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask("doctor", "--json")[1]["torch"]["works"] and versions.TESTED in ask("doctor")[1]
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    status, said, _ = ask("doctor")
+    assert status == 1 and f"PROBLEM: torch 2.16.0 was not tested; {versions.TESTED}\n" in said
+    assert f"every graph is left to Inductor: torch 2.16.0 was not tested; {versions.TESTED}\n" in said
+    monkeypatch.setattr(target, "capability", lambda device=None: None)
+    status, said, _ = ask("doctor")
+    assert status == 0 and "every graph is left to Inductor: torch 2.16.0" in said
+
+
 def test_a_store_that_others_may_write_is_a_problem(healthy: None, ask: Ask, folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
@@ -168,12 +181,23 @@ def test_a_store_that_cannot_be_made_is_a_problem(
     assert ask("doctor")[0] == 0 and not (tmp_path / "none").exists()  # and none is made
 
 
-def test_what_else_changes_graphs(healthy: None, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where libraries are installed that may change graphs: here are none, whatever this machine has."""
+    site = tmp_path / "site"
+    for name in doctor.OTHERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    source = SourceFileLoader, [".py"]
+    monkeypatch.setattr(doctor, "find_spec", lambda name: FileFinder(str(site), source).find_spec(name))
+    return site
+
+
+def test_what_else_changes_graphs(healthy: None, ask: Ask, others: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setenv("CODA_INDUCTOR_NUMERICS", "strict")
     with inductor_config.patch(cpp_wrapper=True, joint_custom_pre_pass=no_sample):
         _, facts, _ = ask("doctor", "--json")
-    assert [(o["name"], o["imported"]) for o in facts["others"] if o["imported"]] == [("liger_kernel", True)]
+    assert [(o["name"], o["imported"]) for o in facts["others"]] == [("liger_kernel", True)]
     assert [s["name"] for s in facts["inductor"]] == ["cpp_wrapper", "joint_custom_pre_pass"]
     (numerics,) = [s for s in facts["settings"] if s["name"] == "numerics"]
     assert (numerics["value"], numerics["from"]) == ("strict", "CODA_INDUCTOR_NUMERICS")
@@ -182,19 +206,17 @@ def test_what_else_changes_graphs(healthy: None, ask: Ask, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("module", "package"), [("liger_kernel", "liger-kernel"), ("unsloth", "unsloth")])
 def test_an_installed_patcher_is_named_and_not_imported(
-    healthy: None, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, package: str
+    healthy: None, ask: Ask, others: Path, module: str, package: str
 ) -> None:
     """Importing one is what patches, in some of them."""
-    for name in ("liger_kernel", "unsloth"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    site, facts = tmp_path / "site", tmp_path / "site" / f"{module}-1.2.3.dist-info"
+    assert module not in ask("doctor")[1]
+    facts = others / f"{module}-1.2.3.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2.3\n")
     (facts / "top_level.txt").write_text(f"{module}\n")
-    (site / module).mkdir()
-    (site / module / "__init__.py").write_text("raise AssertionError('imported')")
-    assert module not in ask("doctor")[1]
-    sys.path.insert(0, str(site))  # the fixture puts it back
+    (others / module).mkdir()
+    (others / module / "__init__.py").write_text("raise AssertionError('imported')")
+    sys.path.insert(0, str(others))  # the fixture puts it back
     status, said, _ = ask("doctor")
     (line,) = [line for line in said.splitlines() if line.startswith(f"  {module}")]
     assert status == 0 and line.split()[:2] == [module, "1.2.3"] and "calls that cannot be read" in line

@@ -175,7 +175,7 @@ def test_exception_in_the_middle_of_writing_restores_the_graph(monkeypatch: pyte
             graphs.append(str(module.graph))
             assert all("val" in n.meta for n in module.graph.nodes if n.op == "call_function")
 
-    import coda_inductor.backend
+    import coda_inductor.inductor.compile
     from coda_inductor.inductor import emit
 
     def fail_after(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +186,7 @@ def test_exception_in_the_middle_of_writing_restores_the_graph(monkeypatch: pyte
         return call
 
     monkeypatch.setenv("CODA_INDUCTOR_TARGET", "reference")
-    monkeypatch.setattr(coda_inductor.backend, "JointPass", Watched)
+    monkeypatch.setattr(coda_inductor.inductor.compile, "JointPass", Watched)
     owner = fx.Graph if after == "lint" else emit.Emission
     with monkeypatch.context() as patch:
         patch.setattr(owner, after, fail_after(getattr(owner, after)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -57,8 +58,18 @@ def gradients(out: Tensor, model: nn.Module, x: Tensor) -> list[Tensor]:
     return [t.detach().double() for t in (out, *found)]
 
 
+ZERO = 1e-12
+"""Of the largest gradient: what is less is zero in exact arithmetic, as that of a key's bias before a softmax."""
+
+
 def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    """Each relative to the true value. What is zero but for rounding has none, and the noise of 32 numbers is, by the
+    seed, 0.6 to 1.2 times as large as eager's: these have one error together, the last, relative to the largest."""
+    largest = max(b.norm() for b in wanted)
+    pairs = list(zip(found, wanted, strict=True))
+    noise = [(a - b).norm() / largest for a, b in pairs if b.norm() < ZERO * largest]
+    known = [float((a - b).norm() / b.norm()) for a, b in pairs if b.norm() >= ZERO * largest]
+    return known + [math.hypot(*noise)] * bool(noise)
 
 
 def as_good_as_eager(model: nn.Module, x: Tensor, directory: Path, tune: str) -> Report:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.versions import numbers
 
 # Tested ranges: lowest, first that was not tested. quack's epilogue interface changed with every minor release so far.
 TESTED = {"nvidia-cutlass-dsl": ((4, 8), (4, 9)), "quack-kernels": ((0, 6, 5), (0, 7))}
@@ -31,7 +32,7 @@ def available(capability: tuple[int, int] | None) -> None:
         span = f">={_text(lowest)},<{_text(beyond)}"
         if found is None:
             raise Unsupported(f"{package} is not installed", hint=f'pip install "{package}{span}"')
-        if not lowest <= _numbers(found) < beyond:
+        if not lowest <= numbers(found) < beyond:
             raise Unsupported(f"{package} {found} was not tested", hint=f'pip install "{package}{span}"')
     for module in MODULES:
         if importlib.util.find_spec(module) is None:
@@ -54,16 +55,6 @@ be installed."""
 def versions() -> dict[str, str]:
     """What a measurement depends on besides the device."""
     return {package: installed(package) or "missing" for package in (*TESTED, "torch")}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "4.8.1rc1" is (4, 8)."""
-    numbers: list[int] = []
-    for part in text.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
 
 
 def _text(numbers: tuple[int, ...]) -> str:

@@ -28,6 +28,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.core.verify import verify
+from coda_inductor.core.versions import TESTED, behind, check_torch
 from coda_inductor.inductor.report import plural
 
 Facts = dict[str, Any]
@@ -74,6 +75,7 @@ def doctor(settings: Settings) -> Facts:
     facts: Facts = {
         "schema": 1,
         "versions": versions(),
+        "torch": why(usable_torch),
         "driver": driver(),
         "gpus": [gpu(i) for i in range(torch.cuda.device_count())] if capability else [],
         "kernels": why(lambda: target.available(capability)),
@@ -92,6 +94,12 @@ def versions() -> dict[str, str | None]:
     """Of what a kernel depends on; None: not installed."""
     theirs = {name: target.installed(package) for name, package in PACKAGES.items()}
     return {"coda-inductor": __version__, "torch": torch.__version__, "cuda": torch.version.cuda, **theirs}
+
+
+def usable_torch() -> None:
+    """Raises Unsupported if this torch was not tested, or lacks a name that compiling needs."""
+    check_torch()
+    behind("coda_inductor.inductor.compile")
 
 
 def driver() -> str | None:
@@ -194,7 +202,7 @@ def error_of(config: Config, store: str) -> float:
 
 def problems(facts: Facts) -> list[str]:
     """What keeps a machine with an sm_90 GPU from running kernels."""
-    found = [said(facts[name]) for name in ("kernels", "cache") if not facts[name]["works"]]
+    found = [said(facts[name]) for name in ("torch", "kernels", "cache") if not facts[name]["works"]]
     made = facts["sample"]
     if made and made["why"]:
         found.append(f"the sample kernel failed: {made['why']}")
@@ -213,6 +221,7 @@ def render(facts: Facts) -> str:
     gpus = [f"{g['name']} ({g['arch']}, {size(g['bytes'])})" for g in facts["gpus"]] or ["none"]
     rows: list[tuple[str, str]] = [
         ("versions", ", ".join(f"{name} {version or 'none'}" for name, version in facts["versions"].items())),
+        ("torch", TESTED if facts["torch"]["works"] else f"every graph is left to Inductor: {said(facts['torch'])}"),
         *(("gpu", g) for g in gpus),
         ("driver", facts["driver"] or "none"),
         ("kernels", "can be generated and run" if facts["kernels"]["works"] else f"no: {said(facts['kernels'])}"),

@@ -6,6 +6,10 @@ from __future__ import annotations
 import re
 import warnings
 
+STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
+QUIETLY = "CODA_INDUCTOR=0 does so without a warning"
+"""What to do about a failure that has no better hint: if it was raised, and if it was warned about."""
+
 
 class CodaError(Exception):
     """What happened, where in the user's file, and what to do about it."""

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
+from coda_inductor.core.versions import check_torch
 from coda_inductor.inductor.autocast import autocast_like_cuda
 from coda_inductor.inductor.like_cuda import like_cuda
 from coda_inductor.inductor.tangents import as_outputs
@@ -50,7 +51,9 @@ def capture(
 
     "train" gives joint graphs, forward and backward in one; "infer" runs in eval mode under no_grad. What Dynamo leaves
     to eager between two graphs is executed, on uninitialised values. meta["name"] of a placeholder is the user's name.
+    Raises Unsupported with a torch that was not tested, with which nothing is compiled our way.
     """
+    check_torch()
     names: list[str] = []
 
     def hand_over(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:

@@ -23,7 +23,16 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import legality, store, target
-from coda_inductor.core.errors import BrokenInvariant, CodaError, CodaWarning, Unsupported, forget_frames, warn
+from coda_inductor.core.errors import (
+    QUIETLY,
+    STRICTLY,
+    BrokenInvariant,
+    CodaError,
+    CodaWarning,
+    Unsupported,
+    forget_frames,
+    warn,
+)
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import launching, notes, sweep_lowering
 from coda_inductor.inductor.bare_contest import BareContest
@@ -49,8 +58,6 @@ MANY = 1000  # nodes; three layers of Llama have 934 and take 3 s, of which one 
 FROZEN = 10_000  # objects; Python 3.12 itself freezes 375 when it starts
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
-STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
-QUIETLY = "CODA_INDUCTOR=0 does so without a warning"
 BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"
 
 

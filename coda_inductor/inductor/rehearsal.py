@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.codegen import tune
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
@@ -48,7 +49,7 @@ class Programs:
             try:
                 with ThreadPoolExecutor(1) as worker:
                     module = fx.GraphModule(torch.nn.Module(), graph)
-                    self.done[text] = worker.submit(_compile, module, tensors).result()
+                    self.done[text] = worker.submit(_compile, module, without_memory(tensors)).result()
             except Exception as error:
                 if foreseen(error) or isinstance(error, CodaError):
                     raise
@@ -94,6 +95,13 @@ class Programs:
         tensors = [group.value(node) for node in given]
         run = self.compiled(graph, tensors)
         return lambda: run(*tensors)
+
+
+def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Fake tensors that lie as these do. What Inductor holds on to after a compile, as the frames that a FailedMatch of
+    its pattern matcher came through (torch 2.15), would keep real ones until the next collection of garbage."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return [mode.from_tensor(t) for t in tensors]
 
 
 def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:

@@ -1,0 +1,55 @@
+"""One graph of Dynamo's through Inductor, with one more pass over its joint graph. The entry point imports this, and
+with it all that needs private names of torch, where it can handle that one of them is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import _TorchCompileInductorWrapper, fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+
+from coda_inductor.core.settings import Settings, unknown
+from coda_inductor.inductor.contest import warm_up_early
+from coda_inductor.inductor.joint_pass import JointPass, machine
+from coda_inductor.inductor.switches import NAMES
+from coda_inductor.inductor.tangents import as_outputs
+
+__all__ = ["NAMES", "check_options", "prepared"]
+
+
+def check_options(names: Collection[str]) -> None:
+    """Raises SettingError if one is no option of Inductor's."""
+    known = inductor_config.get_config_copy() if names else {}
+    for name in names:
+        if name.replace("-", "_") not in known:
+            unknown("option of Inductor", name, known)
+
+
+def prepared(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, inductor: _TorchCompileInductorWrapper
+) -> Callable[[], Any]:
+    """How to compile the graph with our pass; `inductor` is what compiles it without. Raises Unsupported if no kernels
+    are for this machine, ImportError or AttributeError if torch lacks a name; then nothing has been done yet."""
+    chained = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+    ours = JointPass(settings, chained)
+    machine(settings, example_inputs)
+    warm_up_early(settings, example_inputs)
+    # Under a memory budget the partitioner would take a Region for an operation that costs nothing.
+    counted = functorch_config.activation_memory_budget < 1 or functorch_config.is_non_builtin_to_include
+    expected = as_outputs(gm, settings)
+
+    def compiled() -> Any:
+        try:
+            with functorch_config.patch(is_non_builtin_to_include=counted, guess_tangent_strides_as_outputs=expected):
+                return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
+        except Exception as error:  # after the pass, in what Inductor makes of our operations
+            if settings.strict or not ours.rewrote:
+                raise
+            stock = inductor(gm, example_inputs)  # if this fails as well, it was not us
+            ours.failed(error, gm.graph, "a graph")
+            return stock
+
+    return compiled
