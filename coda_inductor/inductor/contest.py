@@ -30,7 +30,7 @@ from coda_inductor.inductor.switches import laws_of
 from coda_inductor.inductor.trials import Trials, deferred
 from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
 from coda_inductor.rewrite import search
-from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
 log = logging.getLogger("coda_inductor.contest")
@@ -141,7 +141,7 @@ class Contest:
         else to do."""
         if self.trials.ahead.made:
             other = self.replanned(plan, banned, sum(1 << bit for bit in {f.product for f in plan.firings} - {-1}))
-            every = groups(other, [build(other, draft) for draft in other.unique()])
+            every = groups(other, other.builts)
             log.info("%d kernels to compile meanwhile", self.trials.begin(other, every, idle=True))
 
     def replanned(self, plan: Plan, banned: dict[int, str], undeferred: int) -> Plan:
@@ -158,10 +158,9 @@ class Contest:
         bits = functools.reduce(int.__or__, close)
         self._compared |= bits
         other = self.replanned(plan, {}, bits)
-        builts = [build(other, draft) for draft in other.unique()]
         covered = functools.reduce(int.__or__, (mask(members) for members in close.values()))
         alike, rest = list[list[Built]](), list[list[Built]]()
-        for members in groups(other, builts):
+        for members in groups(other, other.builts):
             (alike if mask(members) & covered else rest).append(members)
         self.trials.prepare(other, alike, rest)
         kept, found = list[list[Built]](), 0
