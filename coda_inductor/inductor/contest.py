@@ -90,10 +90,8 @@ class Contest:
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
                 if not foreseen(error):
                     raise
-                failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
-                self.failed(failure)
-                forget_frames(error)
-                failed |= {acc.bit: failure.what for b in members for acc in b.products}
+                why = self.left(plan.program.product(members[0].draft.space.accs[0]).node, error)
+                failed |= {acc.bit: why for b in members for acc in b.products}
         return self.decide(plan, candidates, outcomes, failed)
 
     def loses(self, node: fx.Node, name: str, row: Callable[[], dict[str, Any]]) -> str:
@@ -105,15 +103,19 @@ class Contest:
         except Exception as error:  # as in judge
             if not foreseen(error):
                 raise
-            failure = unmeasured(error, node)
-            self.failed(failure)
-            forget_frames(error)
-            return failure.what
+            return self.left(node, error)
         if not found:
             return ""
         log.info("%s: %s", name, ", ".join(f"{k} {v:.4f}" for k, v in found.items() if k.endswith("ms")))
         self.trials.rows.append(found)
         return outcome_of(1, found).loses
+
+    def left(self, node: fx.Node, error: Exception) -> str:
+        """Says that a node is left to Inductor because it cannot be measured, and returns why."""
+        failure = unmeasured(error, node)
+        self.failed(failure)
+        forget_frames(error)
+        return failure.what
 
     def decide(
         self, plan: Plan, candidates: list[list[Built]], outcomes: dict[int, Outcome], failed: dict[int, str]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.paths import hint
+from coda_inductor.inductor.paths import assumed
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.sizes import ONE, Size, size_of
 
@@ -99,5 +99,5 @@ def restrided(node: fx.Node, like: Tensor, call: Callable[..., fx.Node]) -> fx.N
 
 def descending(tensor: Tensor) -> list[int]:
     """The tensor's dimensions, the one with the longest stride first."""
-    strides = [hint(s) for s in tensor.stride()]
+    strides = [assumed(s) for s in tensor.stride()]
     return sorted(range(tensor.dim()), key=lambda i: strides[i], reverse=True)

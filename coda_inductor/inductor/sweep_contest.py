@@ -17,8 +17,9 @@ from coda_inductor.core.region import DTYPES
 from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import described
-from coda_inductor.inductor.group import hint, sample
+from coda_inductor.inductor.group import sample
 from coda_inductor.inductor.outcome import recorded, sure, timed, wins
+from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.rehearsal import Programs
 from coda_inductor.inductor.sweeps import work
 from coda_inductor.inductor.trials import ROUNDS
@@ -39,10 +40,12 @@ class SweepContest:
 
     def __call__(self, found: list[Swept]) -> dict[int, str]:
         """The Sweeps, by index, that stay with Inductor, and why. Layers are alike."""
-        alike = dict[str, list[int]]()
+        alike, losers = dict[str, list[int]](), dict[int, str]()
         for i, made in enumerate(found):
-            alike.setdefault(key(made.sweep, program(made)[0]), []).append(i)
-        losers = dict[int, str]()
+            try:
+                alike.setdefault(key(made.sweep, program(made)[0]), []).append(i)
+            except Unsupported as why:  # of a size that is not known
+                losers[i] = self.contest.left(made.outputs[0], why)
         self.begin({name: found[i].sweep for name, (i, *_) in alike.items()})
         for name, places in alike.items():
             made = found[places[0]]
