@@ -22,10 +22,10 @@ from coda_inductor.codegen import legality, library, record
 from coda_inductor.codegen.executable import Run
 from coda_inductor.codegen.store import HINT, open_store
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.blocks import into
 from coda_inductor.core.errors import Unsupported, warn
-from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region, parse
-from coda_inductor.core.sweep import Sweep, interpret_sweep
+from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
@@ -247,10 +247,7 @@ def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def fall_back(record: Region | Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
     """Computes the Region or the Sweep on torch instead."""
     report(f"a {type(record).__name__.lower()} runs as separate operations: {reason}")
-    made = interpret(record, inputs) if isinstance(record, Region) else interpret_sweep(record, inputs)
-    for out, value in zip(outs, made, strict=True):
-        if out is not None:
-            out.copy_(value)
+    into(record, inputs, outs)
 
 
 def report(reason: str) -> None:

@@ -14,7 +14,7 @@ from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
 from coda_inductor.codegen.tune import TOLERANCE
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
-from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
+from coda_inductor.core.sweep import Sweep, interpret_sweep, shape, some_rows
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import described
 from coda_inductor.inductor.group import sample
@@ -156,7 +156,6 @@ def difference(made: Swept, outs: Sequence[Tensor], wanted: Sequence[Tensor]) ->
 def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float:
     """The largest relative error (Frobenius) of an output against the interpreter, NaN if one is NaN. Some rows at a
     time: the whole would take more memory than the operations that are replaced."""
-    extents = {r.input: r.extent for part in sweep.parts for r in part.reads}
     m = sweep.tokens(inputs[0].shape)
     errors = torch.zeros(len(outs), 2, dtype=torch.float64, device=inputs[0].device)  # squared, of wanted squared
     totals = {
@@ -164,8 +163,7 @@ def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float
     }
     for start in range(0, m, CHECKED):
         rows = torch.arange(start, min(m, start + CHECKED), device=inputs[0].device)
-        some = [_some(x, extents[i], sweep.inputs[i][1], rows) for i, x in enumerate(inputs)]
-        for i, value in enumerate(interpret_sweep(sweep, some)):
+        for i, value in enumerate(interpret_sweep(sweep, some_rows(sweep, inputs, rows))):
             if i in totals:
                 totals[i] += value
             else:
@@ -174,15 +172,6 @@ def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float
         errors[i] = _squares(outs[i], total)
     relative = (errors[:, 0] / errors[:, 1].clamp_min(1e-60)).sqrt()
     return float("nan") if bool(relative.isnan().any()) else float(relative.max())
-
-
-def _some(x: Tensor, extent: str, width: int, rows: Tensor) -> Tensor:
-    """An input at some rows; heads with one row each."""
-    if extent == "heads":
-        length = x.shape[1]
-        sequences = x.view(-1, width // x.shape[2], *x.shape[1:])
-        return sequences[rows // length, :, rows % length].flatten(0, 1).unsqueeze(1)
-    return x if extent == "feature" else x[rows % len(x) if extent == "table" else rows]
 
 
 def _squares(found: Tensor, wanted: Tensor) -> Tensor:
