@@ -15,7 +15,7 @@ from evaluate import captured
 from torch import Tensor, nn
 from zoo import Decoder, Shape, token_ids
 
-from coda_inductor.codegen import executable, legality
+from coda_inductor.codegen import executable, legality, source
 from coda_inductor.codegen.executable import Executable, Parts
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
@@ -233,11 +233,11 @@ def test_what_a_kernel_is_told_spans_both_tensors(
         order = side[::-1] if turned else side
         for i, x in zip(order, torch.stack([inputs[j] for j in order]).unbind(), strict=True):
             inputs[i] = x
-    fields = ("a_apart", "b_apart", "crossed", "x1", "x2", "x3", "x4", "c", "r0", "r1", "r0w", "r1w", "early")
+    fields = ("a_apart", "b_apart", "crossed", "x1", "x2", "x3", "x4", "c", "r0", "r1", "r0w", "r1w", *source.DOORS)
     monkeypatch.setattr(executable, "resident", lambda config: 1)
     kernel = Executable(region, TILE, Parts(lambda *given: asked.append(given), fields, 8, None))
     outs = [torch.empty(40, 64, dtype=DTYPES[s.dtype]) for s in region.stores]
-    kernel.prepare(inputs, outs + [torch.empty(0) for _ in region.reductions])(False)
+    kernel.prepare(inputs, outs + [torch.empty(0) for _ in region.reductions])(0, 0)
     ((a, b, *_),) = asked
     a_apart, b_apart, crossed = asked[0][4][:3]
     assert a_apart > 0 and b_apart > 0 and crossed == (a_turned != b_turned)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.codegen import legality, library, record
+from coda_inductor.codegen.doors import doors, forget
 from coda_inductor.codegen.executable import Run
 from coda_inductor.codegen.store import HINT, open_store
 from coda_inductor.codegen.tiles import Config
@@ -70,7 +71,7 @@ class Kernel:
     def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """As a call on the current device, but in this configuration. Raises Unsupported if it cannot be built."""
         if (run := self.prepare(inputs, outs, config)) is not None:
-            run(False)
+            run(0, 0)
 
     def prepare(
         self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None = None
@@ -167,17 +168,21 @@ class Kernel:
 
 def together(work: Sequence[Work]) -> None:
     """Launches kernels of one device on its current stream, none of which reads what another writes: each may begin
-    where blocks of the one before have ended. The outputs' memory must be apart, and apart from all inputs'. What each
-    reads, and its scratch, is kept until all are launched."""
+    where blocks of the one before have ended, through the door between them. The outputs' memory must be apart, and
+    apart from all inputs'. What each reads, and its scratch, is kept until all are launched."""
     example = work[0][1][0]
     if example.get_device() != torch.cuda.current_device():
         with torch.cuda.device(example.device):
             return together(work)
-    runs, early = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work], False
-    for run in runs:
-        if run is not None:
-            run(early)
-            early = True
+    prepared = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]
+    runs = [run for run in prepared if run is not None]
+    between = (doors(example.device, len(runs) - 1) if len(runs) > 1 else []) or [0] * (len(runs) - 1)
+    try:
+        for run, entrance, way_out in zip(runs, [0, *between], [*between, 0], strict=False):
+            run(entrance, way_out)
+    except BaseException:
+        forget(example.device)
+        raise
 
 
 def compiler() -> Any:

@@ -58,7 +58,7 @@ OPS_OF_EXTENT = {
 }  # fmt: skip
 # What the kernel of two summed products is told of their matrices (device._Summed).
 SPANS = ("a_apart", "b_apart", "crossed")
-EARLY = "early"  # what every kernel is told: may it begin before the one before it has ended (device._Overlapping)?
+DOORS = ("entrance", "way_out")  # what every kernel is told: addresses, or 0 (doors.py, device._Overlapping)
 SINKS = {("sum", "N"): "ColVecReduce", ("sum", "M"): "RowVecReduce", ("logsumexp", "N"): "OnlineLSEReduce"}
 
 
