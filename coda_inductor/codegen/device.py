@@ -297,8 +297,8 @@ def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[st
 class _Summed:
     """Mixed into a GEMM class: A and B, each given as the lower of two tensors, are read with K as (64, K / 64, 2),
     the second tensor `a_apart` or `b_apart` elements away: one TMA descriptor spans both, and the mainloop runs through
-    2 K. Strides are positive, so where the tensors of A lie in the other order than those of B (`crossed` is 1, not 0),
-    B is read from its second half on."""
+    2 K. Strides are positive, so one whose first tensor lies higher (`a_turned`, `b_turned` are 1, not 0) is read from
+    its second half on: the products are added in their order, wherever their tensors lie."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):  # type: ignore[no-untyped-def]
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
@@ -307,20 +307,23 @@ class _Summed:
         return _twice(mA, epilogue_args.a_apart), _twice(mB, epilogue_args.b_apart), mD, mC, epilogue_args
 
     def epi_get_smem_tensors(self, params, storage):  # type: ignore[no-untyped-def]
-        self._crossed = params.crossed  # the first that a kernel asks of its epilogue, before its warps part
+        self._turned = params.a_turned, params.b_turned  # the first that a kernel asks of its epilogue
         return super().epi_get_smem_tensors(params, storage)  # type: ignore[misc]
 
     def load_tma(self, pipeline, producer_state, copy_fns, k_tile_cnt, k_tile_start=0):  # type: ignore[no-untyped-def]
-        copy_a, copy_b, *_ = copy_fns
-        later = self._crossed * (k_tile_cnt // 2)
+        copies = [_later(copy, turned, k_tile_cnt) for copy, turned in zip(copy_fns, self._turned, strict=False)]
+        return super().load_tma(pipeline, producer_state, copies, k_tile_cnt, k_tile_start)  # type: ignore[misc]
 
-        def copy_b_later(k_tile: Any, *args: Any, **kwargs: Any) -> None:
-            k_tile = k_tile + later
-            copy_b(cutlass.select_(k_tile < k_tile_cnt, k_tile, k_tile - k_tile_cnt), *args, **kwargs)
 
-        return super().load_tma(  # type: ignore[misc]
-            pipeline, producer_state, [copy_a, copy_b_later], k_tile_cnt, k_tile_start
-        )
+def _later(copy: Any, turned: Any, k_tiles: Any) -> Any:
+    """A copy of k tiles that begins with the second half of them if `turned`."""
+    later = turned * (k_tiles // 2)
+
+    def copy_later(k_tile: Any, *args: Any, **kwargs: Any) -> None:
+        k_tile = k_tile + later
+        copy(cutlass.select_(k_tile < k_tiles, k_tile, k_tile - k_tiles), *args, **kwargs)
+
+    return copy_later
 
 
 def _twice(matrix: Any, apart: Any) -> Any:
@@ -336,7 +339,7 @@ class SummedProductsMod(Epilogue):
     mixins, suffix = (_Summed,), "summed"
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        apart = (Scalar("a_apart", Int64), Scalar("b_apart", Int64), Scalar("crossed", Int32))
+        apart = (Scalar("a_apart", Int64), Scalar("b_apart", Int64), *(Scalar(f"{x}_turned", Int32) for x in "ab"))
         super().__init__(fn, extra_ops=apart, **options)
 
 

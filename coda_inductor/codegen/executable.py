@@ -92,7 +92,7 @@ class Executable:
         if self._plus is not None:
             a, a_apart, a_turned = _spanned(a, inputs[self._plus[0]])
             b, b_apart, b_turned = _spanned(b, inputs[self._plus[1]])
-            for field, value in zip(self._spans, (a_apart, b_apart, int(a_turned != b_turned)), strict=True):
+            for field, value in zip(self._spans, (a_apart, b_apart, int(a_turned), int(b_turned)), strict=True):
                 fields[field] = value
         if self._offset is not None:
             # From the first weight to the second, in elements; both are 16-bit.

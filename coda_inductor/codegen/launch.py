@@ -51,9 +51,10 @@ Work = tuple[Launch, Sequence[Tensor], Sequence[Tensor | None]]
 class Kernel:
     """Runs one Region at any M. Compiled kernels are shared by all token counts and kept for the process."""
 
-    def __init__(self, region: Region, directory: Path, *, strict: bool = False) -> None:
-        """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning."""
-        self.region, self.directory, self.strict = region, directory, strict
+    def __init__(self, region: Region, directory: Path, *, strict: bool = False, measured: bool = True) -> None:
+        """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning.
+        `measured`: it runs in the configurations that were measured best; else in the first, which no clock chose."""
+        self.region, self.directory, self.strict, self.measured = region, directory, strict, measured
         self._digest = region.digest
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
@@ -112,7 +113,7 @@ class Kernel:
 
     def _choose(self, size: int, swapped: bool) -> Any:
         """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
-        measured = record.remembered(self.directory, self.region, size)
+        measured = record.remembered(self.directory, self.region, size) if self.measured else None
         found, refusals = None, list[str]()
         for config in (*([measured] if measured else []), *legality.candidates(self.region, size)):
             try:
@@ -145,8 +146,9 @@ class Kernel:
         return found.config if found else None
 
     def use(self, size: int, config: Config) -> None:
-        """Runs this bucket in `config` from now on; it must have been built."""
+        """Runs this bucket in `config` from now on: as far as it has been built at once, else as it is remembered."""
         for swapped in (False, True):
+            self._ready.pop((size, swapped), None)
             if (config, swapped) in self._compiled:
                 self._ready[size, swapped] = self._compiled[config, swapped]
 
@@ -219,17 +221,17 @@ def uncollected() -> Iterator[None]:
 
 
 BUILDING = threading.Lock()  # autograd runs the backward in threads of its own
-KERNELS: dict[tuple[str, str | None, bool], Kernel] = {}
+KERNELS: dict[tuple[str, str | None, bool, bool], Kernel] = {}
 FALL_BACK = "without CODA_INDUCTOR_STRICT it runs as separate operations"
 
 
-def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = False) -> Kernel:
+def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = False, measured: bool = True) -> Kernel:
     """The Kernel of a Region's text, one per process and cache directory. Raises Unsupported if none can exist."""
-    key = (region_text, cache_dir, strict)
+    key = (region_text, cache_dir, strict, measured)
     if key not in KERNELS:
         region = parse(region_text)
         legality.check(region)
-        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict)
+        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict, measured=measured)
     return KERNELS[key]
 
 

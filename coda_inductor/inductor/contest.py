@@ -187,7 +187,7 @@ def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
     """Where nothing was measured yet, what compiles kernels starts now, while the graph is still traced; but not for a
     graph that has no weights."""
     weights = any(isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_floating_point() for x in inputs)
-    if settings.tune == "off" or settings.target == "reference" or not weights:
+    if not settings.measures or settings.target == "reference" or not weights:
         return
     if not any((store.open_store(settings.cache_dir) / "tuning").glob("*.json")):
         prebuild.warm_up()

@@ -59,7 +59,7 @@ class SweepContest:
 
     def begin(self, sweeps: dict[str, Sweep]) -> None:
         """Begins to compile the kernels of those that nothing on disk tells of, by name."""
-        if self.settings.tune != "off":
+        if self.settings.measures:
             new = [sweep for name, sweep in sweeps.items() if self.known(name) is None]
             self.contest.trials.ahead.begin(map(prebuild.SweepJob, new))
 
@@ -70,7 +70,7 @@ class SweepContest:
     def row(self, name: str, made: Swept) -> dict[str, Any]:
         """What was measured, and is kept under that name; nothing if nothing is to be."""
         kernel = sweep_launch(made.sweep.text, self.settings.cache_dir)
-        row = {} if self.settings.tune == "off" else self.known(name)
+        row = self.known(name) if self.settings.measures else {}
         if row is None:
             row = store.write_record(store.open_store(self.settings.cache_dir), name, self.measure(made, kernel), timed)
         kernel.build()
