@@ -140,7 +140,7 @@ class Interpreted:
         self.region, self.config = region, config
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
-        return lambda early: self(inputs, outs)
+        return lambda entrance, way_out: self(inputs, outs)
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         for out, value in zip(outs, interpret(self.region, inputs), strict=True):

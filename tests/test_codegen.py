@@ -345,7 +345,7 @@ class FakeKernel:
         self.region, self.config, self.swapped = region, config, swapped
 
     def prepare(self, inputs: list[Tensor], outs: list[Tensor | None]) -> Run:
-        return lambda early: self.run(inputs, outs)
+        return lambda entrance, way_out: self.run(inputs, outs)
 
     def run(self, inputs: list[Tensor], outs: list[Tensor | None]) -> None:
         first, *others = self.region.products

@@ -26,7 +26,7 @@ import torch
 from codegen_cases import CASES, norm_backward, swiglu, token_scale
 from processes import fresh
 
-from coda_inductor.codegen import launch, legality, library, sweep_plan, target
+from coda_inductor.codegen import cubin, launch, legality, library, sweep_plan, target
 from coda_inductor.codegen import prebuild as prebuild_module
 from coda_inductor.codegen import store as stored
 from coda_inductor.codegen.executable import Parts
@@ -288,6 +288,25 @@ except TypeError as error:
     (kept,) = stores[1].rglob(library.KEPT)
     assert done.stdout.startswith(f"{json.loads(kept.read_text())['stack']} {config}\n")
     assert "scheduler_args: Tuple[int32, None, int32, None, None, None]" in done.stdout
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_a_block_waits_or_passes_its_door_before_it_reads(stores: tuple[Path, Path], i: int) -> None:
+    """In machine code: the wait (ACQBULK), the acquire, the fence for TMA, the release that opens the next door, and
+    only then may the next kernel's blocks be placed (PREEXIT) and the first tile be loaded (UTMALDG)."""
+    tool = Path(str(importlib.util.find_spec("triton").origin)).parent / "backends/nvidia/bin/nvdisasm"  # type: ignore[union-attr]
+    (made,) = stores[i].rglob("*.o")
+    image = next(cubin._cuda_images(made.read_bytes()))
+    (stores[i] / "image").write_bytes(image)
+    said = subprocess.run([tool, "-c", stores[i] / "image"], capture_output=True, text=True, check=True).stdout
+    words = ("ACQBULK", "ATOMG", "CCTL.IVALL", "FENCE.VIEW.ASYNC", "STG.E.STRONG.GPU", "PREEXIT", "UTMALDG", "UTMASTG")
+    body = next(part for part in said.split(".section") if "UTMALDG" in part)
+    order = [word for line in body.splitlines() for word in words if word in line]
+    start = order[order.index("ACQBULK") : order.index("UTMALDG")]
+    assert start[:3] == ["ACQBULK", "ATOMG", "CCTL.IVALL"] and start.count("ATOMG") == start.count("PREEXIT") == 1
+    closes, opens = (j for j, word in enumerate(start) if word == "STG.E.STRONG.GPU")
+    assert closes < start.index("FENCE.VIEW.ASYNC", closes) < opens < start.index("PREEXIT")
+    assert order.count("ACQBULK") == 2 and order.index("UTMALDG") < len(order) - order[::-1].index("ACQBULK")
 
 
 def test_what_is_not_as_it_was_kept_is_not_loaded(tmp_path: Path, stores: tuple[Path, Path]) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import half, pretend, run, streams, uncompiled
+from compiling import close, half, pretend, run, streams, uncompiled
 from test_training_device import Layer
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
 from coda_inductor.codegen import prebuild, target, timing
 from coda_inductor.codegen.timing import Times
@@ -25,8 +26,10 @@ from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import group
 from coda_inductor.inductor.contest import warm_up_early
-from coda_inductor.inductor.group import Group, hint
+from coda_inductor.inductor.extract import laid_out
+from coda_inductor.inductor.group import Group
 from coda_inductor.inductor.outcome import TIMED, in_bursts, outcome_of, timed
+from coda_inductor.inductor.paths import UNKNOWN, assumed, hint
 from coda_inductor.inductor.rehearsal import Programs
 from coda_inductor.inductor.trials import Trials
 from coda_inductor.rewrite.build import Built
@@ -284,8 +287,32 @@ def test_weights_may_be_slices_of_any_width(monkeypatch: pytest.MonkeyPatch, tmp
 def test_no_contest_at_sizes_that_nobody_knows() -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    env = ShapeEnv()
+    unknown = env.create_unbacked_symint()
     with pytest.raises(Unsupported, match="known only when the model runs"):
-        hint(ShapeEnv().create_unbacked_symint())
+        hint(unknown)
+    node = fx.Graph().placeholder("x")
+    with FakeTensorMode(shape_env=env):
+        node.meta["val"] = torch.empty(unknown, 4)
+    with pytest.raises(Unsupported, match="known only when the model runs"):
+        laid_out(node)  # nor a record of one
+    assert assumed(unknown) == UNKNOWN == torch._inductor.config.unbacked_symint_fallback
+    assert hint(3) == assumed(3) == 3
+
+
+@pytest.mark.usefixtures("uncached")
+def test_what_is_of_no_known_size_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One Region of two reads a mask of as many rows as an operation found: the other is measured, and kept."""
+    pretend(monkeypatch, tmp_path)
+
+    def two(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        some = x[t.nonzero()[:, 0]]
+        return silu(x, t), F.silu(F.linear(some, V))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        ran = run(two, X, T)
+    assert ran.regions == [1] and len(ran) == 1 and "known only when the model runs" in ran[0]
+    close(ran.output[1], two(X, T)[1])
 
 
 def test_the_other_side_is_inductors_default_mode(monkeypatch: pytest.MonkeyPatch) -> None:

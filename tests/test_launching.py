@@ -60,7 +60,7 @@ def test_sums_have_partial_results_and_a_place(
     region, m = make(64, 32), 300
     names, asked = source.slots(region), list[tuple[Any, ...]]()
     fields = tuple(f for f in (*names.operands, *names.stores, *names.sums) if f not in ("c", "D"))
-    fields += (*map(source.whole, names.sums), source.EARLY)
+    fields += (*map(source.whole, names.sums), *source.DOORS)
     monkeypatch.setattr(executable, "resident", lambda config: 1)
     config = Config(128, 32, 1, 1, True)
     run = Executable(region, config, Parts(lambda *given: asked.append(given), fields, 8, None))
@@ -68,7 +68,7 @@ def test_sums_have_partial_results_and_a_place(
     outs: list[Tensor | None] = list(tune.outputs(region, inputs))
     first = len(region.stores)
     outs[first:] = [None] * len(region.reductions) if unread else outs[first:]
-    run.prepare(inputs, outs)(False)
+    run.prepare(inputs, outs)(0, 0)
     given = dict(zip(fields, asked[0][4], strict=True))
     for slot, r, out in zip(names.sums, region.reductions, outs[first:], strict=True):
         parts, whole = given[slot], given[source.whole(slot)]

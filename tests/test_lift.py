@@ -192,3 +192,21 @@ def test_no_symbol_is_asked() -> None:
     assert r.lifted.products and all(
         r.lifted.reading.axes.total(p.rows).static is None for p in r.lifted.products.values()
     )
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_products_have_one_number(which: int) -> None:
+    """What a gradient from outside waits for are the products of the forward, also where one of all is not read: then
+    none of the backward has its number."""
+    graphs: list[fx.Graph] = []
+    x, v, w = (R(6, 6).requires_grad_() for _ in range(3))
+    capture(lambda x: torch.tanh(x @ v) @ w, (x,), {}, "train", graphs.append)
+    (graph,) = graphs
+    products = [n for n in graph.nodes if n.target is torch.ops.aten.mm.default]
+    made = lift(graph, cut=lambda node: node is products[which])
+    assert len(products) > 4 and products[which] not in made.bits
+    assert all(product.node in made.bits and made.bits[product.node] == bit for bit, product in made.products.items())
+    (tangent,) = (n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name)
+    assert made.deps[tangent] == sum(1 << made.bits[n] for n in products[:2] if n in made.bits)
+    behind = {product.node for bit, product in made.products.items() if made.deps[tangent] >> bit & 1}
+    assert behind == {n for n in products[:2] if n is not products[which]}

@@ -8,7 +8,7 @@ import itertools
 import operator
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from torch._inductor import compile_fx
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import run_and_get_code
 
-from coda_inductor.codegen import executable, launch, source
+from coda_inductor.codegen import doors, executable, launch, source
 from coda_inductor.codegen.executable import Executable, Parts, Run
 from coda_inductor.codegen.launch import Launch, Work
 from coda_inductor.codegen.tiles import Config
@@ -192,19 +192,28 @@ class Recorded:
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
         self.log.append(f"prepare {self.name}")
-        return (lambda early: self.log.append(f"{self.name} {early}")) if self.launches else None
+        return (lambda *doors: self.log.append(f"{self.name} {doors}")) if self.launches else None
 
 
-def test_all_are_prepared_before_the_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that a preparation launches, and scratch that it allocates, come before all kernels."""
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The addresses of the first doors of a machine whose tensors lie on the CPU."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(doors, "_devices", {})
+    first, *_ = doors.doors(torch.device("cpu"), 4)
+    yield [first + 4 * i for i in range(4)]
+    assert not doors._devices[torch.device("cpu")].words.any()
+
+
+def test_all_are_prepared_before_the_first_runs(built: list[int]) -> None:
+    """Copies that a preparation launches, and scratch that it allocates, come before all kernels."""
     log: list[str] = []
     launch.together([(Recorded(name, log), [torch.empty(1)], []) for name in "abc"])
-    assert log == ["prepare a", "prepare b", "prepare c", "a False", "b True", "c True"]
+    p, q, *_ = built
+    assert log == ["prepare a", "prepare b", "prepare c", f"a (0, {p})", f"b ({p}, {q})", f"c ({q}, 0)"]
 
 
-def test_what_is_not_launched_lets_no_other_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+def test_what_is_not_launched_lets_no_other_begin_early(built: list[int]) -> None:
     log: list[str] = []
     work = [
         Recorded("a", log, launches=False),
@@ -213,7 +222,52 @@ def test_what_is_not_launched_lets_no_other_begin_early(monkeypatch: pytest.Monk
         Recorded("d", log),
     ]
     launch.together([(each, [torch.empty(1)], []) for each in work])
-    assert log[4:] == ["b False", "d True"]
+    assert log[4:] == [f"b (0, {built[0]})", f"d ({built[0]}, 0)"]
+    log.clear()
+    launch.together([(Recorded("a", log), [torch.empty(1)], [])])
+    assert log == ["prepare a", "a (0, 0)"]
+
+
+def test_where_doors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stream the same for each line, of lines that are captured none twice, and of a line that failed none again:
+    a door that stayed open would let others in too early."""
+    here, (capturing, stream) = torch.device("cpu"), (False, 1)
+    monkeypatch.setattr(doors, "_devices", {})
+    monkeypatch.setattr(doors, "WORDS", 12)
+    monkeypatch.setattr(doors, "_stream", lambda device: (capturing, stream))
+    capturing = True
+    assert doors.doors(here, 1) == []  # memory that a graph's pool gives may be another's
+    capturing = False
+    mine = doors.doors(here, 2)
+    assert doors.doors(here, 1) == mine[:1] and doors.doors(here, 3)[:2] == mine
+    stream = 2
+    others = doors.doors(here, 2)
+    capturing = True
+    captured = doors.doors(here, 2), doors.doors(here, 2)
+    seen = [*doors._devices[here].of_streams[1], *others, *captured[0], *captured[1]]
+    assert len({*seen}) == len(seen) == 9
+    assert doors.doors(here, 4) == []
+    capturing = False
+    doors.forget(here)
+    assert not {*doors.doors(here, 2)} & {*seen} and doors.doors(here, 4) == []
+
+
+def test_a_line_that_fails_leaves_its_doors(built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Recorded):
+        def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
+            def run(entrance: int, way_out: int) -> None:
+                raise RuntimeError("no")
+
+            return run
+
+    log: list[str] = []
+    work: list[Work] = [
+        (each, [torch.empty(1)], []) for each in (Recorded("a", log), Failing("b", log), Recorded("c", log))
+    ]
+    with pytest.raises(RuntimeError, match="no"):
+        launch.together(work)
+    launch.together([work[0], work[2]])
+    assert log[-2].startswith("a (0, ") and str(built[0]) in log[2] and str(built[0]) not in log[-2]
 
 
 def test_without_a_kernel_a_region_of_a_line_runs_on_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,14 +288,14 @@ def test_a_kernel_is_told_when_it_runs_and_keeps_its_scratch_until_then(monkeypa
     r, asked = bias_sums(64, 64), list[tuple[Any, ...]]()
     names = source.slots(r)
     fields = tuple(f for f in (*names.operands, *names.stores, *names.sums) if f not in ("c", "D"))
-    fields += (*map(source.whole, names.sums), source.EARLY)
+    fields += (*map(source.whole, names.sums), *source.DOORS)
     kernel = Executable(r, TILE, Parts(lambda *given: asked.append(given), fields, 8, None))
     runs = [kernel.prepare(random_inputs(r, 40, "cpu"), [None] * len(blank_outputs(r, 40, "cpu"))) for _ in range(2)]
     assert asked == []
-    for run, early in zip(runs, (False, True), strict=True):
-        run(early)
+    for run, given_doors in zip(runs, ((0, 5), (5, 0)), strict=True):
+        run(*given_doors)
     told = [dict(zip(fields, given[4], strict=True)) for given in asked]
-    assert [t[source.EARLY] for t in told] == [0, 1]
+    assert [tuple(t[name] for name in source.DOORS) for t in told] == [(0, 5), (5, 0)]
     scratch = [place(t[name]) for t in told for name in (*names.sums, *map(source.whole, names.sums))]
     assert not any(common(a, b) for a, b in itertools.combinations(scratch, 2))
 
@@ -252,13 +306,13 @@ def test_a_prepared_kernel_keeps_what_it_reads_by_address(monkeypatch: pytest.Mo
     for r, addresses in ((swiglu(64, 64), ("lane_offset",)), (summed(64, 64), source.SPANS)):
         names = source.slots(r)
         fields = (*addresses, *(f for f in (*names.operands, *names.stores, *names.sums) if f not in ("c", "D")))
-        fields += (*map(source.whole, names.sums), source.EARLY)
+        fields += (*map(source.whole, names.sums), *source.DOORS)
         kernel = Executable(r, TILE, Parts(lambda *given: None, fields, 8, None))
         inputs = random_inputs(r, 40, "cpu")
         kept = [weakref.ref(x) for x in inputs]
         run = kernel.prepare(inputs, blank_outputs(r, 40, "cpu"))
         del inputs
         assert all(x() is not None for x in kept)
-        run(False)
+        run(0, 0)
         del run
         assert all(x() is None for x in kept)

@@ -13,10 +13,12 @@ from odd import ODD, rms
 from torch import Tensor
 from zoo import Decoder, Shape, token_ids
 
+from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.region import Region
 from coda_inductor.patterns.lift import lift
-from coda_inductor.rewrite.build import build
-from coda_inductor.rewrite.draft import cycle
+from coda_inductor.rewrite import search
+from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.draft import Conflict, Draft, cycle
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
@@ -157,3 +159,31 @@ def test_planning_settles_and_is_well_formed(name: str) -> None:
         assert all(build(made, draft).region for draft in made.unique())
         supplied = [n for d in made.unique() for n in d.supplies]
         assert len(supplied) == len(set(supplied))
+
+
+def test_a_conflict_while_building_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building asks once more where everything comes from: what excludes each other then is decided again, too."""
+    raised = list[Draft]()
+
+    def conflicting(made: Plan, draft: Draft) -> Built:
+        if len(raised) < 2 and len(draft.space.accs) == 2:
+            raised.append(draft)
+            bits = [a.bit for a in draft.space.accs]
+            if len(raised) == 1:
+                raise Conflict(undeferred=sum(1 << bit for bit in bits))
+            raise Conflict(banned=dict.fromkeys(bits, "it excludes another"))
+        return build(made, draft)
+
+    whole = planned(half, *half_inputs())
+    monkeypatch.setattr(search, "build", conflicting)
+    made = planned(half, *half_inputs())
+    assert [len(b.region.products) for b in whole.builts] == [1, 2, 1]
+    assert [len(b.region.products) for b in made.builts] == [1, 1]  # gate and up are Inductor's now
+    assert whole.firings and not any(f.product in (1, 2) for f in made.firings) and len(raised) == 2
+    monkeypatch.setattr(search, "build", _never)
+    with pytest.raises(BrokenInvariant, match="does not settle"):
+        planned(half, *half_inputs())
+
+
+def _never(made: Plan, draft: Draft) -> Built:
+    raise Conflict(undeferred=1)

@@ -21,7 +21,7 @@ DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DI
 
 def test_names_are_the_designed_ones() -> None:
     assert set(VARIABLES) == {f"CODA_INDUCTOR{v}" for v in DESIGNED}
-    assert list(KINDS) == [f.name for f in dataclasses.fields(Settings)]
+    assert [*KINDS, "deterministic"] == [f.name for f in dataclasses.fields(Settings)]  # which torch has a switch for
 
 
 def test_empty_environment_gives_the_defaults() -> None:
@@ -109,6 +109,7 @@ def test_key_holds_everything_but_the_folders(field: str) -> None:
         "cache_dir": "/a",
         "debug_dir": "/a",
         "strict": True,
+        "deterministic": True,
     }
     changed = dataclasses.replace(Settings(), **{field: other[field]})
     assert (hash(changed.key()) == hash(Settings().key())) == (changed.key() == Settings().key())

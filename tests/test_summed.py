@@ -15,7 +15,7 @@ from evaluate import captured
 from torch import Tensor, nn
 from zoo import Decoder, Shape, token_ids
 
-from coda_inductor.codegen import executable, legality
+from coda_inductor.codegen import executable, legality, source
 from coda_inductor.codegen.executable import Executable, Parts
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
@@ -245,16 +245,25 @@ def test_what_a_kernel_is_told_spans_both_tensors(
         order = side[::-1] if turned else side
         for i, x in zip(order, torch.stack([inputs[j] for j in order]).unbind(), strict=True):
             inputs[i] = x
-    fields = ("a_apart", "b_apart", "crossed", "x1", "x2", "x3", "x4", "c", "r0", "r1", "r0w", "r1w", "early")
+    fields = (*source.SPANS, "x1", "x2", "x3", "x4", "c", "r0", "r1", "r0w", "r1w", *source.DOORS)
     monkeypatch.setattr(executable, "resident", lambda config: 1)
     kernel = Executable(region, TILE, Parts(lambda *given: asked.append(given), fields, 8, None))
     outs = [torch.empty(40, 64, dtype=DTYPES[s.dtype]) for s in region.stores]
-    kernel.prepare(inputs, outs + [torch.empty(0) for _ in region.reductions])(False)
+    kernel.prepare(inputs, outs + [torch.empty(0) for _ in region.reductions])(0, 0)
     ((a, b, *_),) = asked
-    a_apart, b_apart, crossed = asked[0][4][:3]
-    assert a_apart > 0 and b_apart > 0 and crossed == (a_turned != b_turned)
+    a_apart, b_apart, *found_turned = asked[0][4][:4]
+    assert a_apart > 0 and b_apart > 0 and found_turned == [a_turned, b_turned]
     both = [x.as_strided((2, *x.shape), (apart, *x.stride())) for x, apart in ((a, a_apart), (b, b_apart))]
-    weights = both[1].flip(0) if crossed else both[1]
+    both = [x.flip(0) if turned else x for x, turned in zip(both, found_turned, strict=True)]  # by halves of k tiles
+    assert (
+        all(
+            torch.equal(x[i], inputs[j])
+            for x, places in zip(both, zip(*p.pairs, strict=True), strict=True)
+            for i, j in enumerate(places)
+        )
+        or region.products[0].a_layout == "km"
+    )
+    weights = both[1]
     weights = weights.transpose(1, 2) if p.b_layout == "nk" else weights
     found = (both[0].float() @ weights.float()).sum(0)
     bare = dataclasses.replace(region, operands=(), lets=(), stores=(), reductions=region.reductions[-1:])

@@ -26,6 +26,7 @@ from coda_inductor.codegen import source
 from coda_inductor.codegen.finish import Total, finish
 
 TILE_K = 64  # legality.TILE_K
+OPEN = 1 << 30  # a door's word; more than a grid has blocks
 
 
 class _TileByTile:
@@ -161,35 +162,63 @@ class _Launch:
 
 class _Overlapping:
     """Mixed into every GEMM class, in place of quack's own waits: a block waits for the kernel before it on the stream
-    before its first load, or, told `early`, after the loads of its first tile. Once it has waited, or need not, blocks
-    of the next kernel may be placed where there is room.
+    before its first load, or, given a door to enter by, passes that, and waits after the loads of each tile. Then
+    blocks of the next kernel may be placed where there is room.
 
-    `early` asks that the kernel before is one of these (or what finishes its sums), and that of a line, which is one
-    that is not told so and those behind it that are, none writes where another reads or writes: all may run at once.
-    When blocks of this one are placed, all of the one before have waited, or need not (what finishes sums is placed
-    when they have), so what comes before the line is complete, and, as we assume, visible: PTX promises that only to
-    who waits. And as each block waits in the end, what comes behind the line waits for all of it.
+    A door asks that the kernel before is one of these (or what finishes its sums), and that of a line, which is one
+    without an entrance and those behind it with one, none writes where another reads or writes: all may run at once.
+    What comes before the line is visible to the first, since it waits, and through the doors to all others (doors.py).
+    When blocks of a kernel are placed, all of the one before have opened the door, so that none waits for long. And as
+    blocks wait in the end, what comes behind the line waits for all of it.
     """
 
     def kernel(self, *args: Any) -> _Launch:
         return _Launch(super().kernel(*args))  # type: ignore[misc]
 
     def epi_get_smem_tensors(self, params, storage):  # type: ignore[no-untyped-def]
-        self._early = params.early  # the first that a kernel asks of its epilogue, before its warps part
+        # The first that a kernel asks of its epilogue: all threads of all blocks, before they read anything.
+        _enter(params.entrance, params.way_out)
         return super().epi_get_smem_tensors(params, storage)  # type: ignore[misc]
 
     def load_tma(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        _wait_unless(self._early)
-        cute.arch.griddepcontrol_launch_dependents()
         state = super().load_tma(*args, **kwargs)  # type: ignore[misc]
         cute.arch.griddepcontrol_wait()  # after each tile's loads: all but the first find it done
         return state
 
 
 @cute.jit
-def _wait_unless(early):  # type: ignore[no-untyped-def]
-    if early == 0:
+def _enter(entrance, way_out):  # type: ignore[no-untyped-def]
+    """Waits for the kernel before, or passes the door at `entrance`, then opens that at `way_out`."""
+    thread, _, _ = cute.arch.thread_idx()
+    if entrance == 0:
         cute.arch.griddepcontrol_wait()
+    if entrance != 0 or way_out != 0:
+        if thread == 0 and entrance != 0:
+            _pass(entrance)
+        cute.arch.sync_threads()
+        cute.arch.fence_proxy("async")  # what comes next is read, and was written, by TMA as well
+        x, y, z = cute.arch.block_idx()
+        if thread == 0 and way_out != 0 and x + y + z == 0:
+            cute.arch.store(_word(way_out), Int32(OPEN), sem="release", scope="gpu")
+        cute.arch.sync_threads()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def _pass(entrance):  # type: ignore[no-untyped-def]
+    """Once for each block. The door is open while its word is not 0: OPEN less the blocks that have passed."""
+    x, y, z = cute.arch.grid_dim()
+    last = Int32(OPEN + 1) - x * y * z
+    word = _word(entrance)
+    while cute.arch.load(word, Int32, sem="relaxed", scope="gpu") == 0:
+        pass
+    before = cute.arch.atomic_add(word, Int32(-1), sem="acq_rel", scope="gpu")
+    if before == last:
+        cute.arch.store(word, Int32(0), sem="relaxed", scope="gpu")
+
+
+def _word(address: Any) -> Any:
+    return cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
 
 
 class _Finished:
@@ -232,8 +261,8 @@ class Epilogue(EpiMod):  # type: ignore[misc]
         if totals:
             self.mixins, self.fields = (_Finished, *self.mixins), {**self.fields, "totals": totals}
         wholes = tuple(Whole(total.whole) for total in totals)
-        early = Scalar(source.EARLY, Int32)
-        super().__init__(fn, reduces=reduces, extra_ops=(*extra_ops, *wholes, early), **options)
+        doors = (Scalar(name, Int64) for name in source.DOORS)
+        super().__init__(fn, reduces=reduces, extra_ops=(*extra_ops, *wholes, *doors), **options)
 
     def _mint(self, *mint_key: Any) -> type:
         minted = super()._mint(*mint_key)
@@ -268,8 +297,8 @@ def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[st
 class _Summed:
     """Mixed into a GEMM class: A and B, each given as the lower of two tensors, are read with K as (64, K / 64, 2),
     the second tensor `a_apart` or `b_apart` elements away: one TMA descriptor spans both, and the mainloop runs through
-    2 K. Strides are positive, so where the tensors of A lie in the other order than those of B (`crossed` is 1, not 0),
-    B is read from its second half on."""
+    2 K. Strides are positive, so one whose first tensor lies higher (`a_turned`, `b_turned` are 1, not 0) is read from
+    its second half on: the products are added in their order, wherever their tensors lie."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):  # type: ignore[no-untyped-def]
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]
@@ -278,20 +307,23 @@ class _Summed:
         return _twice(mA, epilogue_args.a_apart), _twice(mB, epilogue_args.b_apart), mD, mC, epilogue_args
 
     def epi_get_smem_tensors(self, params, storage):  # type: ignore[no-untyped-def]
-        self._crossed = params.crossed  # the first that a kernel asks of its epilogue, before its warps part
+        self._turned = params.a_turned, params.b_turned  # the first that a kernel asks of its epilogue
         return super().epi_get_smem_tensors(params, storage)  # type: ignore[misc]
 
     def load_tma(self, pipeline, producer_state, copy_fns, k_tile_cnt, k_tile_start=0):  # type: ignore[no-untyped-def]
-        copy_a, copy_b, *_ = copy_fns
-        later = self._crossed * (k_tile_cnt // 2)
+        copies = [_later(copy, turned, k_tile_cnt) for copy, turned in zip(copy_fns, self._turned, strict=False)]
+        return super().load_tma(pipeline, producer_state, copies, k_tile_cnt, k_tile_start)  # type: ignore[misc]
 
-        def copy_b_later(k_tile: Any, *args: Any, **kwargs: Any) -> None:
-            k_tile = k_tile + later
-            copy_b(cutlass.select_(k_tile < k_tile_cnt, k_tile, k_tile - k_tile_cnt), *args, **kwargs)
 
-        return super().load_tma(  # type: ignore[misc]
-            pipeline, producer_state, [copy_a, copy_b_later], k_tile_cnt, k_tile_start
-        )
+def _later(copy: Any, turned: Any, k_tiles: Any) -> Any:
+    """A copy of k tiles that begins with the second half of them if `turned`."""
+    later = turned * (k_tiles // 2)
+
+    def copy_later(k_tile: Any, *args: Any, **kwargs: Any) -> None:
+        k_tile = k_tile + later
+        copy(cutlass.select_(k_tile < k_tiles, k_tile, k_tile - k_tiles), *args, **kwargs)
+
+    return copy_later
 
 
 def _twice(matrix: Any, apart: Any) -> Any:
@@ -307,7 +339,7 @@ class SummedProductsMod(Epilogue):
     mixins, suffix = (_Summed,), "summed"
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        apart = (Scalar("a_apart", Int64), Scalar("b_apart", Int64), Scalar("crossed", Int32))
+        apart = (Scalar("a_apart", Int64), Scalar("b_apart", Int64), *(Scalar(f"{x}_turned", Int32) for x in "ab"))
         super().__init__(fn, extra_ops=apart, **options)
 
 

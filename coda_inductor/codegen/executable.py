@@ -28,8 +28,9 @@ class Parts(NamedTuple):
     stack: int | None
 
 
-Run = Callable[[bool], None]
-"""Launches a kernel. Told True, it may begin before the kernel before it has ended: device._Overlapping says when."""
+Run = Callable[[int, int], None]
+"""Launches a kernel, told the addresses of two doors (doors.py): with one to enter by it may begin before the kernel
+before it has ended, by the other that after it may (0: there is none)."""
 
 
 class Executable:
@@ -66,7 +67,7 @@ class Executable:
         self._offset = place.get("lane_offset")
         self._plus = products[0].plus
         self._turned = products[0].a_layout == "km"
-        self._early = place[source.EARLY]
+        self._doors = [place[field] for field in source.DOORS]
         self._spans = [place[field] for field in source.SPANS] if region.summed else []
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
@@ -91,7 +92,7 @@ class Executable:
         if self._plus is not None:
             a, a_apart, a_turned = _spanned(a, inputs[self._plus[0]])
             b, b_apart, b_turned = _spanned(b, inputs[self._plus[1]])
-            for field, value in zip(self._spans, (a_apart, b_apart, int(a_turned != b_turned)), strict=True):
+            for field, value in zip(self._spans, (a_apart, b_apart, int(a_turned), int(b_turned)), strict=True):
                 fields[field] = value
         if self._offset is not None:
             # From the first weight to the second, in elements; both are 16-bit.
@@ -99,8 +100,8 @@ class Executable:
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
 
-        def run(early: bool, read: Any = inputs) -> None:  # a second weight is in no field, but an address
-            fields[self._early] = int(early)
+        def run(entrance: int, way_out: int, read: Any = inputs) -> None:  # a second weight is in no field: an address
+            fields[self._doors[0]], fields[self._doors[1]] = entrance, way_out
             self._run(a, b, d, c, tuple(fields), self._scheduler, None, None, None)
 
         return run

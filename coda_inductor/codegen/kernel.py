@@ -72,7 +72,7 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
     if len(region.products) == 2 and not region.half:
         values["lane_offset"] = 0
     values |= dict.fromkeys(source.SPANS, 0) if region.summed else {}
-    values[source.EARLY] = 0
+    values |= dict.fromkeys(source.DOORS, 0)
     matrix = _blank(region.dtype, 8, 8)
     left = matrix if region.products[0].a_layout == "mk" else matrix.t()
     with _objects_in(objects):

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from coda_inductor.codegen import legality, library, record
+from coda_inductor.codegen.doors import doors, forget
 from coda_inductor.codegen.executable import Run
 from coda_inductor.codegen.store import HINT, open_store
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.blocks import into
 from coda_inductor.core.errors import Unsupported, warn
-from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region, parse
-from coda_inductor.core.sweep import Sweep, interpret_sweep
+from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
@@ -50,9 +51,10 @@ Work = tuple[Launch, Sequence[Tensor], Sequence[Tensor | None]]
 class Kernel:
     """Runs one Region at any M. Compiled kernels are shared by all token counts and kept for the process."""
 
-    def __init__(self, region: Region, directory: Path, *, strict: bool = False) -> None:
-        """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning."""
-        self.region, self.directory, self.strict = region, directory, strict
+    def __init__(self, region: Region, directory: Path, *, strict: bool = False, measured: bool = True) -> None:
+        """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning.
+        `measured`: it runs in the configurations that were measured best; else in the first, which no clock chose."""
+        self.region, self.directory, self.strict, self.measured = region, directory, strict, measured
         self._digest = region.digest
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
@@ -70,7 +72,7 @@ class Kernel:
     def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """As a call on the current device, but in this configuration. Raises Unsupported if it cannot be built."""
         if (run := self.prepare(inputs, outs, config)) is not None:
-            run(False)
+            run(0, 0)
 
     def prepare(
         self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None = None
@@ -111,7 +113,7 @@ class Kernel:
 
     def _choose(self, size: int, swapped: bool) -> Any:
         """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
-        measured = record.remembered(self.directory, self.region, size)
+        measured = record.remembered(self.directory, self.region, size) if self.measured else None
         found, refusals = None, list[str]()
         for config in (*([measured] if measured else []), *legality.candidates(self.region, size)):
             try:
@@ -144,8 +146,9 @@ class Kernel:
         return found.config if found else None
 
     def use(self, size: int, config: Config) -> None:
-        """Runs this bucket in `config` from now on; it must have been built."""
+        """Runs this bucket in `config` from now on: as far as it has been built at once, else as it is remembered."""
         for swapped in (False, True):
+            self._ready.pop((size, swapped), None)
             if (config, swapped) in self._compiled:
                 self._ready[size, swapped] = self._compiled[config, swapped]
 
@@ -167,17 +170,21 @@ class Kernel:
 
 def together(work: Sequence[Work]) -> None:
     """Launches kernels of one device on its current stream, none of which reads what another writes: each may begin
-    where blocks of the one before have ended. The outputs' memory must be apart, and apart from all inputs'. What each
-    reads, and its scratch, is kept until all are launched."""
+    where blocks of the one before have ended, through the door between them. The outputs' memory must be apart, and
+    apart from all inputs'. What each reads, and its scratch, is kept until all are launched."""
     example = work[0][1][0]
     if example.get_device() != torch.cuda.current_device():
         with torch.cuda.device(example.device):
             return together(work)
-    runs, early = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work], False
-    for run in runs:
-        if run is not None:
-            run(early)
-            early = True
+    prepared = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]
+    runs = [run for run in prepared if run is not None]
+    between = (doors(example.device, len(runs) - 1) if len(runs) > 1 else []) or [0] * (len(runs) - 1)
+    try:
+        for run, entrance, way_out in zip(runs, [0, *between], [*between, 0], strict=False):
+            run(entrance, way_out)
+    except BaseException:
+        forget(example.device)
+        raise
 
 
 def compiler() -> Any:
@@ -214,17 +221,17 @@ def uncollected() -> Iterator[None]:
 
 
 BUILDING = threading.Lock()  # autograd runs the backward in threads of its own
-KERNELS: dict[tuple[str, str | None, bool], Kernel] = {}
+KERNELS: dict[tuple[str, str | None, bool, bool], Kernel] = {}
 FALL_BACK = "without CODA_INDUCTOR_STRICT it runs as separate operations"
 
 
-def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = False) -> Kernel:
+def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = False, measured: bool = True) -> Kernel:
     """The Kernel of a Region's text, one per process and cache directory. Raises Unsupported if none can exist."""
-    key = (region_text, cache_dir, strict)
+    key = (region_text, cache_dir, strict, measured)
     if key not in KERNELS:
         region = parse(region_text)
         legality.check(region)
-        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict)
+        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict, measured=measured)
     return KERNELS[key]
 
 
@@ -247,10 +254,7 @@ def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def fall_back(record: Region | Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
     """Computes the Region or the Sweep on torch instead."""
     report(f"a {type(record).__name__.lower()} runs as separate operations: {reason}")
-    made = interpret(record, inputs) if isinstance(record, Region) else interpret_sweep(record, inputs)
-    for out, value in zip(outs, made, strict=True):
-        if out is not None:
-            out.copy_(value)
+    into(record, inputs, outs)
 
 
 def report(reason: str) -> None:

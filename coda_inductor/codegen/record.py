@@ -35,11 +35,16 @@ def key(region: Region, size: int) -> str:
     return f"{region.digest}-{size}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}"
 
 
-def remember(directory: Path, region: Region, size: int, config: Config, ms: float, rows: list[dict[str, Any]]) -> None:
-    """Stores the configuration that won at bucket `size`, with all that was measured."""
+def remember(
+    directory: Path, region: Region, size: int, config: Config, ms: float, rows: list[dict[str, Any]]
+) -> Config:
+    """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
+    of processes that measure at once, the first's."""
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
     where = {"device": device_name(), "versions": target.versions()}
-    store.write_record(directory, key(region, size), {**found, **where}, lambda r: _config(r, region) is not None)
+    made = {**found, **where}
+    standing = store.write_record(directory, key(region, size), made, lambda r: _config(r, region) is not None)
+    return _config(standing, region) or config
 
 
 def remembered(directory: Path, region: Region, size: int) -> Config | None:

@@ -57,8 +57,8 @@ OPS_OF_EXTENT = {
     "token": "ColVecLoad", "feature": "RowVecLoad", "tile": "TileLoad", "table": "RotaryCosSinTMALoad",
 }  # fmt: skip
 # What the kernel of two summed products is told of their matrices (device._Summed).
-SPANS = ("a_apart", "b_apart", "crossed")
-EARLY = "early"  # what every kernel is told: may it begin before the one before it has ended (device._Overlapping)?
+SPANS = ("a_apart", "b_apart", "a_turned", "b_turned")
+DOORS = ("entrance", "way_out")  # what every kernel is told: addresses, or 0 (doors.py, device._Overlapping)
 SINKS = {("sum", "N"): "ColVecReduce", ("sum", "M"): "RowVecReduce", ("logsumexp", "N"): "OnlineLSEReduce"}
 
 

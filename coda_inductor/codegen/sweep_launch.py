@@ -91,7 +91,7 @@ class SweepLaunch:
         ]
         LAUNCHES[self.sweep.digest] += 1
         read = list(inputs)
-        return lambda early: function(read, made, partial, count)
+        return lambda entrance, way_out: function(read, made, partial, count)
 
 
 @cache

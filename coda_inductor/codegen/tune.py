@@ -56,9 +56,8 @@ def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None,
     if not right:
         raise Unsupported(f"no configuration of region {region.digest} is right: {rows[0]['why'] if rows else 'none'}")
     best = min(right, key=lambda row: float(row["ms"]))
-    config = Config(*best["fields"])
+    config = record.remember(Path(kernel.directory), region, size, Config(*best["fields"]), best["ms"], rows)
     kernel.use(size, config)
-    record.remember(Path(kernel.directory), region, size, config, best["ms"], rows)
     return Tuned(config, best["ms"], rows)
 
 

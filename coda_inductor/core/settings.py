@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
+import torch
+
 from coda_inductor.core.errors import CodaError
 
 Numerics = Literal["strict", "default", "fast"]
@@ -49,6 +51,13 @@ class Settings:
     """Where graphs, Regions and sources are written for people to read; None: nowhere."""
     strict: bool = False
     """True: a failure of ours is raised instead of falling back to Inductor with a warning."""
+    deterministic: bool = False
+    """True under torch.use_deterministic_algorithms: what may differ from run to run decides nothing."""
+
+    @property
+    def measures(self) -> bool:
+        """Is what is kept, and in which kernel it runs, decided by timings?"""
+        return self.tune != "off" and not self.deterministic
 
     @classmethod
     def read(
@@ -70,6 +79,8 @@ class Settings:
             else:
                 name = option if option in KINDS else unknown("option", option, KINDS, f"{PASSED_ON}{option}")
                 values[name] = _value(f"option {option!r}", name, value)
+        if torch.are_deterministic_algorithms_enabled():
+            values["deterministic"] = True
         return cls(**values), inductor
 
     @classmethod
@@ -149,7 +160,7 @@ KINDS: dict[str, Kind] = {
     "debug_dir": FOLDER,
     "strict": BOOLEAN,
 }
-"""One row per field of Settings."""
+"""One row per field of Settings that is the user's."""
 
 VARIABLES = {PREFIX if name == "enabled" else f"{PREFIX}_{name.upper()}": name for name in KINDS}
 """Environment variable to field."""

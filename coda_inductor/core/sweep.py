@@ -172,6 +172,20 @@ def interpret_sweep(sweep: Sweep, inputs: Sequence[Tensor]) -> list[Tensor]:
     return outs
 
 
+def some_rows(sweep: Sweep, inputs: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+    """The inputs of a Sweep over some of its rows only; heads with one row each."""
+    extents = {r.input: r.extent for part in sweep.parts for r in part.reads}
+    return [_some(x, extents.get(i, "feature"), sweep.inputs[i][1], rows) for i, x in enumerate(inputs)]
+
+
+def _some(x: Tensor, extent: str, width: int, rows: Tensor) -> Tensor:
+    if extent == "heads":
+        length = x.shape[1]
+        sequences = x.view(-1, width // x.shape[2], *x.shape[1:])
+        return sequences[rows // length, :, rows % length].flatten(0, 1).unsqueeze(1)
+    return x if extent == "feature" else x[rows % len(x) if extent == "table" else rows]
+
+
 def verify_sweep(sweep: Sweep) -> Sweep:
     """Returns the Sweep, or raises BrokenInvariant with the expected and the found."""
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from coda_inductor.core.region import Region
 from coda_inductor.inductor.lowering import base_of, elements, itemsize, owner
-from coda_inductor.inductor.paths import hint
+from coda_inductor.inductor.paths import assumed
 from coda_inductor.inductor.schedule import Kernel
 
 
@@ -84,7 +84,7 @@ def smallest_tile(graph: fx.Graph) -> int:
 
 
 def _last(node: fx.Node) -> int:
-    return hint(node.meta["val"].shape[-1])
+    return assumed(node.meta["val"].shape[-1])
 
 
 def touches_tile(kernel: Kernel, smallest: int) -> bool:

@@ -32,7 +32,7 @@ class BareContest:
 
     def __call__(self, found: Found) -> dict[fx.Node, str]:
         """The products that stay with cuBLAS, and why."""
-        if self.settings.tune == "off":
+        if not self.settings.measures:
             return {}
         directory = store.open_store(self.settings.cache_dir)
         alike = dict[str, list[fx.Node]]()

@@ -30,7 +30,7 @@ from coda_inductor.inductor.switches import laws_of
 from coda_inductor.inductor.trials import Trials, deferred
 from coda_inductor.inductor.unmeasured import foreseen, passing_over, unmeasured
 from coda_inductor.rewrite import search
-from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
 log = logging.getLogger("coda_inductor.contest")
@@ -90,10 +90,8 @@ class Contest:
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
                 if not foreseen(error):
                     raise
-                failure = unmeasured(error, plan.program.product(members[0].draft.space.accs[0]).node)
-                self.failed(failure)
-                forget_frames(error)
-                failed |= {acc.bit: failure.what for b in members for acc in b.products}
+                why = self.left(plan.program.product(members[0].draft.space.accs[0]).node, error)
+                failed |= {acc.bit: why for b in members for acc in b.products}
         return self.decide(plan, candidates, outcomes, failed)
 
     def loses(self, node: fx.Node, name: str, row: Callable[[], dict[str, Any]]) -> str:
@@ -105,15 +103,19 @@ class Contest:
         except Exception as error:  # as in judge
             if not foreseen(error):
                 raise
-            failure = unmeasured(error, node)
-            self.failed(failure)
-            forget_frames(error)
-            return failure.what
+            return self.left(node, error)
         if not found:
             return ""
         log.info("%s: %s", name, ", ".join(f"{k} {v:.4f}" for k, v in found.items() if k.endswith("ms")))
         self.trials.rows.append(found)
         return outcome_of(1, found).loses
+
+    def left(self, node: fx.Node, error: Exception) -> str:
+        """Says that a node is left to Inductor because it cannot be measured, and returns why."""
+        failure = unmeasured(error, node)
+        self.failed(failure)
+        forget_frames(error)
+        return failure.what
 
     def decide(
         self, plan: Plan, candidates: list[list[Built]], outcomes: dict[int, Outcome], failed: dict[int, str]
@@ -141,7 +143,7 @@ class Contest:
         else to do."""
         if self.trials.ahead.made:
             other = self.replanned(plan, banned, sum(1 << bit for bit in {f.product for f in plan.firings} - {-1}))
-            every = groups(other, [build(other, draft) for draft in other.unique()])
+            every = groups(other, other.builts)
             log.info("%d kernels to compile meanwhile", self.trials.begin(other, every, idle=True))
 
     def replanned(self, plan: Plan, banned: dict[int, str], undeferred: int) -> Plan:
@@ -158,10 +160,9 @@ class Contest:
         bits = functools.reduce(int.__or__, close)
         self._compared |= bits
         other = self.replanned(plan, {}, bits)
-        builts = [build(other, draft) for draft in other.unique()]
         covered = functools.reduce(int.__or__, (mask(members) for members in close.values()))
         alike, rest = list[list[Built]](), list[list[Built]]()
-        for members in groups(other, builts):
+        for members in groups(other, other.builts):
             (alike if mask(members) & covered else rest).append(members)
         self.trials.prepare(other, alike, rest)
         kept, found = list[list[Built]](), 0
@@ -186,7 +187,7 @@ def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
     """Where nothing was measured yet, what compiles kernels starts now, while the graph is still traced; but not for a
     graph that has no weights."""
     weights = any(isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_floating_point() for x in inputs)
-    if settings.tune == "off" or settings.target == "reference" or not weights:
+    if not settings.measures or settings.target == "reference" or not weights:
         return
     if not any((store.open_store(settings.cache_dir) / "tuning").glob("*.json")):
         prebuild.warm_up()

@@ -17,18 +17,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from coda_inductor.codegen import legality, record, target
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region
-from coda_inductor.inductor import around, paths
+from coda_inductor.inductor import around
 from coda_inductor.inductor.extract import computed, described, laid_out, put_off, small, subgraph
 from coda_inductor.inductor.memory import Memory
+from coda_inductor.inductor.paths import hint
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Table, Weight
 from coda_inductor.rewrite.draft import Computed, Stored
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.sources import statistics
-
-hint = functools.partial(paths.hint, otherwise=None)
-"""A size to measure at."""
 
 
 @dataclass(slots=True)

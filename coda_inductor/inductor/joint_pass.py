@@ -39,6 +39,7 @@ from coda_inductor.inductor.bare_contest import BareContest
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.joint import Report, rewrite
 from coda_inductor.inductor.judges import Judges, Legal
+from coda_inductor.inductor.paths import assumed
 from coda_inductor.inductor.sweep_contest import SweepContest
 from coda_inductor.inductor.switches import NAMES
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
@@ -193,9 +194,9 @@ def require_graph(graph: fx.Graph) -> None:
 
 
 def device_and_tokens(graph: fx.Graph) -> tuple[torch.device, int]:
-    """Where the graph's products run, and the most rows that one of them has (by the hint, if symbolic)."""
+    """Where the graph's products run, and the most rows that one of them has, as far as is known."""
     products = [n.meta["val"] for n in graph.nodes if n.target in MATRIX_PRODUCTS]
-    rows = [m if isinstance(m, int) else int(m.node.hint or SMALL) for m in (p.shape[0] for p in products)]
+    rows = [assumed(p.shape[0]) for p in products]
     return products[0].device, max(rows)
 
 

@@ -11,25 +11,21 @@ from coda_inductor.inductor.extract import computed
 from coda_inductor.inductor.group import Group
 from coda_inductor.inductor.loops import loops_of
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan
 
 
 @dataclass(slots=True)
 class Known:
     """Of a plan's groups, by mask: their keys, the loops that take their sums, those that follow; and of the plan,
-    every Region, the vectors of parameters that the forward's epilogues read, and the rest of its graph."""
+    the vectors of parameters that the forward's epilogues read, and the rest of its graph."""
 
     plan: Plan
     keys: dict[int, str] = field(default_factory=dict)
     loops: dict[int, tuple[list[fx.Node], set[fx.Node]]] = field(default_factory=dict)
     after: dict[int, frozenset[fx.Node]] = field(default_factory=dict)
-    every: list[Built] = field(init=False)
     vectors: frozenset[Term] | None = None
     rest: around.Rest | None = None
-
-    def __post_init__(self) -> None:
-        self.every = [build(self.plan, draft) for draft in self.plan.unique()]
 
     def before(self, members: list[Built]) -> frozenset[Term]:
         """The vectors of parameters that epilogues of the forward read, for a group of the backward."""
@@ -37,7 +33,7 @@ class Known:
         if not all(late(b.draft.space) for b in members):
             return frozenset()
         if self.vectors is None:
-            self.vectors = frozenset(c.term for b in self.every if not late(b.draft.space) for c in computed(b))
+            self.vectors = frozenset(c.term for b in self.plan.builts if not late(b.draft.space) for c in computed(b))
         return self.vectors
 
     def surround(self, group: Group, *, lawless: bool) -> None:
@@ -48,7 +44,7 @@ class Known:
                 self.loops[group.mask] = loops_of(self.plan, group)
             group.taken, group.loops = self.loops[group.mask]
         if self.rest is None:
-            self.rest = around.rest(self.plan, self.every)
+            self.rest = around.rest(self.plan, self.plan.builts)
         group.rest = self.rest
         if lawless:
             if group.mask not in self.after:

@@ -47,7 +47,8 @@ class Launcher:
 
     def made(self) -> Launch:
         """The kernel. Raises Unsupported if there is none."""
-        return kernel(self.text, self.settings.cache_dir, strict=self.settings.strict)
+        s = self.settings
+        return kernel(self.text, s.cache_dir, strict=s.strict, measured=not s.deterministic)
 
     def record(self) -> Region | Sweep:
         """What the text says."""

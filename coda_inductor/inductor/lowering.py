@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from coda_inductor.inductor import paths
 from coda_inductor.inductor.ops import STORED
-from coda_inductor.inductor.paths import Reads, hint, name_of
+from coda_inductor.inductor.paths import Reads, assumed, name_of
 
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 
@@ -121,7 +121,7 @@ def elements(node: fx.Node) -> int:
     """Elements of the (first) tensor that the node computes, 0 if it computes none."""
     val = node.meta.get("val")
     tensors = [v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)]
-    return math.prod(hint(s) for s in tensors[0].shape) if tensors else 0
+    return math.prod(assumed(s) for s in tensors[0].shape) if tensors else 0
 
 
 def itemsize(node: fx.Node) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from coda_inductor.inductor.lowering import Kind, base_of, kind_of
-from coda_inductor.inductor.paths import hint
+from coda_inductor.inductor.paths import assumed
 from coda_inductor.patterns import graph as g
 
 MADE_AGAIN: frozenset[Kind] = frozenset({"loop", "view", "part", "source"})
@@ -96,4 +96,4 @@ def taken_whole(node: fx.Node) -> bool:
 
 def _bytes(node: fx.Node) -> int:
     value = node.meta["val"]
-    return math.prod(hint(s) for s in value.shape) * int(value.dtype.itemsize)
+    return math.prod(assumed(s) for s in value.shape) * int(value.dtype.itemsize)

@@ -25,13 +25,24 @@ Reads = dict[fx.Node, dict[Path, int]]
 """For every buffer that a value is made of, the parts read and their numbers of elements."""
 
 
-def hint(size: Any, otherwise: int | None = 8192) -> int:
-    """The extent that torch traced a symbolic size with. Where there was none: Inductor's own fallback, or, with None,
-    Unsupported is raised."""
+UNKNOWN = 8192  # what Inductor schedules by where no extent is known: its unbacked_symint_fallback
+
+
+def hint(size: Any) -> int:
+    """The extent that torch traced a symbolic size with: what is measured, and what records of measurements are kept
+    under. Raises Unsupported where there was none."""
     known = size.node.hint if isinstance(size, torch.SymInt) else size
-    if known is None and otherwise is None:
+    if known is None:
         raise Unsupported(f"the size {size} is known only when the model runs")
-    return int(otherwise if known is None else known)  # type: ignore[arg-type]
+    return int(known)
+
+
+def assumed(size: Any) -> int:
+    """The same for what only foresees Inductor's kernels and their bytes; where no extent is known, what it assumes."""
+    try:
+        return hint(size)
+    except Unsupported:
+        return UNKNOWN
 
 
 def name_of(node: fx.Node) -> str:
@@ -55,13 +66,13 @@ def reordered(node: fx.Node) -> Order | None:
 
 def _in_order(dims: Sequence[int], shape: Sequence[Any]) -> bool:
     """Do the dimensions of more than one element keep their order?"""
-    long = [d for d in dims if hint(shape[d]) > 1]
+    long = [d for d in dims if assumed(shape[d]) > 1]
     return long == sorted(long)
 
 
 def in_memory(value: Tensor) -> list[int]:
     """The dimensions as the tensor lies in memory, major to minor."""
-    return sorted(range(value.dim()), key=lambda d: -hint(value.stride(d)))
+    return sorted(range(value.dim()), key=lambda d: -assumed(value.stride(d)))
 
 
 def memory_order(value: Tensor) -> Order | None:
@@ -118,6 +129,6 @@ def reduced_dims(node: fx.Node) -> set[int]:
 def is_inner(node: fx.Node) -> bool:
     """Does the reduction run over the last dimensions, as the tensor lies in memory?"""
     source, reduced = node.all_input_nodes[0].meta["val"], reduced_dims(node)
-    kept = [hint(source.stride(d)) for d in range(source.dim()) if d not in reduced and hint(source.shape[d]) > 1]
-    inside = [hint(source.stride(d)) for d in reduced if hint(source.shape[d]) > 1]
+    kept = [assumed(source.stride(d)) for d in range(source.dim()) if d not in reduced and assumed(source.shape[d]) > 1]
+    inside = [assumed(source.stride(d)) for d in reduced if assumed(source.shape[d]) > 1]
     return not kept or not inside or max(inside) < min(kept)

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from coda_inductor.codegen import tune
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.inductor.extract import Program, described, small, subgraph
-from coda_inductor.inductor.group import Group, hint, outputs
+from coda_inductor.inductor.group import Group, outputs
+from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.unmeasured import foreseen
 from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.plan import Plan

@@ -10,7 +10,7 @@ from coda_inductor.inductor.judges import Judges, Legal, Verdict
 from coda_inductor.inductor.switches import REGION_KINDS, allowed, kind, laws_of
 from coda_inductor.patterns.lift import lift
 from coda_inductor.rewrite import softmax
-from coda_inductor.rewrite.build import Built, build
+from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.laws import SOFTMAX
 from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.search import plan
@@ -31,7 +31,7 @@ def settled(
     while True:
         made = plan(lifted, laws, banned, undeferred, unhalved, unsummed, only_summed)
         unhalved |= made.program.unhalved
-        builts = [build(made, draft) for draft in made.unique()]
+        builts = made.builts
         illegal = _illegal(builts, judges.legal, settings)
         verdict = Verdict(illegal) if illegal else judges.decide(made, builts)
         halved = _lost(verdict.banned, [b for b in builts if b.region.half])

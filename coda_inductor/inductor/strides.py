@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.aliases import give_back, returned, sharing
-from coda_inductor.inductor.paths import hint
+from coda_inductor.inductor.paths import assumed
 from coda_inductor.patterns.graph import aten, source_line
 from coda_inductor.patterns.sizes import ONE, Size, size_of
 
@@ -104,5 +104,5 @@ def restrided(node: fx.Node, like: Tensor, call: Callable[..., fx.Node]) -> fx.N
 
 def descending(tensor: Tensor) -> list[int]:
     """The tensor's dimensions, the one with the longest stride first."""
-    strides = [hint(s) for s in tensor.stride()]
+    strides = [assumed(s) for s in tensor.stride()]
     return sorted(range(tensor.dim()), key=lambda i: strides[i], reverse=True)

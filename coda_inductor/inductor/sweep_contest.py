@@ -14,11 +14,12 @@ from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
 from coda_inductor.codegen.tune import TOLERANCE
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
-from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
+from coda_inductor.core.sweep import Sweep, interpret_sweep, shape, some_rows
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import described
-from coda_inductor.inductor.group import hint, sample
+from coda_inductor.inductor.group import sample
 from coda_inductor.inductor.outcome import recorded, sure, timed, wins
+from coda_inductor.inductor.paths import hint
 from coda_inductor.inductor.rehearsal import Programs
 from coda_inductor.inductor.sweeps import work
 from coda_inductor.inductor.trials import ROUNDS
@@ -39,10 +40,12 @@ class SweepContest:
 
     def __call__(self, found: list[Swept]) -> dict[int, str]:
         """The Sweeps, by index, that stay with Inductor, and why. Layers are alike."""
-        alike = dict[str, list[int]]()
+        alike, losers = dict[str, list[int]](), dict[int, str]()
         for i, made in enumerate(found):
-            alike.setdefault(key(made.sweep, program(made)[0]), []).append(i)
-        losers = dict[int, str]()
+            try:
+                alike.setdefault(key(made.sweep, program(made)[0]), []).append(i)
+            except Unsupported as why:  # of a size that is not known
+                losers[i] = self.contest.left(made.outputs[0], why)
         self.begin({name: found[i].sweep for name, (i, *_) in alike.items()})
         for name, places in alike.items():
             made = found[places[0]]
@@ -56,7 +59,7 @@ class SweepContest:
 
     def begin(self, sweeps: dict[str, Sweep]) -> None:
         """Begins to compile the kernels of those that nothing on disk tells of, by name."""
-        if self.settings.tune != "off":
+        if self.settings.measures:
             new = [sweep for name, sweep in sweeps.items() if self.known(name) is None]
             self.contest.trials.ahead.begin(map(prebuild.SweepJob, new))
 
@@ -67,7 +70,7 @@ class SweepContest:
     def row(self, name: str, made: Swept) -> dict[str, Any]:
         """What was measured, and is kept under that name; nothing if nothing is to be."""
         kernel = sweep_launch(made.sweep.text, self.settings.cache_dir)
-        row = {} if self.settings.tune == "off" else self.known(name)
+        row = self.known(name) if self.settings.measures else {}
         if row is None:
             row = store.write_record(store.open_store(self.settings.cache_dir), name, self.measure(made, kernel), timed)
         kernel.build()
@@ -153,7 +156,6 @@ def difference(made: Swept, outs: Sequence[Tensor], wanted: Sequence[Tensor]) ->
 def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float:
     """The largest relative error (Frobenius) of an output against the interpreter, NaN if one is NaN. Some rows at a
     time: the whole would take more memory than the operations that are replaced."""
-    extents = {r.input: r.extent for part in sweep.parts for r in part.reads}
     m = sweep.tokens(inputs[0].shape)
     errors = torch.zeros(len(outs), 2, dtype=torch.float64, device=inputs[0].device)  # squared, of wanted squared
     totals = {
@@ -161,8 +163,7 @@ def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float
     }
     for start in range(0, m, CHECKED):
         rows = torch.arange(start, min(m, start + CHECKED), device=inputs[0].device)
-        some = [_some(x, extents[i], sweep.inputs[i][1], rows) for i, x in enumerate(inputs)]
-        for i, value in enumerate(interpret_sweep(sweep, some)):
+        for i, value in enumerate(interpret_sweep(sweep, some_rows(sweep, inputs, rows))):
             if i in totals:
                 totals[i] += value
             else:
@@ -171,15 +172,6 @@ def worst_error(sweep: Sweep, inputs: list[Tensor], outs: list[Tensor]) -> float
         errors[i] = _squares(outs[i], total)
     relative = (errors[:, 0] / errors[:, 1].clamp_min(1e-60)).sqrt()
     return float("nan") if bool(relative.isnan().any()) else float(relative.max())
-
-
-def _some(x: Tensor, extent: str, width: int, rows: Tensor) -> Tensor:
-    """An input at some rows; heads with one row each."""
-    if extent == "heads":
-        length = x.shape[1]
-        sequences = x.view(-1, width // x.shape[2], *x.shape[1:])
-        return sequences[rows // length, :, rows % length].flatten(0, 1).unsqueeze(1)
-    return x if extent == "feature" else x[rows % len(x) if extent == "table" else rows]
 
 
 def _squares(found: Tensor, wanted: Tensor) -> Tensor:

@@ -63,13 +63,13 @@ class Trials:
         self._plans = list[Known]()
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs()
-        if settings.tune != "off":
+        if settings.measures:
             prebuild.warm_up()
 
     def prepare(self, plan: Plan, candidates: list[list[Built]], later: Sequence[list[Built]] = ()) -> None:
         """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace.
         Those that come `later` may yet be asked for."""
-        if self.settings.tune == "off":
+        if not self.settings.measures:
             return
         start_s = time.perf_counter()
         begun = self.begin(plan, candidates) + self.begin(plan, later, idle=True)
@@ -94,7 +94,7 @@ class Trials:
     def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, idle: bool = False) -> int:
         """Begins to compile the kernels of Regions that are not tuned; how many. (Whether their groups were measured
         takes seconds to find out, for which this does not wait.)"""
-        if self.settings.tune == "off":
+        if not self.settings.measures:
             return 0
         return self.ahead.begin(self.jobs(plan, (b for members in candidates for b in members)), idle=idle)
 
@@ -117,7 +117,7 @@ class Trials:
         """The tuned kernels of two weights for weights that lie in the other order in memory, which are not on disk: in
         which order they do is known when the graph runs, and compiling the kernel then takes seconds. Inductor compiles
         the graph meanwhile."""
-        if self.settings.tune == "off":
+        if not self.settings.measures:
             return
         directory = store.open_store(self.settings.cache_dir)
         for region, size in sizes(plan, (b for b in builts if len(b.region.products) == 2 and not b.region.half)):
@@ -130,7 +130,7 @@ class Trials:
         if self._memory is None or self._memory_of is not plan.program.lifted:
             graph = plan.program.lifted.graph
             if self._saved is None:  # (It takes seconds for many layers, and nothing is timed without tuning.)
-                self._saved = frozenset() if self.settings.tune == "off" else saved_names(graph)
+                self._saved = saved_names(graph) if self.settings.measures else frozenset()
             self._memory, self._memory_of = Memory(graph, self._saved), plan.program.lifted
         known = self.of(plan)
         group = Group(members, self.device, tokens(plan, members[0]), self._memory, known.before(members))
@@ -165,9 +165,10 @@ class Trials:
     def outcome(self, plan: Plan, members: list[Built]) -> Outcome:
         """How a group fares; it wins if nothing is to be measured."""
         group = self.group(plan, members)
-        if self.settings.tune == "off":
+        if not self.settings.measures:
             for b in members:
-                launch.kernel(b.region.text, self.settings.cache_dir).build(group.tokens)
+                fixed = self.settings.deterministic
+                launch.kernel(b.region.text, self.settings.cache_dir, measured=not fixed).build(group.tokens)
             return Outcome(group.mask)
         key, found = self.key(plan, group), self.found(plan, group)
         if found is None:

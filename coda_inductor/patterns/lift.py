@@ -47,7 +47,8 @@ class Lifted:
     deps: dict[fx.Node, int]
     products: dict[int, Product]
     leaves: dict[str, fx.Node] = field(default_factory=dict)
-    bits: int = 0
+    bits: dict[fx.Node, int] = field(default_factory=dict)
+    """The number of every product that is read as one, whose bit says that a term waits for it."""
     read: tuple[Term, ...] = ()
     totalled: frozenset[Term] = frozenset()
     """What the graph adds up over some of its axes."""
@@ -87,13 +88,16 @@ def lift(
     is a tensor of which nothing else is said; `matrices` are among those that have features as columns."""
     lifted = Lifted(graph, read_axes(graph, matrices), Terms(rounding), {}, {}, {})
     waits = _order(lifted)
+    left = {node for node in graph.nodes if _left(lifted, node) or cut(node)}
+    products = (node for node in graph.nodes if node.target in g.PRODUCTS and node not in left)
+    lifted.bits = {node: i for i, node in enumerate(products)}
     forward = _forward(lifted)
     for node in graph.nodes:
         deps = forward if g.is_tangent(node) else 0
         for a in (*node.all_input_nodes, *waits.get(node, ())):
             deps |= lifted.deps[a]
         if node in lifted.reading.dims:
-            term = None if node in lifted.reading.opaque or cut(node) else _understood(lifted, node)
+            term = None if node in left else _understood(lifted, node)
             if term is None:
                 lifted.leaves[node.name] = node
                 term = lifted.terms.leaf(node.name, (i for d in lifted.reading.roots(node) for i in d), deps)
@@ -123,21 +127,26 @@ def _order(lifted: Lifted) -> dict[fx.Node, list[fx.Node]]:
 
 def _forward(lifted: Lifted) -> int:
     """The products of the forward, as a bit set: the gradient of an output comes after all of them."""
-    backward, products, bits = set[fx.Node](), 0, 0
+    backward, products = set[fx.Node](), 0
     for node in lifted.graph.nodes:
         if g.is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
-        if node.target in g.PRODUCTS and node in lifted.reading.dims and node not in lifted.reading.opaque:
-            products |= (node not in backward) << bits
-            bits += 1
+        if node in lifted.bits and node not in backward:
+            products |= 1 << lifted.bits[node]
     return products
+
+
+def _left(lifted: Lifted, node: fx.Node) -> bool:
+    """Is nothing said of what the node computes? A cast to or from float64 or eight bits is a rounding, or an island of
+    another precision."""
+    if node not in lifted.reading.dims or node in lifted.reading.opaque:
+        return True
+    return any(g.precision(a) not in (None, g.precision(node)) for a in node.all_input_nodes)
 
 
 def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
     """The node's term, None if a detail of it is not understood after all."""
     ts, reading = lifted.terms, lifted.reading
-    if any(g.precision(a) not in (None, g.precision(node)) for a in node.all_input_nodes):
-        return None  # a cast to or from float64 or eight bits is a rounding, or an island of another precision
     if (part := g.lane(node)) is not None:
         lane, index = reading.lanes[node]
         term = lifted.term[part[0]]
@@ -198,11 +207,10 @@ def _product(lifted: Lifted, node: fx.Node) -> Term:
     *bias, x, w = node.args
     assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
     over = lifted.reading.roots(x)[-1]
-    con = lifted.terms.con(lifted.term[x], lifted.term[w], over, lifted.bits)
+    con = lifted.terms.con(lifted.term[x], lifted.term[w], over, lifted.bits[node])
     dims = lifted.reading.roots(node)
-    if node.target is not aten.bmm.default and con.bit == lifted.bits:
+    if node.target is not aten.bmm.default and con.bit == lifted.bits[node]:
         lifted.products[con.bit] = Product(node, x, w, dims[0], dims[1])
-    lifted.bits += 1
     return lifted.terms.add(con, *(lifted.term[b] for b in bias)) if bias else con  # type: ignore[index]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -24,6 +25,9 @@ from coda_inductor.rewrite.draft import MAX_INLINE, Computed, Conflict, Draft, L
 from coda_inductor.rewrite.halves import NOT_ROWS
 from coda_inductor.rewrite.program import Axes, Program, Space
 from coda_inductor.rewrite.sources import leaves, sources, statistics
+
+if TYPE_CHECKING:
+    from coda_inductor.rewrite.build import Built
 
 
 @dataclass(slots=True)
@@ -41,6 +45,8 @@ class Plan:
     """Sums of several per-token vectors that are computed outside epilogues, and their rows."""
     crowded: int = 0
     """Products, as a bit set, whose epilogues would read too many vectors if they combined them themselves."""
+    builts: list[Built] = field(default_factory=list)
+    """The Regions of its drafts, in their order, once it has settled (search.py)."""
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
 
     def unique(self) -> list[Draft]:

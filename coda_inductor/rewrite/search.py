@@ -1,4 +1,4 @@
-"""Deriving and planning, again and again until no two decisions exclude each other."""
+"""Deriving, planning and building, again and again until no two decisions exclude each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import fx
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.rewrite.again import Again
+from coda_inductor.rewrite.build import build
 from coda_inductor.rewrite.derive import derive
 from coda_inductor.rewrite.draft import CROWDED, Conflict
 from coda_inductor.rewrite.laws import LAWS
@@ -26,10 +27,10 @@ def plan(
     unsummed: frozenset[int] = frozenset(),
     only_summed: dict[int, str] | None = None,
 ) -> Plan:
-    """The plan of a lifted graph. `banned` products (by bit) are left to Inductor for the given reasons; the operands
-    of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `unhalved` ones are not halved; to the
-    sums of `unsummed` ones no other product is added, and epilogues of `only_summed` ones do nothing else, for the
-    given reasons."""
+    """The plan of a lifted graph, with its Regions built. `banned` products (by bit) are left to Inductor for the given
+    reasons; the operands of `undeferred` ones (a bit set) stay as the user wrote them; the heads of `unhalved` ones are
+    not halved; to the sums of `unsummed` ones no other product is added, and epilogues of `only_summed` ones do nothing
+    else, for the given reasons."""
     bans, never, crowded = dict(banned or {}), frozenset[fx.Node](), 0
     while True:  # each round adds to one of five finite sets, or is the last
         as_written = frozenset(i for i in lifted.products if undeferred >> i & 1)
@@ -39,6 +40,7 @@ def plan(
             made.run()
             trim(made)
             if not (more := _crowded(made) & ~crowded):
+                made.builts = [build(made, draft) for draft in made.unique()]  # which asks once more
                 return made
             crowded |= more
         except Conflict as conflict:

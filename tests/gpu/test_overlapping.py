@@ -3,6 +3,8 @@ after the other give, whatever the kernels before and behind the line write."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from codegen_cases import (
@@ -21,7 +23,7 @@ from codegen_cases import (
 from test_kernels import missing
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality
+from coda_inductor.codegen import doors, launch, legality
 from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Region, Store
@@ -51,6 +53,14 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     regions = dict.fromkeys(r for line in LINES.values() for r in line)
     prebuild([Job(r, c) for r in regions for c in {legality.candidates(r, m)[0] for m in SIZES}], directory)
     return directory
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Every door that a line has used is closed when it has run, or a later one would begin too early."""
+    yield
+    torch.cuda.synchronize()
+    assert not any(own.words.any() for own in doors._devices.values())
 
 
 Given = tuple[Region, list[Tensor], list[Tensor]]
@@ -137,3 +147,41 @@ def test_a_cuda_graph_of_a_line_replays(cache_dir: str) -> None:
         for region, inputs, outs in work:
             for out, wanted in zip(outs, interpret(region, inputs), strict=True):
                 assert relative_error(out, wanted) < 4e-3
+
+
+def test_two_graphs_of_one_capture_replay_at_once(cache_dir: str) -> None:
+    """Each captured line has doors of its own, whatever stream it is replayed on."""
+    work, graphs = [given(LINES["queries, keys, values"], 300, seed) for seed in (0, 1)], list[torch.cuda.CUDAGraph]()
+    for each in work:
+        launch.together(on_gpu(each, cache_dir))
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            launch.together(on_gpu(each, cache_dir))
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(50):
+        for *_, outs in (one for each in work for one in each):
+            for out in outs:
+                out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                graph.replay()
+        torch.cuda.synchronize()
+        for region, inputs, outs in (one for each in work for one in each):
+            for out, wanted in zip(outs, interpret(region, inputs), strict=True):
+                assert relative_error(out, wanted) < 4e-3
+
+
+def test_lines_on_several_streams_run_at_once(cache_dir: str) -> None:
+    work = [given(LINES["with sums"], 300, seed) for seed in range(3)]
+    streams = [torch.cuda.Stream() for _ in work]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for each, stream in zip(work, streams, strict=True):
+            with torch.cuda.stream(stream):
+                launch.together(on_gpu(each, cache_dir))
+    torch.cuda.synchronize()
+    for region, inputs, outs in (one for each in work for one in each):
+        for out, wanted in zip(outs, interpret(region, inputs), strict=True):
+            assert relative_error(out, wanted) < 4e-3
