@@ -108,7 +108,22 @@ def kind_of(node: fx.Node) -> Kind:
         kind = "view" if kind is None and target.is_view else kind
     if kind == "reduction" and target._schema.name in ("aten::max", "aten::min") and len(node.all_input_nodes) > 1:
         kind = "loop"
-    return kind or "extern"
+    return "loop" if kind == "scatter" and _selects(node) else kind or "extern"
+
+
+def _selects(node: fx.Node) -> bool:
+    """Does it put one number into each row of a constant tensor? Inductor compares each place with the row's index
+    instead (scatter_upon_const_tensor), so that a cross-entropy's gradient writes no zeros of [tokens, vocabulary]."""
+    applies = getattr(inductor_config, "optimize_scatter_upon_const_tensor", False)
+    if not applies or node.target is not aten.scatter.value or len(node.args) != 4:
+        return False
+    constant, dim, index, _ = node.args
+    if not isinstance(constant, fx.Node) or constant.target is not aten.full.default or len(constant.users) > 1:
+        return False
+    assert isinstance(index, fx.Node) and isinstance(dim, int)
+    whole, given = ([hint(size) for size in n.meta["val"].shape] for n in (constant, index))
+    whole[dim] = 1
+    return whole == given
 
 
 def owner(buffer: fx.Node) -> fx.Node:
