@@ -2,8 +2,10 @@
 
 Inductor lowers and schedules the post-grad graph on fake CUDA tensors; no code is generated and no GPU is needed.
 
-    python bench/inductor_bytes.py                     # Llama-3-8B and GPT-2, inference and training
+    python bench/inductor_bytes.py                     # Llama-3-8B, GPT-2 and a norm between products, both modes
     python bench/inductor_bytes.py llama3-8b --mode infer --kernels
+
+Fails if the two differ by 10 % or more.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import copy
 import functools
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -46,6 +49,7 @@ H200 = SimpleNamespace(
 
 Mode = Literal["infer", "train"]
 Row = dict[str, Any]
+Build = Callable[[int], tuple[torch.nn.Module, tuple[torch.Tensor]]]
 
 
 @contextlib.contextmanager
@@ -219,47 +223,66 @@ def gpt2(layers: int) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
     return model, (torch.zeros(8, 1024, dtype=torch.long),)
 
 
-MODELS: dict[str, tuple[Callable[[int], tuple[torch.nn.Module, tuple[torch.Tensor]]], int]] = {
-    "llama3-8b": (llama3_8b, 32),
-    "gpt2": (gpt2, 12),
+def rms(tokens: int) -> Build:
+    """A norm between two products of width 4096."""
+
+    def made(layers: int) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+        first, second = (torch.nn.Linear(4096, 4096, bias=False) for _ in range(2))
+        model = torch.nn.Sequential(first, torch.nn.RMSNorm(4096), second).to(torch.bfloat16)
+        return model, (torch.zeros(tokens, 4096, dtype=torch.bfloat16),)
+
+    return made
+
+
+MODELS: dict[str, tuple[Build, tuple[int, ...]]] = {  # layers: the last are extrapolated
+    "llama3-8b": (llama3_8b, (2, 4, 32)),
+    "gpt2": (gpt2, (2, 4, 12)),
+    "rms-4096": (rms(4096), (1,)),
+    "rms-16384": (rms(16384), (1,)),
 }
 
 
-def build(name: str, layers: int) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+def build(name: str, layers: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
     """The model at its real widths, without memory for it."""
     with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
         return MODELS[name][0](layers)
 
 
-def main() -> None:
+def compared(name: str, mode: Mode, layers: int, verbose: bool = False) -> tuple[int, int]:
+    """Bytes of Inductor's own schedule and of the model; prints every kernel of both if `verbose`."""
+    own, ours = own_schedule(*build(name, layers), mode), modelled(*build(name, layers), mode)
+    if verbose:
+        for row in own:
+            print(f"  own   {row['bytes'] / 1e6:10.3f} MB  {' '.join(row['origins'])}")
+        for k in ours:
+            print(f"  model {k.bytes / 1e6:10.3f} MB  {' '.join(n.name for n in k.nodes)}")
+    return sum(r["bytes"] for r in own), sum(k.bytes for k in ours)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=" or ".join(MODELS))
     parser.add_argument("--mode", choices=("infer", "train"), action="append")
-    parser.add_argument("--kernels", action="store_true", help="print every kernel of both, at 2 layers")
+    parser.add_argument("--kernels", action="store_true", help="print every kernel of both, at the fewest layers")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, GB of memory-bound kernels: Inductor's own schedule, the model, model/own")
+    apart = 0
     for name in options.models:
+        first, *more = MODELS[name][1]
         for mode in options.mode or ("infer", "train"):
-            totals: dict[int, tuple[int, int]] = {}
-            for layers in (2, 4):
-                own = own_schedule(*build(name, layers), mode)
-                ours = modelled(*build(name, layers), mode)
-                totals[layers] = sum(r["bytes"] for r in own), sum(k.bytes for k in ours)
-                if options.kernels and layers == 2:
-                    for row in own:
-                        print(f"  own   {row['bytes'] / 1e6:10.3f} MB  {' '.join(row['origins'])}")
-                    for k in ours:
-                        print(f"  model {k.bytes / 1e6:10.3f} MB  {' '.join(n.name for n in k.nodes)}")
-            depth = MODELS[name][1]
-            pairs = zip(totals[2], totals[4], strict=True)
-            totals[depth] = tuple(two + (four - two) * (depth - 2) // 2 for two, four in pairs)  # type: ignore[assignment]
-            for layers, (own_bytes, model_bytes) in totals.items():
-                ratio = model_bytes / own_bytes
-                print(
-                    f"{name:10} {mode:6} {layers:3} layers {own_bytes / 1e9:9.3f} {model_bytes / 1e9:9.3f} {ratio:7.3f}"
-                )
+            totals = {first: compared(name, mode, first, options.kernels)}
+            if more:
+                second, depth = more
+                totals[second] = compared(name, mode, second)
+                pairs, steps = zip(*totals.values(), strict=True), (depth - first) // (second - first)
+                few, many = (few + (many - few) * steps for few, many in pairs)
+                totals[depth] = few, many
+            for layers, (own, ours) in totals.items():
+                print(f"{name:10} {mode:6} {layers:3} layers {own / 1e9:9.3f} {ours / 1e9:9.3f} {ours / own:7.3f}")
+                apart += abs(ours / own - 1) >= 0.10
+    return min(apart, 1)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    main()
+    sys.exit(main())

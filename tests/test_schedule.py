@@ -13,9 +13,10 @@ import coverage_models
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from coda_inductor.inductor.capture import capture
+from coda_inductor.inductor import mixed
+from coda_inductor.inductor.capture import OnCpu, Untouched, capture
 from coda_inductor.inductor.schedule import Kernel, kernels
 
 M, N, K = 512, 256, 128
@@ -166,16 +167,82 @@ def test_loops_run_as_memory_lies(bench: ModuleType, name: str) -> None:
     assert len(own) == 1 + ("each head" in name)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2", "rms-4096", "rms-16384"])
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_agrees_with_inductors_own_schedule(bench: ModuleType, name: str, mode: Literal["infer", "train"]) -> None:
-    pytest.importorskip("transformers")
-    own = sum(row["bytes"] for row in bench.own_schedule(*bench.build(name, 2), mode))
-    ours = sum(k.bytes for k in bench.modelled(*bench.build(name, 2), mode))
+    """At two layers; in full depth: bench/inductor_bytes.py."""
+    if name in ("llama3-8b", "gpt2"):
+        pytest.importorskip("transformers")
+    own, ours = bench.compared(name, mode, 2)
     assert abs(ours / own - 1) < 0.10
 
 
-TALL = tuple(torch.empty(8192, 1024) for _ in range(3))
+class Between(nn.Module):
+    """Norms between two products; what is returned is `loss` of it."""
+
+    def __init__(self, *norms: nn.Module, bias: bool = False, loss: Callable[[Tensor], Tensor] = lambda y: y) -> None:
+        super().__init__()
+        first, second = (nn.Linear(4096, 4096, bias=bias) for _ in range(2))
+        self.layers, self.loss = nn.Sequential(first, *norms, second).to(torch.bfloat16), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.layers(x))
+
+
+def rms(gain: bool = True) -> nn.Module:
+    return nn.RMSNorm(4096, elementwise_affine=gain)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Its gradient is scattered into zeros, which Inductor does not write."""
+    return F.cross_entropy(logits.float(), torch.zeros(len(logits), dtype=torch.long))
+
+
+NORMS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
+    "two statistics": (16384, lambda: Between(nn.LayerNorm(4096))),
+    "a sum over tokens of what the statistic's kernel writes": (16384, lambda: Between(rms(gain=False), bias=True)),
+    "a norm of a norm": (16384, lambda: Between(rms(), rms())),
+    "a number expanded, which products take": (4096, lambda: Between(rms(), loss=Tensor.sum)),
+    "as square as it gets": (4096, lambda: Between(rms(), bias=True)),
+    "a cross-entropy": (4096, lambda: Between(rms(), loss=entropy)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_agrees_on_a_norm_between_products(bench: ModuleType, name: str) -> None:
+    """In training, where its gain's gradient is a sum over the tokens, beside the statistics of the rows."""
+    tokens, build = NORMS[name]
+    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
+        model, x = build(), torch.zeros(tokens, 4096, dtype=torch.bfloat16)
+    own = sum(row["bytes"] for row in bench.own_schedule(model, (x,), "train"))
+    ours = sum(k.bytes for k in bench.modelled(model, (x,), "train"))
+    assert abs(ours / own - 1) < 0.02
+
+
+def test_the_rules_of_both_orders_are_inductors_own() -> None:
+    """They are read in its source, of which these are the lines of torch 2.13 and 2.15; where it is written otherwise
+    by now, this test is the first to know."""
+    sizes = "size_thres = 5 * 2**20\nsympy.Ge(nrow, 4096),\nstatically_known_leq(ncol, 1024 * 16)"
+    dtypes = 'get_reduction_type() in {"sum"}\nand node.get_dtype()  # type\n in {torch.float16, torch.float32}'
+    assert mixed.rules_in(f"sympy.Ge(nrow, ncol * 2),\n{sizes}") == mixed.Rules(4096, 2, 5 << 20, 16384)
+    known = mixed.Rules(4096, 0, 5 << 20, 16384, frozenset({torch.float16, torch.float32}))
+    assert mixed.rules_in(f"{dtypes}\n{sizes}") == known
+    assert mixed.rules_in("") == mixed.Rules()
+    installed = mixed.rules()
+    if version("2.13") <= version(torch.__version__) < version("2.16"):
+        assert installed is not None and installed.rows and installed.elements and installed.columns < mixed.UNLIMITED
+        assert installed.rows_per_column == (2 if version(torch.__version__) < version("2.15") else 0)
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2]))
+
+
+def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(*shape, dtype=dtype) for _ in range(count))
+
+
+TALL = tensors(8192, 1024)
 SUMS: dict[str, Callable[..., Any]] = {  # over the features and over the tokens, which Inductor takes in one kernel
     "one of each": lambda x, y, z: ((x * y).sum(1), x.sum(0)),
     "two tensors of a statistic": lambda x, y, z: ((x * y).sum(1), x.sum(0), y.sum(0)),
@@ -197,8 +264,39 @@ SUMS: dict[str, Callable[..., Any]] = {  # over the features and over the tokens
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_both_orders(bench: ModuleType, name: str) -> None:
     ours, own = bench.modelled(SUMS[name], TALL, "infer"), bench.own_schedule(SUMS[name], TALL, "infer")
-    large = [sorted(b for b in found if b > 1 << 24) for found in ([k.bytes for k in ours], [r["bytes"] for r in own])]
+    assert_alike(ours, own)
+
+
+def assert_alike(ours: list[Kernel], own: list[dict[str, Any]], least: int = 1 << 24) -> None:
+    """As many large kernels of as many bytes; Inductor writes what a sum over tokens was split into as well."""
+    large = [sorted(b for b in found if b > least) for found in ([k.bytes for k in ours], [r["bytes"] for r in own])]
     assert large[0] == [pytest.approx(b, rel=0.05) for b in large[1]] and large[0]
+
+
+SHAPES: dict[str, tuple[Tensor, ...]] = {
+    "square": tensors(4096, 4096),
+    "wide": tensors(4096, 8192),
+    "few rows": tensors(2048, 4096),
+    "small": tensors(4096, 1024),
+    "long rows": tensors(32768, 20000),
+    "double": tensors(8192, 1024, dtype=torch.float64),
+    "half": tensors(16384, 1024, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sums_of_both_orders_by_shape(bench: ModuleType, name: str) -> None:
+    """Which the installed torch takes in one kernel, it says itself."""
+    f = SUMS["one of each"]
+    assert_alike(bench.modelled(f, SHAPES[name], "infer"), bench.own_schedule(f, SHAPES[name], "infer"), 1 << 23)
+
+
+def test_sums_of_both_orders_read_few_tensors(bench: ModuleType) -> None:
+    def f(x: Tensor, y: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        return (x * y).sum(1), x.sum(0), sum(more[:5], x), sum(more[5:], x)
+
+    args = tensors(8192, 1024, count=12)
+    assert_alike(bench.modelled(f, args, "infer"), bench.own_schedule(f, args, "infer"))
 
 
 @pytest.mark.parametrize("name", ["vit_hf", "vit_l"])

@@ -1,18 +1,22 @@
 """Which loops of a graph share a kernel: the second part of the byte model (lowering.py is the first).
 
 Loops are fused greedily under Inductor's rules, like with like and what shares most bytes first: equal iteration
-spaces, or a reduction with pointwise work over its rows; sums over rows beside sums over columns, if both read a whole
-tensor; no cycle; not too far apart.
+spaces, or a reduction with pointwise work over its rows; sums over rows beside sums over columns (mixed.py), if both
+read a whole tensor; no cycle; not too far apart.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
-import torch._inductor.config as inductor_config
+import torch
 from torch import fx
 
+from coda_inductor.inductor import mixed
 from coda_inductor.inductor.lowering import HEAVY, Extern, Loop, Lowered, itemsize, owner
 from coda_inductor.inductor.paths import Path, name_of
 
@@ -53,7 +57,11 @@ class Fusion:
         self.unit: dict[fx.Node, Group | Extern] = {}
         self.position: dict[Extern, int] = {}
         self.groups: list[Group] = []
+        self.bit: dict[fx.Node, int] = {}
+        self.ancestors: dict[fx.Node, int] = {}  # of an operation's output: the bits of all that it is computed of
         for i, op in enumerate(lowered.order):
+            self.ancestors[op.out] = _union(self.bit.get(n, 0) | self.ancestors.get(n, 0) for n in map(owner, op.reads))
+            self.bit[op.out] = 1 << i
             if isinstance(op, Extern):
                 self.unit[op.out], self.position[op] = op, i
             else:
@@ -95,8 +103,9 @@ class Fusion:
         return [(score, a, b) for a, b in pairs if (score := self.score(a, b)) > 0]
 
     def score(self, a: Group, b: Group) -> int:
-        """Bytes that one kernel instead of two would not move again; 0 if the two cannot be one kernel."""
-        if not _same_space(a, b) or not _joins(a, b):
+        """Bytes that one kernel instead of two would not move again; 0 if the two cannot be one kernel. Of two that
+        become one of both orders, Inductor counts elements, so that what shares as many bytes goes first."""
+        if not _same_space(a, b) or not self.joins(a, b):
             return 0
         made = {loop.out: group for group in (a, b) for loop in group.loops}
         of_a, of_b = parts_read(a.loops), parts_read(b.loops)
@@ -105,6 +114,8 @@ class Fusion:
                 return 0
         shared = of_a.keys() & of_b.keys()
         shared |= {key for key in of_a.keys() | of_b.keys() if key not in shared and owner(key[0]) in made}
+        if _of_both_orders(a, b) and not (a.mixed or b.mixed):
+            return a.numel * a.rnumel
         return sum({**of_a, **of_b}[key] * itemsize(key[0]) for key in shared)
 
     def cycle(self, a: Group, b: Group) -> bool:
@@ -124,6 +135,34 @@ class Fusion:
                     seen.add(unit)
                     stack.append(unit)
         return False
+
+    def joins(self, a: Group, b: Group) -> bool:
+        """May the two be one, if that reduces over rows and over columns? Rows are read as they lie, not put together
+        of parts. Two kernels that become such a one are independent, and read a whole tensor both. What joins one comes
+        after it, is independent of the other half, and if it is a sum it reads as much of what is read or made there by
+        its like."""
+        if not _of_both_orders(a, b):
+            return True
+        size, rows = max(group.numel * group.rnumel for group in (a, b)), a.halves[0] + b.halves[0]
+        if any(name_of(node) in HEAVY for loop in rows for node in loop.nodes):
+            return False
+        if not (a.mixed or b.mixed):
+            return self.independent(a.loops, b.loops) and max(_common(a.loops, b.loops), default=0) >= size
+        first, second = sorted((a, b), key=lambda group: group.first)
+        if not first.mixed or len({*map(owner, a.reads() | b.reads())}) > mixed.most_reads():
+            return False
+        joined = [there + more for there, more in zip(first.halves, second.halves, strict=True)]
+        like = [
+            (there, more) for there, more in zip(first.halves, second.halves, strict=True) if any(map(_reduces, more))
+        ]
+        return self.independent(*joined) and all(sum(_common(there, more)) >= size for there, more in like)
+
+    def independent(self, loops: list[Loop], others: list[Loop]) -> bool:
+        """Is nothing of either computed of the other, by whatever way?"""
+        made, needed = (
+            [_union(of[loop.out] for loop in side) for side in (loops, others)] for of in (self.bit, self.ancestors)
+        )
+        return not (made[0] & needed[1] or made[1] & needed[0])
 
     def before(self, unit: Group | Extern) -> set[Group | Extern]:
         """The units whose buffers `unit` reads."""
@@ -153,25 +192,13 @@ def parts_read(loops: list[Loop]) -> dict[tuple[fx.Node, Path], int]:
     return {(buffer, path): n for loop in loops for buffer, paths in loop.reads.items() for path, n in paths.items()}
 
 
-def _joins(a: Group, b: Group) -> bool:
-    """May the two be one, if that reduces over rows and over columns? Rows are read as they lie, not put together of
-    parts. Two kernels that become such a one read a whole tensor both; what joins one comes after it, and if it is a
-    sum it reads as much of what is read or made there by its like."""
-    if not _of_both_orders(a, b):
-        return True
-    size, rows = max(group.numel * group.rnumel for group in (a, b)), a.halves[0] + b.halves[0]
-    if any(name_of(node) in HEAVY for loop in rows for node in loop.nodes):
-        return False
-    if not (a.mixed or b.mixed):
-        return max(_common(a.loops, b.loops), default=0) >= size
-    first, second = sorted((a, b), key=lambda group: group.first)
-    like = [(there, more) for there, more in zip(first.halves, second.halves, strict=True) if any(map(_reduces, more))]
-    return first.mixed and all(sum(_common(there, more)) >= size for there, more in like)
-
-
 def _of_both_orders(a: Group, b: Group) -> bool:
     """Would the two together reduce over rows and over columns?"""
     return all(any(_reduces(loop) and loop.inner == inner for loop in a.loops + b.loops) for inner in (True, False))
+
+
+def _union(masks: Iterable[int]) -> int:
+    return reduce(or_, masks, 0)
 
 
 def _reduces(loop: Loop) -> bool:
@@ -199,13 +226,13 @@ def _same_space(a: Group, b: Group) -> bool:
 def _mixed_order(a: Group, b: Group) -> bool:
     """Sums over the rows beside a reduction along them, as triton.mix_order_reduction allows."""
     rows, columns = (a, b) if a.inner else (b, a)
-    return (
-        getattr(inductor_config.triton, "mix_order_reduction", False)
-        and rows.inner
-        and not columns.inner
-        and (rows.numel, rows.rnumel) == (columns.rnumel, columns.numel)
-        and rows.numel >= max(4096, 2 * rows.rnumel)
-        and rows.numel * rows.rnumel >= 5 << 20
-        and rows.rnumel <= 16384
-        and all(loop.additive for loop in columns.loops if loop.rnumel > 1)
-    )
+    if not rows.inner or columns.inner or (rows.numel, rows.rnumel) != (columns.rnumel, columns.numel):
+        return False
+    sums = [loop for loop in columns.loops if _reduces(loop)]
+    return mixed.allowed(rows.numel, rows.rnumel) and all(loop.additive and mixed.adds(_dtype(loop)) for loop in sums)
+
+
+def _dtype(loop: Loop) -> torch.dtype:
+    """Of what a reduction writes."""
+    dtype: torch.dtype = loop.out.meta["val"].dtype
+    return dtype

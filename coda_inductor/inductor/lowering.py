@@ -17,7 +17,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
 from coda_inductor.inductor import paths
-from coda_inductor.inductor.ops import STORED
+from coda_inductor.inductor.ops import REGION, STORED
 from coda_inductor.inductor.paths import Reads, assumed, name_of
 
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
@@ -42,6 +42,13 @@ KINDS: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for name 
 
 HEAVY = {"slice_scatter": 6, "select_scatter": 6, "cat": 4, "constant_pad_nd": 4}
 """Operations of Inductor's loop language that one node becomes, where it is more than one or two."""
+
+aten = torch.ops.aten
+IN_ROWS: frozenset[object] = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, REGION}
+)
+"""Operations that take matrices of which one stride is 1, and a copy of any other: the gradient of a sum is one number,
+expanded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +108,22 @@ def kind_of(node: fx.Node) -> Kind:
         kind = "view" if kind is None and target.is_view else kind
     if kind == "reduction" and target._schema.name in ("aten::max", "aten::min") and len(node.all_input_nodes) > 1:
         kind = "loop"
-    return kind or "extern"
+    return "loop" if kind == "scatter" and _selects(node) else kind or "extern"
+
+
+def _selects(node: fx.Node) -> bool:
+    """Does it put one number into each row of a constant tensor? Inductor compares each place with the row's index
+    instead (scatter_upon_const_tensor), so that a cross-entropy's gradient writes no zeros of [tokens, vocabulary]."""
+    applies = getattr(inductor_config, "optimize_scatter_upon_const_tensor", False)
+    if not applies or node.target is not aten.scatter.value or len(node.args) != 4:
+        return False
+    constant, dim, index, _ = node.args
+    if not isinstance(constant, fx.Node) or constant.target is not aten.full.default or len(constant.users) > 1:
+        return False
+    assert isinstance(index, fx.Node) and isinstance(dim, int)
+    whole, given = ([assumed(size) for size in n.meta["val"].shape] for n in (constant, index))
+    whole[dim] = 1
+    return whole == given
 
 
 def owner(buffer: fx.Node) -> fx.Node:
@@ -147,6 +169,7 @@ class _Lowering:
     def __init__(self) -> None:
         self.result = Lowered()
         self.formulas: dict[fx.Node, Formula] = {}
+        self.copies: dict[fx.Node, Loop] = {}
 
     def run(self, graph: fx.Graph) -> Lowered:
         for node in graph.nodes:
@@ -164,7 +187,7 @@ class _Lowering:
             self.realize(node.all_input_nodes[0])
         if kind in ("loop", "gather", "source", "random"):
             self.formulas[node] = self.pointwise(node, kind)
-            if kind == "random" or node.target is torch.ops.aten.copy_.default:
+            if kind == "random" or node.target is aten.copy_.default:
                 self.realize(node)
         elif kind in ("reduction", "scan", "scatter"):
             self.result.order.append(self.big_loop(node, kind))
@@ -176,7 +199,9 @@ class _Lowering:
             self.result.needed |= set(self.realize(node))
 
     def extern(self, node: fx.Node) -> None:
-        buffers = [b for value in node.all_input_nodes for b in self.realize(value)]
+        copied = node.target in IN_ROWS
+        taken = [self.copy if copied and _strided(value) else self.realize for value in node.all_input_nodes]
+        buffers = [b for take, value in zip(taken, node.all_input_nodes, strict=True) for b in take(value)]
         self.result.order.append(Extern(node, tuple(buffers)))
         self.result.needed |= set(buffers)
 
@@ -202,6 +227,17 @@ class _Lowering:
             written, reads = elements(base), paths.moved(formula.reads, paths.memory_order(base.meta["val"]))
             self.result.order.append(Loop(base, formula.nodes, reads, written, 1, True, written))
         return [base] if is_tensor(base) else []
+
+    def copy(self, view: fx.Node) -> list[fx.Node]:
+        """Writes the view in rows, once for each product that takes it; returns its buffer."""
+        self.realize(view)
+        if (made := self.copies.get(view)) is not None:
+            made.written += elements(view)
+            return [view]
+        value, size = self.value(view), elements(view)
+        self.copies[view] = Loop(view, (*value.nodes, view), value.reads, size, 1, True, size)
+        self.result.order.append(self.copies[view])
+        return [view]
 
     def value(self, node: fx.Node) -> Formula:
         """What a consumer of `node` reads now."""
@@ -250,3 +286,9 @@ class _Lowering:
             return Loop(node, nodes, reads, total, 1, True, out)
         additive = "sum" in str(node.target) or "mean" in str(node.target)
         return Loop(node, nodes, reads, out, max(total // out, 1), paths.is_inner(node), out, additive)
+
+
+def _strided(value: fx.Node) -> bool:
+    """Is it a matrix no dimension of which lies element by element?"""
+    tensor = value.meta.get("val")
+    return isinstance(tensor, Tensor) and tensor.dim() > 1 and all(assumed(s) != 1 for s in tensor.stride())
