@@ -168,7 +168,7 @@ class Emission(Writing):
 def emit(plan: Plan, builts: Sequence[Built], target: str, before: Before) -> None:
     """Writes all Regions, each where the last of its products stood, sorts, and drops what nobody reads any more.
     Raises Unsupported as `sort` does, and where no node holds a symbolic size."""
-    lifted, graph = plan.program.lifted, plan.program.lifted.graph
+    graph = plan.program.lifted.graph
     if not builts:
         return
     output = graph.output_node()

@@ -84,7 +84,8 @@ def users(node: fx.Node) -> list[fx.Node]:
 def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     """What the forward's results, writes and asserts are made of. What only the backward reads may run there."""
     todo: list[fx.Node] = [n for n in graph.output_node().all_input_nodes if n not in backward]
-    todo += [n for n in graph.nodes if n not in backward and n.op == "call_function" and n.is_impure() and in_forward(n)]
+    calls = (n for n in graph.nodes if n.op == "call_function" and n not in backward)
+    todo += [n for n in calls if n.is_impure() and in_forward(n)]
     found = set[fx.Node]()
     while todo:
         node = todo.pop()

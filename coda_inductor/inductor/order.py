@@ -1,9 +1,9 @@
 """The order of a rewritten graph: what is read comes before its readers, and otherwise all stays where it was.
 
 What reads memory stays on its side of each write to it, and draws, prints, asserts and collectives keep their order
-(patterns/effects.py). Collectives keep theirs under all circumstances. Each rank measures on its own GPU and may compile
-another program of a model; but a collective waits for the same one of all other ranks, and in another order they would
-wait for ever.
+(patterns/effects.py). Collectives keep theirs under all circumstances. Each rank measures on its own GPU and may
+compile another program of a model; but a collective waits for the same one of all other ranks, and in another order
+they would wait for ever.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Memory:
 
     def read(self, node: fx.Node) -> frozenset[str]:
         """The memory that an operation reads. A view reads none, nor does what only asks for a size."""
-        if node.op != "call_function" or viewed(node) is not None and not written(node):
+        if node.op != "call_function" or (viewed(node) is not None and not written(node)):
             return frozenset()
         if not any(isinstance(v, torch.Tensor) for v in tree_leaves(node.meta.get("val"))) and not ordered(node):
             return frozenset()

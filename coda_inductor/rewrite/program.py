@@ -203,7 +203,7 @@ class Program:
         """Can acc and last be lanes of one product: same operand, same shape, same layout of the weight, at one time?"""
         if acc.args[0] is not last.args[0] or acc.over != last.over or acc.bit not in self.lifted.products:
             return False
-        if acc.bit in self.banned or last.args[1].deps & acc.hosts:  # a weight that is made of the other product
+        if acc.bit in self.banned or last.args[1].deps & acc.hosts:  # the weight waits for acc
             return False
         mine, theirs = self.product(acc), self.product(last)
         sizes = self.lifted.reading.axes
