@@ -335,7 +335,7 @@ def zeroed_with_gradient(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     return h + torch.relu(h @ v)
 
 
-@program(EFFECTS, "x:TD r:TD' w:DD v:DD", infer=4, train=3)
+@program(EFFECTS, "x:TD r:TD' w:DD v:DD", infer=4, train=3, inductor=False)
 def accumulated_residual(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     """A residual stream kept in the caller's tensor."""
     r += torch.tanh(x @ w)

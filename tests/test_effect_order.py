@@ -82,7 +82,7 @@ def test_operations_with_effects_keep_their_order() -> None:
         wanted = effectful(*args)
     SAID.clear()
     found, reports = compiled(effectful, *args, run=False)
-    assert error(found, wanted) < 1e-10 and SAID == list(range(4))
+    assert error(found, wanted) < 1e-10 and list(range(4)) == SAID
     assert sum(len(report.sites) for report in reports) >= 1
 
 

@@ -1,4 +1,4 @@
-"""On the GPU, in bfloat16, with kernels of ours: programs with effects are as exact as eager, also under CUDA graphs."""
+"""On the GPU, in bfloat16, with kernels of ours: programs with effects are as exact as eager, in CUDA graphs too."""
 
 from __future__ import annotations
 
