@@ -6,13 +6,15 @@ A verb loads what it needs when it runs, so that --help, --version and a mistype
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, get_args
@@ -160,6 +162,21 @@ def subject(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return model, args, kwargs
 
 
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Within, torch's fake tensors do not log what they raise: it would be said twice, once with all of its frames."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_no_exception(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    log.addFilter(is_no_exception)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_no_exception)
+
+
 def theirs(error: Exception) -> str:
     """The user's "file:line" that an exception came from; empty if it is ours. Dynamo names it in the text only.
     Libraries, and what builds and runs the model (capture.py), are passed over."""
@@ -212,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.print_usage(sys.stderr)
         return 2
     try:
-        facts, text = VERBS[arguments.verb].run(arguments)
+        with said_once():
+            facts, text = VERBS[arguments.verb].run(arguments)
     except CodaError as error:
         print(f"coda-inductor: error: {error}", file=sys.stderr)
         return 2

@@ -41,11 +41,11 @@ def turned_and_its_base(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return h.t(), h, h.t()[1:] @ x, torch.relu(h @ v)
 
 
-@program(ALIASES, "x:TD w:DE", infer=0, train=0)
-def halves(x: Tensor, w: Tensor) -> Any:
+@program(ALIASES, "x:TD w:DE v:DD", infer=1, train=1)
+def halves(x: Tensor, w: Tensor, v: Tensor) -> Any:
     """Both halves of a product and their SwiGLU."""
     gate, up = (x @ w).chunk(2, -1)
-    return gate, up, F.silu(gate) * up
+    return gate, up, torch.relu((F.silu(gate) * up) @ v)
 
 
 @program(ALIASES, "x:TD w:DD v:DD", infer=2, train=3)
@@ -153,10 +153,10 @@ def no_operation(x: Tensor, w: Tensor) -> Any:
 # ---- inputs of one another
 
 
-@program(ALIASES, "x:TD w:DD v:DD", infer=0, train=2, given=lambda x, w, v: (x, x, w, v))
+@program(ALIASES, "x:TD w:DD v:DD", infer=1, train=3, given=lambda x, w, v: (x, x, w, v))
 def one_tensor_twice(a: Tensor, b: Tensor, w: Tensor, v: Tensor) -> Any:
     h = a + b @ w
-    return h + torch.relu(h @ v), a
+    return h + torch.relu(h @ v), torch.tanh(b @ v), a
 
 
 @program(ALIASES, "x:DD w:DD v:DD", infer=2, train=2, given=lambda x, w, v: (x, x.t(), w, v), ways=("inductor",))
@@ -165,12 +165,12 @@ def with_its_transpose(a: Tensor, b: Tensor, w: Tensor, v: Tensor) -> Any:
     return rms(h) @ v, b[1:]
 
 
-@program(ALIASES, "x:TD w:DD v:DD", infer=0, given=lambda x, w, v: (x, x, w, v))
+@program(ALIASES, "x:TD w:DD v:DD", infer=1, given=lambda x, w, v: (x, x, w, v))
 def one_tensor_twice_written(a: Tensor, b: Tensor, w: Tensor, v: Tensor) -> Any:
     """Through one name it is read, through the other written."""
     h = a + b @ w
     b.mul_(2)
-    return h + torch.relu(h @ v), a + 1
+    return h + torch.relu(h @ v), torch.relu(torch.sin(b) @ v) @ w, a + 1
 
 
 @program(ALIASES, "x:MD w:DD v:DD", infer=1, given=lambda x, w, v: (x[:12], x[6:18], w, v), ways=("inductor",))
@@ -205,10 +205,10 @@ def slice_of_a_state_written(x: Tensor, w: Tensor, v: Tensor, m: Tensor, part: T
     return h + torch.relu(h @ v), m.sum(0)
 
 
-@program(ALIASES, "x:TD w:DD v:DD | q:MD", infer=0, train=2, given=lambda x, w, v, q: (x, w, v, q[::2], q[1::2]))
+@program(ALIASES, "x:TD w:DD v:DD | q:MD", infer=1, train=4, given=lambda x, w, v, q: (x, w, v, q[::2], q[1::2]))
 def interleaved_states(x: Tensor, w: Tensor, v: Tensor, even: Tensor, odd: Tensor) -> Any:
     h = even + x @ w
     with torch.no_grad():
         even.copy_(odd)
         odd.mul_(-1)
-    return h + torch.relu(h @ v), odd
+    return h + torch.relu(h @ v), torch.relu(x @ w) @ v, odd

@@ -52,22 +52,22 @@ def noise_beside_products(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return torch.relu(h * n) @ v
 
 
-@program(DRAWS, "x:TD w:DD v:DD", infer=0, train=0)
+@program(DRAWS, "x:TD w:DD v:DD", infer=1, train=2)
 def depth_dropped(x: Tensor, w: Tensor, v: Tensor) -> Any:
     """Whole rows are kept or not; the products between two draws."""
     first = F.dropout(torch.ones_like(x[:, :1]), 0.3)
     x = x + torch.tanh(x @ w) * first
     second = F.dropout(torch.ones_like(x[:, :1]), 0.5)
-    return x + torch.tanh(x @ v) * second
+    return torch.relu((x + torch.tanh(x @ v) * second) @ w)
 
 
-@program(DRAWS, "x:TD w:DD v:DD", infer=0, train=1)
+@program(DRAWS, "x:TD w:DD v:DD", infer=1, train=2)
 def gumbel(x: Tensor, w: Tensor, v: Tensor) -> Any:
     logits = x @ w
     noise = -torch.log(-torch.log(torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)))
     soft = torch.softmax(logits + noise, -1)
     picked = torch.multinomial(soft.detach(), 1)
-    return soft @ v, picked
+    return torch.relu(soft @ v), picked
 
 
 @program(DRAWS, "x:TD w:DD v:DD | m:TD", infer=2, train=2, ways=("inductor",))
@@ -176,14 +176,14 @@ def gathered_into_an_input(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
     return rms(h) @ v + m
 
 
-@program(COLLECTIVES, "x:TD w:DD v:DD r:TD", infer=0)
+@program(COLLECTIVES, "x:TD w:DD v:DD r:TD", infer=1)
 def reduced_product(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> Any:
     """Tensor parallel: a product's sum over ranks, then the residual, which the caller finds overwritten."""
     h = x @ w
     dist.all_reduce(h)
     n = r + h
     r.copy_(n)
-    return rms(n) @ v
+    return torch.relu(rms(n) @ v)
 
 
 @program(COLLECTIVES, "x:TD w:DD v:DD p:DD", infer=3)

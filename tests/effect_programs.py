@@ -182,13 +182,13 @@ def recurrent_in_place(x: Tensor, y: Tensor, w: Tensor, u: Tensor, s: Tensor) ->
     return out
 
 
-@program(EFFECTS, "q:TD k:TD w:DD v:DD | c:MD", infer=0, train=3)
+@program(EFFECTS, "q:TD k:TD w:DD v:DD | c:MD", infer=1, train=4)
 def cache_written(q: Tensor, k: Tensor, w: Tensor, v: Tensor, c: Tensor) -> Any:
     """Keys go into a slot of a cache, attention is over all of it."""
     with torch.no_grad():
         c[: k.shape[0]] = k @ w
     scores = torch.softmax((q @ w) @ c.clone().t(), -1)
-    return rms(q + (scores @ c.clone()) @ w) @ v
+    return torch.relu(rms(q + (scores @ c.clone()) @ w) @ v)
 
 
 @program(EFFECTS, "q:TD k:TD w:DD v:DD | c:MD", infer=2, ways=("dynamic",))
@@ -274,7 +274,7 @@ class Running(nn.Module):
         return r + self.second(F.gelu(n)) / self.count
 
 
-@program(EFFECTS, "x:TD w:DE v:ED | lo:E hi:E", infer=0, train=1)
+@program(EFFECTS, "x:TD w:DE v:ED | lo:E hi:E", infer=1, train=2)
 def observed(x: Tensor, w: Tensor, v: Tensor, lo: Tensor, hi: Tensor) -> Any:
     """The range of an activation, by tokens, then the activation in it."""
     h = x @ w
@@ -282,7 +282,7 @@ def observed(x: Tensor, w: Tensor, v: Tensor, lo: Tensor, hi: Tensor) -> Any:
         torch.minimum(lo, h.amin(0), out=lo)
         torch.maximum(hi, h.amax(0), out=hi)
         span = (hi - lo).clamp_min(1e-3)
-    return torch.sigmoid(h / span) @ v
+    return torch.relu(torch.sigmoid(h / span) @ v)
 
 
 @program(EFFECTS, "x:TD w:DE v:ED | m:E s:E", infer=1, train=2, inductor=False)
@@ -335,7 +335,7 @@ def zeroed_with_gradient(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     return h + torch.relu(h @ v)
 
 
-@program(EFFECTS, "x:TD r:TD' w:DD v:DD", infer=4, train=3)
+@program(EFFECTS, "x:TD r:TD' w:DD v:DD", infer=4, train=3, inductor=False)
 def accumulated_residual(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     """A residual stream kept in the caller's tensor."""
     r += torch.tanh(x @ w)

@@ -16,6 +16,7 @@ from processes import Script
 from coda_inductor import __version__, cli
 from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor import switches
 
 SUBJECT = ("model", (1,), {"key": 2})
 MODEL = """
@@ -78,6 +79,8 @@ class Calls:
         return f"report of schema {report['schema']}"
 
     def module(self, name: str) -> Any:
+        if name == switches.__name__:
+            return switches
         functions: dict[str, dict[str, Callable[..., Any]]] = {
             "explain": {"explain": self.explain, "render": self.render},
             "inductor.program": {"program": self.program},
@@ -90,7 +93,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     stand_in = Calls()
-    monkeypatch.setattr(cli, "import_module", stand_in.module)
+    monkeypatch.setattr(cli, "behind", stand_in.module)
     return stand_in
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coda_inductor.inductor.joint_pass import REPORTS
 
-say = torch._higher_order_ops.print  # type: ignore[attr-defined]
+say = torch._higher_order_ops.print
 SAID: list[int] = []
 
 
@@ -82,7 +82,7 @@ def test_operations_with_effects_keep_their_order() -> None:
         wanted = effectful(*args)
     SAID.clear()
     found, reports = compiled(effectful, *args, run=False)
-    assert error(found, wanted) < 1e-10 and SAID == list(range(4))
+    assert error(found, wanted) < 1e-10 and list(range(4)) == SAID
     assert sum(len(report.sites) for report in reports) >= 1
 
 
@@ -99,10 +99,11 @@ def test_a_check_that_fails_still_fails(broken: int) -> None:
         torch._assert_async(y.isfinite().all() if broken != 2 else y.isnan().any(), "check 2")
         return y
 
+    args: Any = [*inputs(), torch.randn(12, 8, dtype=torch.float64)]
     with torch.no_grad(), pytest.raises(RuntimeError, match=f"check {broken}"):
-        checked(*inputs(), torch.randn(12, 8, dtype=torch.float64))
+        checked(*args)
     with pytest.raises(RuntimeError, match=f"check {broken}"):
-        compiled(checked, *inputs(), torch.randn(12, 8, dtype=torch.float64), run=False)
+        compiled(checked, *args, run=False)
 
 
 def test_what_is_read_by_a_number_from_a_tensor() -> None:

@@ -15,6 +15,10 @@ from draw_programs import COLLECTIVES, DRAWS
 from effect_programs import EFFECTS
 from effect_reads import matrix
 from programs import check, compiled, difference, inductor_is_right, inductor_is_wrong, of_way, off, rows, seen
+from swept_programs import OTHER_SIZES, SWEPT, TABLES
+
+from coda_inductor.inductor import tables
+from coda_inductor.inductor.joint_pass import REPORTS
 
 MATRIX = matrix()
 ALL = MATRIX | EFFECTS | DRAWS
@@ -51,6 +55,23 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.parametrize(("name", "train"), rows(COLLECTIVES))
 def test_collectives_write(name: str, train: bool, one_rank: None) -> None:
     check(COLLECTIVES[name], train)
+
+
+# ---- what is no Region
+
+
+@pytest.mark.parametrize(("name", "train"), rows(SWEPT))
+def test_sweeps_read_what_was_there(name: str, train: bool) -> None:
+    check(SWEPT[name], train, how={"sizes": OTHER_SIZES})
+    assert sum(len(report.swept) for report in REPORTS) >= 1
+
+
+@pytest.mark.parametrize(("name", "train"), rows(TABLES))
+def test_tables_read_what_was_there(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "WORTH", 1)
+    monkeypatch.setattr(tables, "REPEATED", 2)
+    check(TABLES[name], train, how={"sizes": OTHER_SIZES})
+    assert sum(len(report.tables) for report in REPORTS) >= 1
 
 
 # ---- autocast

@@ -1,4 +1,4 @@
-"""On the GPU, in bfloat16, with kernels of ours: programs with effects are as exact as eager, also under CUDA graphs."""
+"""On the GPU, in bfloat16, with kernels of ours: programs with effects are as exact as eager, in CUDA graphs too."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ pytestmark = [
 ]
 
 SIZES = {"T": 512, "D": 256, "E": 512, "H": 128, "B": 2, "M": 1024, "S": 511}
-NORMAL = {"dtype": torch.bfloat16, "device": "cuda", "sizes": SIZES}
+NORMAL: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "sizes": SIZES}
 READS = {n: p for n, p in matrix().items() if p.infer and "normal_" not in n}  # whose draws depend on the dtype
-STATES = ("momentum_inside", "teacher", "cache_shifted", "zeroed_with_gradient", "read_between_writes")
+STATES: tuple[str, ...] = ("momentum_inside", "teacher", "cache_shifted", "zeroed_with_gradient", "read_between_writes")
 STATES += ("operations_between", "exchanged_by_an_operation", "adapter_merged")
 ALL = READS | {n: EFFECTS[n] for n in STATES} | {n: ALIASES[n] for n in ("view_of_an_output", "turned_and_its_base")}
 
