@@ -192,3 +192,17 @@ def test_a_broken_guard_is_seen(i: int) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, BackendCompilerFailed)):
         MUTATIONS[i][0](patch)
         MUTATIONS[i][1]()
+
+
+@pytest.mark.parametrize(("numerics", "some"), [("strict", False), ("default", True)])
+def test_strict_uses_no_law(numerics: str, some: bool) -> None:
+    """Nor does it move a cast, or add two products up in one accumulator."""
+    model = Decoder().double()
+    with strict_reference(run=False):
+        REPORTS.clear()
+        torch.compile(model, backend="coda", options={"numerics": numerics})(
+            torch.randn(2, 6, WIDTH).double()
+        ).sum().backward()
+    sites = [site for report in REPORTS for site in report.sites]
+    assert sites and any(site.laws for site in sites) == some
+    assert any(site.region.summed for site in sites) <= some

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.inductor.ops import KEPT, REGION, SWEEP
 from coda_inductor.inductor.writing import Writing
-from coda_inductor.patterns.effects import Memory, late, viewed, written
+from coda_inductor.patterns.effects import Memory, behind_tangents, viewed, written
 from coda_inductor.patterns.graph import aten
 
 RECOMPUTE = "recompute"
@@ -28,7 +28,7 @@ COPIES = (aten.clone.default, aten.copy.default)
 
 def expiring(graph: fx.Graph) -> frozenset[str]:
     """The memory that a graph overwrites; of a joint graph, that its forward overwrites."""
-    backward, memory = late(graph), Memory(graph)
+    backward, memory = behind_tangents(graph), Memory(graph)
     writers = [n for n in graph.nodes if written(n) and n not in backward and (not backward or in_forward(n))]
     return frozenset().union(*map(memory.overwritten, writers))
 
@@ -59,7 +59,7 @@ def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[f
     too late."""
     if not names:
         return [], []
-    memory, backward = Memory(graph), late(graph)
+    memory, backward = Memory(graph), behind_tangents(graph)
     readers = [n for n in graph.nodes if memory.read(n) & names and not written(n) and n.target is not KEPT]
     forward = needed(graph, backward) if backward else {*graph.nodes}
     place = {node: i for i, node in enumerate(graph.nodes)}

@@ -15,6 +15,7 @@ from torch import fx
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.lowering import kind_of
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import behind_tangents
 from coda_inductor.patterns.graph import aten, prims
 
 Call = Callable[..., fx.Node]
@@ -29,7 +30,7 @@ PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 def read_repeats(graph: fx.Graph, call: Call, reshape: Reshape, redirect: Redirect) -> None:
     """Lets loops of a joint graph's backward read a repeated tensor's copy, where an operation there needs that
     anyway."""
-    late = backward(graph)
+    late = behind_tangents(graph)
     for node in [n for n in graph.nodes if late and n.target is aten.expand.default and n not in late]:
         dim, copy = repeated(node), next(copies(node, late), None)
         if dim is None or copy is None:
@@ -40,17 +41,6 @@ def read_repeats(graph: fx.Graph, call: Call, reshape: Reshape, redirect: Redire
             read = call(loops[0], aten.alias.default, copy[0])
             one = call(read, aten.slice.Tensor, undone(read, [*copy, node], call, reshape), dim, 0, 1)
             redirect(source[-1], undone(one, source, call, reshape), loops)
-
-
-def backward(graph: fx.Graph) -> set[fx.Node]:
-    """The operations that depend on gradients of outputs, in whatever order they stand. (Tags do not tell: what is made
-    of the forward's tensors for the backward has theirs.)"""
-    todo = list(filter(g.is_tangent, graph.nodes))
-    late = set[fx.Node]()
-    while todo:
-        late.add(node := todo.pop())
-        todo += [user for user in node.users if user not in late and user.op != "output"]
-    return late
 
 
 def repeated(node: fx.Node) -> int | None:

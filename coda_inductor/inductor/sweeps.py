@@ -28,6 +28,7 @@ from coda_inductor.inductor.tables import REPEATED
 from coda_inductor.inductor.verifying import Before
 from coda_inductor.inductor.writing import Writing
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import behind_tangents
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.rewrite.lying import in_order, long_axes
@@ -81,15 +82,6 @@ def in_turn(found: list[Swept]) -> list[Swept]:
     while some := [i for i in range(len(found)) if i not in done and {*waits[i]} <= {*done}]:
         done += some
     return [found[i] for i in done]
-
-
-def behind_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """All that waits for the gradient of an output."""
-    late = set[fx.Node]()
-    for node in graph.nodes:
-        if g.is_tangent(node) or not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
-    return late
 
 
 def matrices(graph: fx.Graph) -> list[fx.Node]:

@@ -198,7 +198,7 @@ def effects(graph: fx.Graph) -> Effects:
     )
 
 
-def late(graph: fx.Graph) -> set[fx.Node]:
+def behind_tangents(graph: fx.Graph) -> set[fx.Node]:
     """What waits for the gradient of an output, in whatever order the graph stands."""
     todo, found = list[Any](filter(g.is_tangent, graph.nodes)), set[fx.Node]()
     while todo:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.effects import Memory, effects
+from coda_inductor.patterns.effects import Memory, behind_tangents, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.pointwise import POINTWISE
@@ -127,12 +127,9 @@ def _order(lifted: Lifted) -> dict[fx.Node, list[fx.Node]]:
 
 def _forward(lifted: Lifted) -> int:
     """The products of the forward, as a bit set: the gradient of an output comes after all of them."""
-    backward, products = set[fx.Node](), 0
-    for node in lifted.graph.nodes:
-        if g.is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
-        if node in lifted.bits and node not in backward:
-            products |= 1 << lifted.bits[node]
+    backward, products = behind_tangents(lifted.graph), 0
+    for node, bit in lifted.bits.items():
+        products |= (node not in backward) << bit
     return products
 
 

@@ -200,7 +200,7 @@ class Program:
             return 1 << (t.hosts.bit_length() - 1) if t.hosts else 0
 
     def _shares(self, acc: Term, last: Term) -> bool:
-        """Can acc and last be lanes of one product: same operand, same shape, same layout of the weight, at one time?"""
+        """Can acc and last be lanes of one product: same operand, shape, and layout of the weight, at one time?"""
         if acc.args[0] is not last.args[0] or acc.over != last.over or acc.bit not in self.lifted.products:
             return False
         if acc.bit in self.banned or last.args[1].deps & acc.hosts:  # the weight waits for acc
