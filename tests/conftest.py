@@ -56,7 +56,17 @@ def uncached() -> Iterator[None]:
         yield
 
 
-LONG = ("codegen_compile", "training_bf16", "training_models", "whole_graphs", "coverage", "generate", "without")
+LONG = (
+    "codegen_compile",
+    "effects",
+    "random_effects",
+    "training_bf16",
+    "training_models",
+    "whole_graphs",
+    "coverage",
+    "generate",
+    "without",
+)
 TOGETHER = dict.fromkeys(("laws", "lift", "verdicts"), "laws")  # one worker captures their graphs once: 80 s
 
 
