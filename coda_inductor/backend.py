@@ -20,7 +20,7 @@ from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.contest import warm_up_early
 from coda_inductor.inductor.joint_pass import JointPass, machine
 from coda_inductor.inductor.switches import NAMES
-from coda_inductor.inductor.tangents import as_outputs
+from coda_inductor.inductor.tracing import functorch_options
 
 # torch.compile imports this: a wrong variable is said there, and not when the model first runs
 Settings.read()[0].check_kinds(NAMES)
@@ -59,11 +59,9 @@ class CodaBackend:
             ours.failed(error, gm.graph, "every graph")
             return inductor(gm, example_inputs)
         warm_up_early(settings, example_inputs)
-        # Under a memory budget the partitioner would take a Region for an operation that costs nothing.
-        counted = functorch_config.activation_memory_budget < 1 or functorch_config.is_non_builtin_to_include
-        expected = as_outputs(gm, settings)
+        told = functorch_options(gm, settings)
         try:
-            with functorch_config.patch(is_non_builtin_to_include=counted, guess_tangent_strides_as_outputs=expected):
+            with functorch_config.patch(**told):
                 return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
         except Exception as error:  # after the pass, in what Inductor makes of our operations
             if settings.strict or not ours.rewrote:
