@@ -33,6 +33,11 @@ from coda_inductor.inductor.tables import Table
 __all__ = ["explain", "explain_graph", "render"]
 
 Facts = dict[str, Any]
+TOTALS = (
+    "bytes_before", "bytes_after", "bytes_epilogues", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions",
+    "kernels_before", "kernels_after",
+)  # fmt: skip
+"""What is summed over graphs. bytes_epilogues: of bytes_after, what is no kernel's of its own."""
 
 
 class Refusal(Protocol):
@@ -89,8 +94,7 @@ def explain(
         sums.update(totals)
     covered = sums.pop("covered", 0)
     coverage = covered / sums["bytes_before"] if sums["bytes_before"] else 0.0
-    names = ("bytes_before", "bytes_after", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions")
-    totals = {name: sums[name] for name in (*names, "kernels_before", "kernels_after")}
+    totals = {name: sums[name] for name in TOTALS}
     target = target_of(settings) if settings else "reference"
     return {"schema": 1, "target": target, "graphs": graphs, "totals": {**totals, "coverage": coverage}}
 
@@ -144,9 +148,11 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
+    beside = sum(r["bytes_after"] for r in regions)
     totals: Facts = {
         "bytes_before": sum(k.bytes for k in before),
-        "bytes_after": sum(k.bytes for k in after) + sum(r["bytes_after"] for r in regions),
+        "bytes_after": sum(k.bytes for k in after) + beside,
+        "bytes_epilogues": beside,
         "covered": sum(share.values()),
         "passes_left": len(left),
         "saved_bytes": sum(saved(halves).values()) if halves else 0,

@@ -14,7 +14,7 @@ from coda_inductor.explain import explain
 SM_90A = Settings(target="sm_90a")
 FIRST = "no product's result is read here"  # embedding or patches, and the first norm: no product of ours comes before
 LAST = "it needs a sum over the row that its own product is still making"  # a norm that no product of ours reads
-HEAD = "n = 50257 is not a multiple of 8"
+HEAD = "n = 50257 is not a multiple of 8 (pad the weight: rows must be 16-byte aligned)"
 SLICED = "nothing of it could be made in an epilogue"  # the statistic of a norm of which only the last token is read
 
 

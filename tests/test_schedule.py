@@ -278,7 +278,7 @@ SHAPES: dict[str, tuple[Tensor, ...]] = {
     "wide": tensors(4096, 8192),
     "few rows": tensors(2048, 4096),
     "small": tensors(4096, 1024),
-    "long rows": tensors(32768, 20000),
+    "long rows": tensors(65536, 17000),
     "double": tensors(8192, 1024, dtype=torch.float64),
     "half": tensors(16384, 1024, dtype=torch.bfloat16),
 }

@@ -8,6 +8,7 @@ One predicate, `require`, says whether a Region runs in a Config and names the f
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from coda_inductor.codegen.tiles import BARE, DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, SMALL, TINY, Config
@@ -94,8 +95,24 @@ def require(region: Region, config: Config) -> None:
         # and the kernel waits for ever (H200, 128x192 in two).
         _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
     found = stages(region, config).ab
-    _need(found >= MIN_STAGES, f"{config} leaves {found} stages in shared memory, {MIN_STAGES} are needed",
-          "fewer tile operands or stores in one region")  # fmt: skip
+    _need(found >= MIN_STAGES, f"{_beside(region)}, which leave the product shared memory for {found} of the "
+          f"{MIN_STAGES} steps that it loads ahead", LESS)  # fmt: skip
+
+
+LESS = "keep fewer tensors [M, N] alive there, or in 16 bits: return less, or checkpoint the layer"
+
+
+def _beside(region: Region) -> str:
+    """What of [M, N] an epilogue reads and writes, in words."""
+    loads = [o.dtype for o in region.operands if o.extent in LOADED]
+    sides = (("reads", loads), ("writes", [s.dtype for s in region.stores]))
+    wide = {"f32": "float32", "bf16": "16 bits", "f16": "16 bits"}
+
+    def listed(dtypes: list[str]) -> str:
+        counts = Counter(wide[d] for d in dtypes)
+        return " and ".join(f"{n} matri{'x' if n == 1 else 'ces'} of {kind}" for kind, n in counts.items())
+
+    return "beside the product it " + " and ".join(f"{verb} {listed(ds)}" for verb, ds in sides if ds)
 
 
 def require_shape(region: Region) -> None:

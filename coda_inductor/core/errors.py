@@ -16,7 +16,12 @@ class CodaError(Exception):
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         self.what, self.where, self.hint = what, where, hint
-        super().__init__("".join((f"{where}: " if where else "", what, f" ({hint})" if hint else "")))
+        super().__init__(f"{where}: {self.said}" if where else self.said)
+
+    @property
+    def said(self) -> str:
+        """What happened, and what to do."""
+        return f"{self.what} ({self.hint})" if self.hint else self.what
 
 
 class Unsupported(CodaError):

@@ -46,7 +46,7 @@ def bare_products(
             legal(made[0])
             found[node] = made
         except Unsupported as why:
-            refused[node] = why.what
+            refused[node] = why.said
     return found, refused
 
 

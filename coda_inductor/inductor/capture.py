@@ -22,6 +22,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._functorch.partitioners import default_partition
 from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes.joint_graph import canonicalize_aten_ir_passes
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +33,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.versions import check_torch
 from coda_inductor.inductor.autocast import autocast_like_cuda
 from coda_inductor.inductor.like_cuda import like_cuda
-from coda_inductor.inductor.tangents import as_outputs
+from coda_inductor.inductor.paths import hint
+from coda_inductor.inductor.tracing import functorch_options, passes
 from coda_inductor.patterns.graph import copied
 
 LARGE = 1 << 20
@@ -58,6 +60,8 @@ def capture(
 
     def hand_over(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:
         canonicalize_aten_ir_passes(gm)
+        for theirs in passes(inductor_config.joint_custom_pre_pass):
+            theirs(gm.graph)
         graph = fx.GraphModule(gm, copied(gm.graph)).graph
         for node in graph.find_nodes(op="placeholder"):
             place = getattr(node.meta.get("desc"), "idx", None)
@@ -70,7 +74,7 @@ def capture(
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         names[:] = [user_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-        with functorch_config.patch(guess_tangent_strides_as_outputs=as_outputs(gm, settings or Settings())):
+        with functorch_config.patch(**functorch_options(gm, settings or Settings())):
             return compile_fx.compile_fx(gm, inputs, inner_compile=stub)
 
     train = mode == "train"
@@ -105,14 +109,14 @@ def stub(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
     values = [out.meta["val"] if isinstance(out, fx.Node) else out for out in outputs]
 
     def compiled(*_: Any) -> list[Any]:
-        return [_empty(v) if isinstance(v, Tensor) else v if v is None else int(v) for v in values]
+        return [_empty(v) if isinstance(v, Tensor) else v if v is None else hint(v) for v in values]
 
     return compiled
 
 
 def _empty(like: Tensor) -> Tensor:
     """A CPU tensor of the shape, strides and dtype of `like`: zeros if small, memory without pages if large."""
-    out = torch.empty_strided([int(s) for s in like.shape], [int(s) for s in like.stride()], dtype=like.dtype)
+    out = torch.empty_strided([hint(s) for s in like.shape], [hint(s) for s in like.stride()], dtype=like.dtype)
     return out if out.numel() >= LARGE else out.zero_()
 
 
@@ -136,23 +140,45 @@ def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
         hint = "return (model, args) or (model, args, kwargs)"
         raise Unsupported(f"{spec} returned {type(made).__name__}", hint=hint)
-    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+    model, args, kwargs = made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+    if isinstance(model, torch.nn.Module):
+        without_meta(model)
+    return model, *tree_map_only(Tensor, lambda t: _empty(t) if t.is_meta else t, (args, kwargs))
+
+
+def without_meta(model: torch.nn.Module) -> None:
+    """Gives memory that nobody touches to what is on the meta device still: made before `load`, as at import. What
+    was one tensor stays one."""
+    given: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, t in held.items():
+                if t is not None and t.is_meta:
+                    if t not in given:
+                        plain = _empty(t)
+                        wants = t.requires_grad
+                        given[t] = torch.nn.Parameter(plain, wants) if isinstance(t, torch.nn.Parameter) else plain
+                    held[name] = given[t]  # type: ignore[assignment]
 
 
 class OnCpu(TorchFunctionMode):
-    """Whatever asks for CUDA gets the CPU: the user's function need not know that there is no GPU."""
+    """Whatever asks for CUDA, or for no memory at all, gets the CPU: the user's function need not know that there is no
+    GPU, and no memory for the model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.cuda:
             return args[0]
-        args, kwargs = tree_map(_cpu_for_cuda, (tuple(args), dict(kwargs or {})))
+        args, kwargs = tree_map(_on_cpu, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
 
-def _cpu_for_cuda(x: Any) -> Any:
-    if isinstance(x, str) and x.partition(":")[0] == "cuda":
+ELSEWHERE = ("cuda", "meta")
+
+
+def _on_cpu(x: Any) -> Any:
+    if isinstance(x, str) and x.partition(":")[0] in ELSEWHERE:
         return "cpu"
-    return torch.device("cpu") if isinstance(x, torch.device) and x.type == "cuda" else x
+    return torch.device("cpu") if isinstance(x, torch.device) and x.type in ELSEWHERE else x
 
 
 class Untouched(TorchDispatchMode):
@@ -182,7 +208,8 @@ def _is_large(inputs: Any, func: Any, args: Any, kwargs: Any) -> bool:
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of `func` without its values."""
-    args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-    if any(a.name == "device" for a in func._schema.arguments):
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory" and k != "generator"})
+    with torch._C.DisableTorchFunction():  # OnCpu knows no meta
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        if any(a.name == "device" for a in func._schema.arguments):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory" and k != "generator"})

@@ -15,7 +15,7 @@ from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.contest import warm_up_early
 from coda_inductor.inductor.joint_pass import JointPass, machine
 from coda_inductor.inductor.switches import NAMES
-from coda_inductor.inductor.tangents import as_outputs
+from coda_inductor.inductor.tracing import functorch_options
 
 __all__ = ["NAMES", "check_options", "prepared"]
 
@@ -37,13 +37,11 @@ def prepared(
     ours = JointPass(settings, chained)
     machine(settings, example_inputs)
     warm_up_early(settings, example_inputs)
-    # Under a memory budget the partitioner would take a Region for an operation that costs nothing.
-    counted = functorch_config.activation_memory_budget < 1 or functorch_config.is_non_builtin_to_include
-    expected = as_outputs(gm, settings)
+    told = functorch_options(gm, settings)
 
     def compiled() -> Any:
         try:
-            with functorch_config.patch(is_non_builtin_to_include=counted, guess_tangent_strides_as_outputs=expected):
+            with functorch_config.patch(**told):
                 return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
         except Exception as error:  # after the pass, in what Inductor makes of our operations
             if settings.strict or not ours.rewrote:

@@ -220,6 +220,18 @@ def sizes(plan: Plan, builts: Iterable[Built]) -> list[tuple[Region, int]]:
     return [*found]
 
 
+def without_sizes(plan: Plan, builts: list[Built]) -> dict[int, str]:
+    """The products, by bit, of groups that no contest can measure: how many rows they have is known only when the model
+    runs."""
+    lost = dict[int, str]()
+    for members in groups(plan, builts):
+        try:
+            tokens(plan, members[0])
+        except Unsupported as why:
+            lost |= {acc.bit: why.said for b in members for acc in b.products}
+    return lost
+
+
 def tokens(plan: Plan, built: Built) -> int:
     """The rows of a Region, at the size to measure at. Raises Unsupported if that is not known."""
     product = plan.program.product(built.draft.space.accs[0]).node

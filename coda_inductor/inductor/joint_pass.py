@@ -42,6 +42,7 @@ from coda_inductor.inductor.judges import Judges, Legal
 from coda_inductor.inductor.paths import assumed
 from coda_inductor.inductor.sweep_contest import SweepContest
 from coda_inductor.inductor.switches import NAMES
+from coda_inductor.inductor.tracing import passes
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -78,9 +79,7 @@ class JointPass(CustomGraphPass):
         launching.register()
         sweep_lowering.register()
         self.settings = settings
-        self.chained = (
-            tuple(chained) if isinstance(chained, list | tuple) else (chained,) if chained is not None else ()
-        )
+        self.chained = passes(chained)
         self.unsettled = self.rewrote = False
         """Did something fail that may succeed the next time? Has a graph been changed?"""
 
@@ -167,8 +166,7 @@ def uncollected_so_far(graph: fx.Graph) -> Iterator[None]:
 
 def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Legal]:
     """The target's name and its predicate of legal Regions. Raises Unsupported if none is for this graph."""
-    if inductor_config.cpp_wrapper:
-        raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
+    require_options(settings)
     if settings.target == "reference":
         return "reference", lambda record: None
     device = device_and_tokens(graph)[0]
@@ -177,6 +175,14 @@ def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Legal]:
         raise Unsupported(f"no kernels are generated for {device.type}", hint=hint)
     require_graph(graph)
     return "sm_90a", legality.check
+
+
+def require_options(settings: Settings) -> None:
+    """Raises Unsupported for options under which every graph is left to Inductor."""
+    if not settings.enabled:
+        raise Unsupported("the backend is switched off", hint="CODA_INDUCTOR=1 switches it on")
+    if inductor_config.cpp_wrapper:
+        raise Unsupported("Inductor's C++ wrapper does not call our kernels", hint="set its option cpp_wrapper=False")
 
 
 def require_graph(graph: fx.Graph) -> None:

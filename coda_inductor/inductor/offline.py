@@ -1,6 +1,6 @@
 """The rewriting that a machine with the target would make, on any machine: what is legal there is arithmetic.
 
-Nothing is measured, so every Region that is legal stays; torch.compile keeps those that win.
+Nothing is measured, so every Region that is legal stays, and whose sizes are known; torch.compile keeps those that win.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from torch import fx
 from coda_inductor.codegen import legality
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.group import without_sizes
 from coda_inductor.inductor.joint import Report, rewrite
-from coda_inductor.inductor.joint_pass import require_graph
-from coda_inductor.inductor.judges import NO_CONTEST, Decide, Judges
+from coda_inductor.inductor.joint_pass import require_graph, require_options
+from coda_inductor.inductor.judges import NO_CONTEST, Decide, Judges, Verdict
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
+from coda_inductor.rewrite.build import Built
+from coda_inductor.rewrite.plan import Plan
 
 
 def target_of(settings: Settings) -> str:
@@ -22,10 +25,17 @@ def target_of(settings: Settings) -> str:
 
 
 def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = NO_CONTEST) -> Report:
-    """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` and `require_graph` do."""
+    """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and wherever a
+    compile leaves the graph to Inductor."""
     if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
         raise Unsupported("it has no matrix product")
+    require_options(settings)
     if settings.target == "reference":
         return rewrite(graph, settings, judges=Judges(decide=decide))
     require_graph(graph)
-    return rewrite(graph, settings, target_of(settings), Judges(legality.check, decide))
+
+    def measurable(plan: Plan, builts: list[Built]) -> Verdict:
+        unknown = without_sizes(plan, builts)
+        return Verdict(unknown) if unknown else decide(plan, builts)
+
+    return rewrite(graph, settings, target_of(settings), Judges(legality.check, measurable))

@@ -17,10 +17,12 @@ def render(report: Facts) -> str:
     """The report for people: totals first, then every graph's regions, what is left, and what was refused."""
     t = report["totals"]
     kept = f"; saved for backward {amounts(t['saved_bytes_inductor'], t['saved_bytes'])}"
+    beside = t["bytes_epilogues"]
     lines = [
-        f"{t['regions']} regions; memory-bound traffic {amounts(t['bytes_before'], t['bytes_after'])}"
-        f" ({t['coverage']:.1%} of it absorbed); kernels {t['kernels_before']} -> {t['kernels_after']},"
-        f" {t['passes_left']} of them over M x N tensors"
+        f"{t['regions']} regions; memory-bound traffic {amounts(t['bytes_before'], t['bytes_after'])}:"
+        f" what moved {t['coverage']:.1%} of the {amounts(t['bytes_before'])} is no kernel any more, other kernels move"
+        f" {amounts(t['bytes_after'] - beside)}, epilogues {amounts(beside)} beside their products;"
+        f" kernels {t['kernels_before']} -> {t['kernels_after']}, {t['passes_left']} of them over M x N tensors"
     ]
     lines[0] = f"for {report['target']}: {lines[0]}" if "target" in report else lines[0]
     lines[0] += kept if t["saved_bytes_inductor"] else ""

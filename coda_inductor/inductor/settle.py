@@ -82,5 +82,5 @@ def _illegal(builts: list[Built], legal: Legal, settings: Settings) -> dict[int,
                 raise Unsupported(f"regions of the kind {kind(built.region)!r} are switched off")
             legal(built.region)
         except Unsupported as why:
-            losers |= {acc.bit: why.what for acc in built.draft.space.accs}
+            losers |= {acc.bit: why.said for acc in built.draft.space.accs}
     return losers

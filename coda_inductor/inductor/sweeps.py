@@ -69,7 +69,7 @@ def found(graph: fx.Graph, rounding: bool, legal: Callable[[Sweep], None]) -> tu
             legal(made.sweep)
             good.append(made)
         except Unsupported as why:
-            refused |= {w.node: why.what for w in group}
+            refused |= {w.node: why.said for w in group}
     ready = in_turn(good)
     refused |= {n: "two sweeps would wait for each other" for made in good if made not in ready for n in made.outputs}
     return ready, refused
