@@ -197,8 +197,8 @@ def shift(program: Program, h: Term, over: tuple[int, ...]) -> Term | None:
 def _added_means(program: Program, h: Term, over: tuple[int, ...], makers: int) -> list[Term]:
     """The means over `over` of the biases that the stream h adds up, if it is kept in float32: where eager rounds the
     stream, that error is as large as the one of storing it far from its mean, but a wide one it does not round."""
-    held = [n for n, t in program.lifted.term.items() if t is h]
-    if any(g.tensor(n).dtype != torch.float32 for n in held):  # type: ignore[union-attr]
+    dtypes = {g.tensor(node).dtype for node in program.nodes.get(h, ())}  # type: ignore[union-attr]
+    if dtypes != {torch.float32}:
         return []
     terms, extents = program.lifted.terms, program.lifted.extents(over)
     count, means, todo = terms.const(Fraction(1, math.prod(extents.values()))), list[Term](), [(h, ONE)]
