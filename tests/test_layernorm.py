@@ -51,3 +51,39 @@ def test_without_the_shift_the_error_grows(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(derive, "_near_mean", lambda program, *_: program.lifted.terms.const(Fraction(0)))
     unshifted, _, _ = measure("pre", 30)
     assert unshifted > 1.2 * ours
+
+
+class Biased(nn.Module):
+    """Two LayerNorms, between which a bias adds to the mean of the stream."""
+
+    def __init__(self, mean: float, width: int = 64) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.v, self.o, self.up = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 2 * width)
+        for name, p in self.named_parameters():
+            gain = name in ("n1.weight", "n2.weight")
+            nn.init.normal_(p, 1.0 if gain else 0.0, 0.1 if p.dim() == 1 else width**-0.5)
+        with torch.no_grad():
+            self.o.bias.add_(mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.o(torch.tanh(self.v(self.n1(x))))
+        return nn.functional.gelu(self.up(self.n2(h)))
+
+
+@pytest.mark.parametrize("mean", [0, 60, 100, 120])
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_mean_that_a_layer_adds(mean: float, cast: bool) -> None:
+    """In standard deviations. Eager rounds what it adds to it; by autocast not the stream, and we store that."""
+    torch.manual_seed(0)
+    model, x = Biased(mean).eval(), torch.randn(256, 64)
+    dtype = torch.float32 if cast else torch.bfloat16
+    model, x = model.to(dtype), x.to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        eager = model(x)
+        found, (report,) = compiled(model, x)
+        assert {"moments", "shift", "bilinearity"} <= {law for s in report.sites for law in s.laws}
+    with torch.no_grad():
+        exact = model.double()(x.double())
+    assert error(found, exact) <= 1.1 * error(eager, exact)
+    assert not cast or error(found, exact) < 5e-3

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from coda_inductor.codegen import launch, legality, record, timing
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.blocks import into
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region
 
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
@@ -142,7 +142,8 @@ def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]
         if axis in over:
             part, places, given = narrowed(region, inputs)
             found = [out[places] for out, o in zip(outs, over, strict=True) if o == axis]
-            errors += [_relative(*pair) for pair in zip(found, interpret(part, given), strict=True)]
+            into(part, given, wanted := outputs(part, given))
+            errors += [_relative(*pair) for pair in zip(found, wanted, strict=True)]
     worst = torch.stack(errors)
     return float("nan") if bool(worst.isnan().any()) else float(worst.max())
 

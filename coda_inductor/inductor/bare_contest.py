@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from coda_inductor.codegen import legality, prebuild, record, store, target, timing, tune
+from coda_inductor.codegen import legality, prebuild, record, room, store, target, timing, tune
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.codegen.tiles import DEEP_LEAST
 from coda_inductor.core.region import Region
 from coda_inductor.inductor.bare import Found
 from coda_inductor.inductor.contest import Contest
+from coda_inductor.inductor.footprint import of_nodes, stored
 from coda_inductor.inductor.group import sample
 from coda_inductor.inductor.outcome import recorded, sure, timed, wins
 from coda_inductor.inductor.trials import ROUNDS
@@ -55,6 +56,8 @@ class BareContest:
     def measure(self, region: Region, inputs: Pair) -> dict[str, Any]:
         """Tunes the kernel, then times both."""
         self._ahead.wait(jobs(region))
+        tokens = int(inputs[0].meta["val"].numel() // region.products[0].k)
+        room.require(self.contest.trials.device, of_nodes(inputs) + 2 * stored(region, tokens))
         with self.contest.trials.real_tensors():
             given = [sample(n, self.contest.trials.device) for n in inputs]
             kernel = tune.tuned(region, given, self.settings.cache_dir)

@@ -112,6 +112,12 @@ def subgraph(group: Group, plan: Plan) -> Program:
     return _program(plan, *_stood_for(group, plan))
 
 
+def lying(group: Group, plan: Plan) -> set[fx.Node]:
+    """The tensors that are in memory before it runs, or lie there meanwhile."""
+    needed, given, left = _stood_for(group, plan)
+    return given | {n for n in needed if group.memory.holds(n)} | {*left}
+
+
 def goes_on_with(group: Group, plan: Plan) -> list[fx.Node]:
     """The nodes that the user's graph has of what the group stands for when that has run."""
     return _stood_for(group, plan)[2]

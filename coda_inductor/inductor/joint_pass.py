@@ -22,7 +22,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from coda_inductor.codegen import legality, store, target
+from coda_inductor.codegen import legality, room, store, target
 from coda_inductor.core.errors import (
     QUIETLY,
     STRICTLY,
@@ -107,7 +107,8 @@ class JointPass(CustomGraphPass):
             judges = Judges(legal)
             if contest:
                 judges = Judges(legal, contest, BareContest(contest), SweepContest(contest))
-            report = rewrite(graph, self.settings, name, judges)
+            with room.given_back(contest.trials.device) if contest else contextlib.nullcontext():
+                report = rewrite(graph, self.settings, name, judges)
             if contest:
                 report = replace(report, timings=tuple(contest.trials.rows), backward=contest.backward)
         except Exception as error:  # the outermost fallback

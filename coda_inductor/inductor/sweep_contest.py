@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from coda_inductor.codegen import prebuild, record, store, target, timing
+from coda_inductor.codegen import prebuild, record, room, store, target, timing
 from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
 from coda_inductor.codegen.tune import TOLERANCE
 from coda_inductor.core.errors import Unsupported
@@ -17,6 +17,7 @@ from coda_inductor.core.region import DTYPES
 from coda_inductor.core.sweep import Sweep, interpret_sweep, shape, some_rows
 from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.extract import described
+from coda_inductor.inductor.footprint import of_nodes
 from coda_inductor.inductor.group import sample
 from coda_inductor.inductor.outcome import recorded, sure, timed, wins
 from coda_inductor.inductor.paths import hint
@@ -79,6 +80,7 @@ class SweepContest:
     def measure(self, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
         """Checks the kernel, which workers compile while Inductor compiles what it stands for, then times both."""
         graph, given = program(made)
+        room.require(self.contest.trials.device, of_nodes(given) + 3 * of_nodes(made.outputs))
         with self.contest.trials.real_tensors():
             tensors = [sample(n, self.contest.trials.device) for n in given]
             run = self._programs.compiled(graph, tensors)

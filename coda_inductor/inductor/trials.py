@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from coda_inductor.codegen import launch, legality, library, prebuild, record, store, timing
+from coda_inductor.codegen import launch, legality, library, prebuild, record, room, store, timing
 from coda_inductor.codegen.ahead import Ahead
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import around
 from coda_inductor.inductor.extract import put_off
+from coda_inductor.inductor.footprint import footprint
 from coda_inductor.inductor.group import Group, sizes, tokens
 from coda_inductor.inductor.known import Known
 from coda_inductor.inductor.memory import Memory
@@ -104,8 +105,13 @@ class Trials:
         new = [found for found in sizes(plan, builts) if record.remembered(directory, *found) is None]
         return [prebuild.Job(region, config) for region, size in new for config in legality.candidates(region, size)]
 
+    def require_room(self, *sides: tuple[Group, Plan]) -> None:
+        """Raises Unsupported if measuring these groups would take more memory than is free beside the model."""
+        room.require(self.device, sum(footprint(group, plan) for group, plan in sides))
+
     def compile(self, plan: Plan, group: Group) -> None:
         """Compiles what is timed beside the kernels."""
+        self.require_room((group, plan))
         with torch.no_grad(), unset_fake_temporarily():
             for built in group.builts:
                 self._programs.computations(plan, group, built)
@@ -191,6 +197,7 @@ class Trials:
 
     def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
         """Tunes the group's kernels, then times both ways. How narrowly it wins matters only to a law."""
+        self.require_room((group, plan))
         lawless = not deferred(plan, group.builts)
         with self.real_tensors():
             fused, before = self.fused(group, plan), self._programs.baseline(group, plan)
@@ -209,6 +216,7 @@ class Trials:
         key = without.key()
         found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
         if found is None:
+            self.require_room((group, plan), (rival, other))
             with self.real_tensors():
                 fused = self.fused(group, plan)
                 steps = without.steps(self._programs, self.settings.cache_dir)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from coda_inductor.codegen.room import HINT
 from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.patterns import graph as g
 
@@ -19,10 +20,7 @@ def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
     """Why a group could not be measured, at which line of the user's, and what to do."""
     if isinstance(error, Unsupported):
         return Unsupported(error.what, where=error.where or g.source_line(product), hint=error.hint)
-    what = "out of memory while it was measured"
-    return Unsupported(
-        what, where=g.source_line(product), hint="compile before memory is filled, or CODA_INDUCTOR_TUNE=off"
-    )
+    return Unsupported("out of memory while it was measured", where=g.source_line(product), hint=HINT)
 
 
 @contextlib.contextmanager

@@ -81,6 +81,8 @@ class Vectors:
         if (t.kind == "red" or t in self.combined) and (made := self.sum_of(t, rows)) is not None:
             return self._turned(*made, rows), (TOKENS,)
         if t.kind == "red":
+            if rows and not t.axes and not t.deps:
+                return self._value(t, ())
             if rows and (pair := self.pair(t)) is not None:
                 return self._summed(pair, self._product(pair)), (TOKENS,)
             if rows:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
@@ -189,7 +190,25 @@ def shift(program: Program, h: Term, over: tuple[int, ...]) -> Term | None:
     """
     makers = program.makers(h)
     early = [a for a in _summed_tiles(h, over) if not a.deps & makers]
-    return _near_mean(program, early[0], over, makers) if len(early) == 1 else None
+    c = _near_mean(program, early[0], over, makers) if len(early) == 1 else None
+    return None if c is None else total(program.lifted.terms, c, *_added_means(program, h, over, makers))
+
+
+def _added_means(program: Program, h: Term, over: tuple[int, ...], makers: int) -> list[Term]:
+    """The means over `over` of the biases that the stream h adds up, if it is kept in float32: where eager rounds the
+    stream, that error is as large as the one of storing it far from its mean, but a wide one it does not round."""
+    dtypes = {g.tensor(node).dtype for node in program.nodes.get(h, ())}  # type: ignore[union-attr]
+    if dtypes != {torch.float32}:
+        return []
+    terms, extents = program.lifted.terms, program.lifted.extents(over)
+    count, means, todo = terms.const(Fraction(1, math.prod(extents.values()))), list[Term](), [(h, ONE)]
+    while todo:
+        t, w = todo.pop()
+        if t.kind == "add" and t.deps & makers:
+            todo += [(a, w * p) for a, p in zip(t.args, t.powers, strict=True)]
+        elif t.axes and t.axes <= set(over) and not t.deps:
+            means.append(terms.mul(count, terms.const(w), terms.red("sum", t, over, extents)))
+    return means
 
 
 def _summed_tiles(t: Term, over: tuple[int, ...]) -> list[Term]:

@@ -314,6 +314,8 @@ class Plan:
     def _computed(self, x: Term, space: Space) -> Computed:
         """Demands what a small computation reads."""
         extent = space.extent(x)
+        if extent == "scalar" and x.kind == "red" and not x.deps:
+            extent = "feature"  # the same for all columns
         if extent == "scalar":
             raise Conflict(banned={a.bit: "a number that it needs is not known before it runs" for a in space.accs})
         for s in sources(x):
@@ -322,6 +324,8 @@ class Plan:
                 fits = extent == "feature" or not s.axes or (self.order(read[0]) == space.rows and g.dense(read[0]))
             elif extent == "feature":
                 read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], not s.deps
+            elif not s.axes and not s.deps:  # a number, of a parameter
+                read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], True
             elif fits := self._sum(s, space.rows):
                 read = []
             elif (found := self.pair(s)) is not None:

@@ -252,6 +252,8 @@ class Program:
         extent = space.extent(x)
         if extent == "scalar" and x.kind == "mul" and not x.args:
             return []
+        if extent == "scalar" and x.kind == "red" and not x.deps and space.heads is None:
+            return []  # of a parameter: computed before, and read as a vector over the columns
         if extent in ("other", "scalar"):
             raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")
         if space.heads is not None and extent != "token":
