@@ -257,7 +257,10 @@ def two(**changes: Any) -> Region:
         (small(n=50257), "n = 50257"),
         (small(products=(Product("acc", 0, 1, 60, "nk"),)), "k = 60"),
         (small(operands=(Operand("x", "tile", "f64"),)), "operand x of f64"),
-        (small(operands=tuple(Operand(f"x{i}", "tile", "f32") for i in range(12))), "stages"),
+        (
+            small(operands=tuple(Operand(f"x{i}", "tile", "f32") for i in range(12))),
+            "0 of the 3 steps that it loads ahead",
+        ),
         (small(operands=tuple(Operand(f"x{i}", "token", "f32") for i in range(13))), "13 operands"),
         (two(products=(Product("g", 0, 1, 64, "nk"), Product("u", 2, 3, 64, "nk"))), "different left operands"),
         (two(products=(Product("g", 0, 1, 64, "kn"), Product("u", 0, 2, 64, "kn"))), "[K, N] weights"),

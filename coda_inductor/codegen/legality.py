@@ -95,8 +95,8 @@ def require(region: Region, config: Config) -> None:
         # and the kernel waits for ever (H200, 128x192 in two).
         _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
     found = stages(region, config).ab
-    _need(found >= MIN_STAGES, f"{_beside(region)}, which leave the product shared memory for {found} of the "
-          f"{MIN_STAGES} steps that it loads ahead", LESS)  # fmt: skip
+    _need(found >= MIN_STAGES, f"{_beside(region)}, which leave the product shared memory for {max(found, 0)} of "
+          f"the {MIN_STAGES} steps that it loads ahead", LESS)  # fmt: skip
 
 
 LESS = "keep fewer tensors [M, N] alive there, or in 16 bits: return less, or checkpoint the layer"
@@ -112,7 +112,7 @@ def _beside(region: Region) -> str:
         counts = Counter(wide[d] for d in dtypes)
         return " and ".join(f"{n} matri{'x' if n == 1 else 'ces'} of {kind}" for kind, n in counts.items())
 
-    return "beside the product it " + " and ".join(f"{verb} {listed(ds)}" for verb, ds in sides if ds)
+    return "beside the product it " + (" and ".join(f"{verb} {listed(ds)}" for verb, ds in sides if ds) or "sums")
 
 
 def require_shape(region: Region) -> None:
