@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
-
-import torch
 
 from coda_inductor.core.errors import CodaError
 
@@ -79,7 +78,8 @@ class Settings:
             else:
                 name = option if option in KINDS else unknown("option", option, KINDS, f"{PASSED_ON}{option}")
                 values[name] = _value(f"option {option!r}", name, value)
-        if torch.are_deterministic_algorithms_enabled():
+        torch: Any = sys.modules.get("torch")  # importing it would take the command line seconds
+        if torch is not None and torch.are_deterministic_algorithms_enabled():
             values["deterministic"] = True
         return cls(**values), inductor
 
