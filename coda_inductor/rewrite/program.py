@@ -250,10 +250,9 @@ class Program:
     def _early(self, x: Term, space: Space) -> list[Term]:
         """What of an early x must be looked at further: nothing if it can be loaded as it is."""
         extent = space.extent(x)
-        if extent == "scalar" and x.kind == "mul" and not x.args:
+        of_parameter = x.kind == "red" and not x.deps and space.heads is None  # read as a vector over the columns
+        if extent == "scalar" and (of_parameter or (x.kind == "mul" and not x.args)):
             return []
-        if extent == "scalar" and x.kind == "red" and not x.deps and space.heads is None:
-            return []  # of a parameter: computed before, and read as a vector over the columns
         if extent in ("other", "scalar"):
             raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")
         if space.heads is not None and extent != "token":
