@@ -228,10 +228,9 @@ class Program:
         bit, added = space.accs[-1].bit, t.args if t.kind == "add" else (t,)
         if bit in self.only_summed and any(a.kind != "con" for a in added):
             raise Unsupported(self.only_summed[bit])
-        seen, todo = set[Term](), self.parts(t, space)
+        seen, todo = set(space.accs), self.parts(t, space)
         while todo:
-            x = todo.pop()
-            if x in seen or x in space.accs:
+            if (x := todo.pop()) in seen:
                 continue
             seen.add(x)
             if not x.deps & space.mask:
