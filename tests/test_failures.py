@@ -27,6 +27,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import joint, joint_pass, launching, notes, settle
 from coda_inductor.inductor.joint_pass import JointPass
 from coda_inductor.patterns.lift import lift
+from coda_inductor.rewrite import search
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -139,7 +140,7 @@ def test_a_dynamic_batch_that_shrinks_to_nothing(pretended: None) -> None:
 STAGES: list[tuple[str, Any, str]] = [
     ("lift", settle, "lift"),
     ("plan", settle, "plan"),
-    ("build", settle, "build"),
+    ("build", search, "build"),
     ("emit", joint, "emit"),
     ("report", joint, "_absorb"),
 ]
@@ -638,7 +639,7 @@ def test_launch_without_a_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_kernel_comes_from_the_directory_of_its_own_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever is compiled or set before its first launch."""
     opened: list[str | None] = []
-    monkeypatch.setattr(launching, "kernel", lambda text, cache_dir, strict: opened.append(cache_dir) or print)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(launching, "kernel", lambda text, cache_dir, **how: opened.append(cache_dir) or print)  # type: ignore[func-returns-value]
     launches = []
     for name in "ab":
         ours = JointPass(Settings(cache_dir=name))

@@ -38,7 +38,8 @@ from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.draft import Draft
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.plan import Plan
-from coda_inductor.rewrite.program import Program, Space
+from coda_inductor.rewrite.program import Program
+from coda_inductor.rewrite.space import Space
 
 
 @pytest.fixture

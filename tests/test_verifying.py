@@ -18,7 +18,9 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import joint, verifying
 from coda_inductor.inductor.capture import capture
+from coda_inductor.inductor.kept import keep
 from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.tables import store_tables
 from coda_inductor.patterns.graph import aten
 
 D = 64
@@ -41,7 +43,8 @@ def mean(a: Tensor, m: Tensor, w: Tensor) -> Tensor:
 
 
 def find(graph: fx.Graph, target: object) -> fx.Node:
-    return next(n for n in graph.nodes if n.target is target)
+    (found,) = graph.find_nodes(op="call_function", target=target)  # type: ignore[arg-type]
+    return found
 
 
 def write_first(graph: fx.Graph) -> None:
@@ -92,7 +95,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], Fault]] = {
 def planted(rule: str, patch: pytest.MonkeyPatch) -> None:
     """Rewrites the program with its fault, which happens after the Regions are in the graph or, of copies, at last."""
     program, fault = FAULTS[rule]
-    place, original = ("keep", joint.keep) if rule == "kept" else ("store_tables", joint.store_tables)
+    place, original = ("keep", keep) if rule == "kept" else ("store_tables", store_tables)
 
     def faulty(graph: fx.Graph) -> Any:
         found = original(graph)

@@ -78,7 +78,7 @@ class Settings:
             else:
                 name = option if option in KINDS else unknown("option", option, KINDS, f"{PASSED_ON}{option}")
                 values[name] = _value(f"option {option!r}", name, value)
-        torch = sys.modules.get("torch")  # who has not imported it has not asked for that
+        torch: Any = sys.modules.get("torch")  # importing it would take the command line seconds
         if torch is not None and torch.are_deterministic_algorithms_enabled():
             values["deterministic"] = True
         return cls(**values), inductor

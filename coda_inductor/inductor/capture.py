@@ -33,7 +33,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.versions import check_torch
 from coda_inductor.inductor.autocast import autocast_like_cuda
 from coda_inductor.inductor.like_cuda import like_cuda
-from coda_inductor.inductor.paths import hint
+from coda_inductor.inductor.paths import assumed
 from coda_inductor.inductor.tracing import functorch_options, passes
 from coda_inductor.patterns.graph import copied
 
@@ -109,14 +109,14 @@ def stub(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
     values = [out.meta["val"] if isinstance(out, fx.Node) else out for out in outputs]
 
     def compiled(*_: Any) -> list[Any]:
-        return [_empty(v) if isinstance(v, Tensor) else v if v is None else hint(v) for v in values]
+        return [_empty(v) if isinstance(v, Tensor) else v if v is None else assumed(v) for v in values]
 
     return compiled
 
 
 def _empty(like: Tensor) -> Tensor:
     """A CPU tensor of the shape, strides and dtype of `like`: zeros if small, memory without pages if large."""
-    out = torch.empty_strided([hint(s) for s in like.shape], [hint(s) for s in like.stride()], dtype=like.dtype)
+    out = torch.empty_strided([assumed(s) for s in like.shape], [assumed(s) for s in like.stride()], dtype=like.dtype)
     return out if out.numel() >= LARGE else out.zero_()
 
 

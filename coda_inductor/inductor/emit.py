@@ -27,8 +27,8 @@ from coda_inductor.rewrite.build import Built, Source, Table, Weight
 from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.halves import Lane
 from coda_inductor.rewrite.plan import Plan
-from coda_inductor.rewrite.program import Axes
 from coda_inductor.rewrite.sources import statistics
+from coda_inductor.rewrite.space import Axes
 
 
 @dataclass(slots=True)

@@ -21,8 +21,8 @@ from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.build import Built, Source, Weight
 from coda_inductor.rewrite.draft import Computed
 from coda_inductor.rewrite.plan import Plan
-from coda_inductor.rewrite.program import Axes
 from coda_inductor.rewrite.softmax import written_out
+from coda_inductor.rewrite.space import Axes
 
 if TYPE_CHECKING:
     from coda_inductor.inductor.group import Group

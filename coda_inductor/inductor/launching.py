@@ -251,7 +251,7 @@ def _store(x: ir.TensorBox) -> ir.TensorBox:
 
 def _keep(x: ir.TensorBox) -> ir.TensorBox:
     """A copy, in memory of its own before anything overwrites the original."""
-    copy = clone(x)
+    copy: ir.TensorBox = clone(x)
     copy.realize()
     return copy
 

@@ -71,8 +71,8 @@ def sides(graph: fx.Graph, before: Before) -> str:
 def overwritten(graph: fx.Graph, before: Before) -> str:
     """Nobody else reads memory that somebody reads after it was overwritten."""
     unstable = before.effects.unstable
-    memory = Memory(graph) if unstable else None
-    for node in graph.nodes if memory else ():
+    memory = Memory(graph)
+    for node in graph.nodes if unstable else ():
         if memory.read(node) & unstable - before.effects.reads.get(node.name, frozenset()):
             return f"{node} reads memory that is overwritten"
     return ""

@@ -61,7 +61,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
-        return [n for n in tree_leaves(dict(node.kwargs["kwargs"])) if isinstance(n, fx.Node)]  # type: ignore[call-overload]
+        return [n for n in tree_leaves([node.kwargs["kwargs"]]) if isinstance(n, fx.Node)]
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     found = list[fx.Node]()

@@ -11,7 +11,7 @@ from torch import fx
 
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.halves import Lane
-from coda_inductor.rewrite.program import Space
+from coda_inductor.rewrite.space import Space
 
 
 class Stored(NamedTuple):

@@ -23,8 +23,9 @@ from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Refusal, Stored, cycle
 from coda_inductor.rewrite.halves import NOT_ROWS
-from coda_inductor.rewrite.program import Axes, Program, Space
+from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.sources import leaves, sources, statistics
+from coda_inductor.rewrite.space import Axes, Space
 
 if TYPE_CHECKING:
     from coda_inductor.rewrite.build import Built

@@ -18,46 +18,10 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted, Product
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.halves import MIXED, NOT_ROWS, Heads, Lane, heads, lanes
+from coda_inductor.rewrite.space import Axes, Space
 
 MAX_LANES = 2
 POINTWISE_KINDS = ("mul", "add", "fn")
-Extent = str
-Axes = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """One output tile space: the accumulators that share it, lane by lane, and its axes in memory order. Where the
-    accumulators are the `heads`' halves, `columns` are those of one half."""
-
-    accs: tuple[Term, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    heads: Heads | None = None
-
-    @property
-    def order(self) -> Axes:
-        """The axes of what it stores, major to minor."""
-        return self.rows + (self.heads.stored if self.heads else self.columns)
-
-    @property
-    def mask(self) -> int:
-        """The products that compute it, as a bit set."""
-        mask = 0
-        for acc in self.accs:
-            mask |= acc.hosts
-        return mask
-
-    def extent(self, t: Term) -> Extent:
-        """What t varies over here: "scalar", "token", "feature", "table", "tile", or "other"."""
-        rows, columns = t.axes & set(self.rows), t.axes & set(self.columns)
-        if t.axes - rows - columns:
-            return "other"
-        if rows and columns and self.heads and columns <= set(self.heads.minor):
-            return "table"
-        if rows and columns:
-            return "tile"
-        return "token" if rows else "feature" if columns else "scalar"
 
 
 @dataclass(slots=True)
@@ -228,10 +192,9 @@ class Program:
         bit, added = space.accs[-1].bit, t.args if t.kind == "add" else (t,)
         if bit in self.only_summed and any(a.kind != "con" for a in added):
             raise Unsupported(self.only_summed[bit])
-        seen, todo = set[Term](), self.parts(t, space)
+        seen, todo = set(space.accs), self.parts(t, space)
         while todo:
-            x = todo.pop()
-            if x in seen or x in space.accs:
+            if (x := todo.pop()) in seen:
                 continue
             seen.add(x)
             if not x.deps & space.mask:
@@ -250,10 +213,9 @@ class Program:
     def _early(self, x: Term, space: Space) -> list[Term]:
         """What of an early x must be looked at further: nothing if it can be loaded as it is."""
         extent = space.extent(x)
-        if extent == "scalar" and x.kind == "mul" and not x.args:
+        of_parameter = x.kind == "red" and not x.deps and space.heads is None  # read as a vector over the columns
+        if extent == "scalar" and (of_parameter or (x.kind == "mul" and not x.args)):
             return []
-        if extent == "scalar" and x.kind == "red" and not x.deps and space.heads is None:
-            return []  # of a parameter: computed before, and read as a vector over the columns
         if extent in ("other", "scalar"):
             raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")
         if space.heads is not None and extent != "token":
