@@ -17,6 +17,7 @@ from compiling import Centred, Half, Interpreted, half, pretend, run, streams
 from evaluate import strict_reference
 from test_failures import Illegal, OutOfMemory, build_fails
 from torch import Tensor, fx, nn
+from torch._inductor.pattern_matcher import FailedMatch
 
 from coda_inductor.backend import coda
 from coda_inductor.codegen import prebuild
@@ -55,6 +56,9 @@ class Caller:
     @property
     def kept(self) -> int:
         assert self.locals
+        for found in gc.get_objects():
+            if type(found) is FailedMatch:  # which stock Inductor keeps as well (torch 2.15), with all frames below
+                found.__traceback__ = None
         return sum(local() is not None for local in self.locals)
 
 
