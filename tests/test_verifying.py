@@ -43,7 +43,7 @@ def mean(a: Tensor, m: Tensor, w: Tensor) -> Tensor:
 
 
 def find(graph: fx.Graph, target: object) -> fx.Node:
-    (found,) = graph.find_nodes(op="call_function", target=target)  # type: ignore[arg-type]
+    found: fx.Node = next(n for n in graph.nodes if n.target is target)
     return found
 
 
