@@ -115,7 +115,7 @@ def test_workers_fill_the_store(tmp_path: Path) -> None:
     jobs = [Job(token_scale(256, 64), config), Job(swiglu(256, 64), config, swapped=True)]
     too_big = Job(norm_backward(256, 64), Config(256, 192, 2, 1, False))
     failed = prebuild([*jobs, too_big, jobs[0]], store, workers=2)
-    assert list(failed) == [too_big] and "stages" in failed[too_big]
+    assert list(failed) == [too_big] and "shared memory" in failed[too_big]
     objects = {path: path.stat().st_mtime_ns for path in Path(store).rglob("*.o")}
     assert len(objects) == 2
     assert prebuild(jobs, store, workers=2) == {}

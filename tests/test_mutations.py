@@ -26,14 +26,14 @@ from zoo import CASES, Case
 
 from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
-from coda_inductor.inductor import bare, settle
+from coda_inductor.inductor import bare
 from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes
 from coda_inductor.patterns.infer import Reading
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import Term, Terms
-from coda_inductor.rewrite import derive, plan, separate
+from coda_inductor.rewrite import derive, plan, search, separate
 from coda_inductor.rewrite.build import Built, build
 from coda_inductor.rewrite.draft import Draft
 from coda_inductor.rewrite.laws import LAWS
@@ -204,7 +204,7 @@ def rebuilt(change: Callable[[Region], Region]) -> Callable[[pytest.MonkeyPatch]
             changed.append(made.region)
             return made
 
-        patch.setattr(settle, "build", built)
+        patch.setattr(search, "build", built)
 
     return apply
 

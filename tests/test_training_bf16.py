@@ -148,9 +148,8 @@ def test_gradients_under_autocast_are_about_as_exact_as_eagers(name: str) -> Non
 
     with strict_reference(run=False):
         ours = found(torch.compile(model, backend="coda"))
-    norms = [float(w.norm()) for w in wanted]  # the gradient of the keys' biases is zero but for rounding
-    pairs = [(a, b) for a, b, n in zip(ours, found(model), norms, strict=True) if n > 1e-9 * max(norms)]
-    assert len(pairs) >= len(wanted) - 2
+    pairs = list(zip(ours, found(model), strict=True))
+    assert len(pairs) >= len(wanted) - 2  # the gradients of the keys' biases are zero but for rounding
     assert max(a / b for a, b in pairs) <= 1.5, pairs
 
 
