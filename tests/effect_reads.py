@@ -88,9 +88,10 @@ def distance(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    cos, sin = m[0], m[1]
-    a, b = (x @ w).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    half = m.shape[-1] // 2
+    cos, sin = m[0, :, None, :half], m[1, :, None, :half]
+    a, b = (x @ w.t()).unflatten(-1, (2, -1)).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).flatten(1)
 
 
 READERS = {

@@ -33,8 +33,8 @@ ALL = READS | {n: EFFECTS[n] for n in STATES} | {n: ALIASES[n] for n in ("view_o
 
 
 def modes(table: dict[str, Program]) -> list[Any]:
-    """Where each runs, but not in training where Inductor itself is wrong."""
-    found = [(n, False) for n in table] + [(n, True) for n, p in table.items() if p.train is not None and p.inductor]
+    """Where each runs, also in training where Inductor itself is wrong."""
+    found = [(n, False) for n in table] + [(n, True) for n, p in table.items() if p.train is not None]
     return [pytest.param(n, train, id=f"{n}-{'train' if train else 'infer'}") for n, train in found]
 
 
@@ -53,7 +53,7 @@ def as_exact_as_eager(p: Program, train: bool, directory: Path, *, graphs: bool 
     mine, theirs = off(found.values, exact.values), off(eager.values, exact.values)
     assert all(mine[name] < 1.5 * error + 2e-3 for name, error in theirs.items()), (mine, theirs)
     assert sum(launch.LAUNCHES.values()) >= 1 and any(report.sites for report in REPORTS)
-    assert not launch.FALLBACKS
+    assert all("was copied" in why for why in launch.FALLBACKS)  # of an input whose rows start anywhere
 
 
 @pytest.mark.parametrize(("name", "train"), modes(ALL))
@@ -62,6 +62,7 @@ def test_effects_with_kernels(name: str, train: bool, tmp_path_factory: pytest.T
     as_exact_as_eager(ALL[name], train, tmp_path_factory.getbasetemp() / "kernels")
 
 
-@pytest.mark.parametrize(("name", "train"), modes({n: ALL[n] for n in STATES}))
-def test_effects_within_cuda_graphs(name: str, train: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    as_exact_as_eager(ALL[name], train, tmp_path_factory.getbasetemp() / "kernels", graphs=True)
+@pytest.mark.parametrize("name", STATES)
+def test_effects_within_cuda_graphs(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Without gradients: what several steps of a training return, CUDA graphs overwrite."""
+    as_exact_as_eager(ALL[name], False, tmp_path_factory.getbasetemp() / "kernels", graphs=True)
