@@ -28,6 +28,6 @@ def test_a_random_program_is_eagers(seed: int) -> None:
 
 
 def test_most_random_programs_get_regions() -> None:
-    """Otherwise the tests above would say little. (1.9 each by torch 2.11, 2.1 by 2.13.)"""
-    found = [regions(seed) for seed in range(0, COUNT, 3)]
-    assert sum(found) >= 1.8 * len(found) and sum(not n for n in found) < 0.15 * len(found)
+    """Otherwise the tests above would say little."""
+    found = [regions(seed) for seed in range(COUNT)]
+    assert sum(found) >= 2 * len(found) and sum(not n for n in found) < 0.15 * len(found)

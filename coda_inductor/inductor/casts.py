@@ -58,11 +58,12 @@ class Cast:
 
 def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
     """Moves casts to 16 bits before the copies that they follow, in place."""
-    found, memory, unstable = [], Memory(graph), effects(graph).unstable
+    found, unstable = [], effects(graph).unstable
+    memory = Memory(graph) if unstable else None
     for cast in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
         views = copied(cast) if cast.args[1] in HALF else []
         value = rounded(views[0].args[0], cast.args[1]) if views else None  # type: ignore[arg-type]
-        if value is None or memory.of(views[0]) in unstable:
+        if value is None or (memory and memory.of(views[0]) in unstable):
             continue
         found.append(Cast.of(cast, EARLY, g.source_line(cast) or g.source_line(views[0])))
         source, dtype = views[0].args[0], cast.args[1]

@@ -28,9 +28,12 @@ COPIES = (aten.clone.default, aten.copy.default)
 
 def expiring(graph: fx.Graph) -> frozenset[str]:
     """The memory that a graph overwrites; of a joint graph, that its forward overwrites."""
+    writers = [n for n in graph.nodes if written(n)]
+    if not writers:
+        return frozenset()
     backward, memory = behind_tangents(graph), Memory(graph)
-    writers = [n for n in graph.nodes if written(n) and n not in backward and (not backward or in_forward(n))]
-    return frozenset().union(*map(memory.overwritten, writers))
+    early = [n for n in writers if n not in backward and (not backward or in_forward(n))]
+    return frozenset().union(*map(memory.overwritten, early))
 
 
 def in_forward(writer: fx.Node) -> bool:

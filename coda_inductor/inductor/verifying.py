@@ -13,7 +13,7 @@ from torch import fx
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.inductor.aliases import Sharing, sharing
 from coda_inductor.inductor.kept import stale
-from coda_inductor.patterns.effects import Effects, Memory, effects, ordered
+from coda_inductor.patterns.effects import Effects, Memory, effects, ordered, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ def chained(graph: fx.Graph, before: Before) -> str:
 
 def writes(graph: fx.Graph, before: Before) -> str:
     """The same operations overwrite the same memory."""
+    if not any(map(written, graph.nodes)):
+        return f"nothing overwrites {[*before.effects.writes]}" if before.effects.writes else ""
     memory = Memory(graph)
     found = {n.name: over for n in graph.nodes if (over := memory.overwritten(n))}
     return "" if found == before.effects.writes else f"{found} is overwritten, not {before.effects.writes}"
@@ -70,9 +72,10 @@ def sides(graph: fx.Graph, before: Before) -> str:
 
 def overwritten(graph: fx.Graph, before: Before) -> str:
     """Nobody else reads memory that somebody reads after it was overwritten."""
-    unstable = before.effects.unstable
+    if not (unstable := before.effects.unstable):
+        return ""
     memory = Memory(graph)
-    for node in graph.nodes if unstable else ():
+    for node in graph.nodes:
         if memory.read(node) & unstable - before.effects.reads.get(node.name, frozenset()):
             return f"{node} reads memory that is overwritten"
     return ""

@@ -14,10 +14,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch._library.utils import is_impure
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.patterns import graph as g
@@ -50,6 +52,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return source if node.target in VIEWED or _aliases(node.target) else None
 
 
+@cache
 def _aliases(op: torch._ops.OpOverload) -> bool:
     """Do the results of an operation lie in the memory of its first argument?"""
     schema = op._schema
@@ -90,12 +93,18 @@ def ordered(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     space = node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
-    if space == OURS:
+    if space == OURS or (space in ALONE and _pure(node.target)):
         return False
     if space in ALONE:
         return draws(node) or (node.is_impure(impure_random=False) and not written(node))
     other = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
     return other or node.is_impure(impure_random=False)
+
+
+@cache
+def _pure(op: torch._ops.OpOverload) -> bool:
+    """Does an operation of torch's own nothing but compute, whatever its arguments?"""
+    return torch.Tag.nondeterministic_seeded not in op.tags and not is_impure(op)
 
 
 class Memory:
@@ -176,12 +185,12 @@ class Effects:
 
 def effects(graph: fx.Graph) -> Effects:
     """The effects of a graph."""
-    memory, nodes = Memory(graph), list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    writes = {n: over for n in nodes if (over := memory.overwritten(n))}
+    nodes = list(graph.nodes)
     chain = tuple(n.name for n in nodes if ordered(n))
-    if not writes:
+    if not any(map(written, nodes)):
         return Effects(chain)
+    memory, place = Memory(graph), {node: i for i, node in enumerate(nodes)}
+    writes = {n: over for n in nodes if (over := memory.overwritten(n))}
     names = frozenset[str]().union(*writes.values())
     reads = {n: some for n in nodes if (some := (memory.read(n) | memory.overwritten(n)) & names)}
     behind = {(n, w) for n, some in reads.items() for w, over in writes.items() if place[w] < place[n] and some & over}

@@ -118,10 +118,11 @@ def _order(lifted: Lifted) -> dict[fx.Node, list[fx.Node]]:
     """What each node waits for although it reads nothing of it. Operations on memory that is read after it was
     overwritten become opaque: a term does not say which of its contents it means."""
     graph, found = lifted.graph, effects(lifted.graph)
-    memory = Memory(graph)
-    for node in lifted.reading.dims if found.unstable else ():
-        if memory.read(node) & found.unstable:
-            lifted.reading.opaque.setdefault(node, "it reads memory that is overwritten")
+    if found.unstable:
+        memory = Memory(graph)
+        for node in lifted.reading.dims:
+            if memory.read(node) & found.unstable:
+                lifted.reading.opaque.setdefault(node, "it reads memory that is overwritten")
     return found.waits(graph)
 
 
