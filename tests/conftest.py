@@ -87,8 +87,8 @@ NOT_BY_OLD = {
     "test_schedule.py::test_agrees_where_sums_are_mixed[vit_hf]": "the byte model is 8.7 % off",
     "test_schedule.py::test_loops_run_as_memory_lies[a sum of each head": "as above",
 }
-"""What stock Inductor of torch 2.11 itself gets wrong or refuses, seen with backend="inductor"; and two of the byte model's, which is
-held to torch 2.13 and 2.15."""
+"""What stock Inductor of torch 2.11 itself gets wrong or refuses, seen with backend="inductor"; and two of the byte
+model's, which is held to torch 2.13 and 2.15."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
