@@ -55,6 +55,19 @@ def copy_of_an_output(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return h, h.clone(), torch.relu(h.clone() @ v)
 
 
+@program(ALIASES, "x:TD w:DD", infer=1)
+def parts_of_equal_values(x: Tensor, w: Tensor) -> Any:
+    """Views that one operation makes several of, of a value that is stored once for two."""
+    h = x @ w
+    return *(torch.relu(h) + 0).chunk(2, -1), *(torch.relu(h) * 1).chunk(2, -1)
+
+
+@program(ALIASES, "x:TD w:DD", infer=1)
+def parts_of_a_value_and_its_copy(x: Tensor, w: Tensor) -> Any:
+    h = torch.relu(x @ w)
+    return *h.split(3, -1), h.clone(), h.unbind(0)[3], h.clone().unbind(0)[2]
+
+
 @program(ALIASES, "x:TD w:DD v:DD", infer=1, train=3)
 def computed_twice(x: Tensor, w: Tensor, v: Tensor) -> Any:
     """The same value, from operations of their own: two tensors."""

@@ -190,6 +190,15 @@ def test_like_terms_neither_merge_nor_cancel(first: int, second: int) -> None:
     assert ts.add(a, b, merge=True) is ts.mul(ts.const(float(first + second)), x)  # in laws alone
 
 
+def test_a_sum_of_like_terms_is_one_term_in_any_order() -> None:
+    ts = Terms()
+    a, b = leaves(ts, "a", "b")
+    twice, thrice = (ts.mul(ts.const(n), a, b) for n in (2.0, -3.0))
+    both = ts.add(twice, thrice)
+    assert ts.add(thrice, twice) is both and ts.rebuild(both, both.args) is both
+    assert ts.add(a, a, ts.mul(ts.const(2.0), a)) is ts.mul(ts.const(4.0), a)
+
+
 def test_numbers_leave_a_sum_where_that_rounds_nothing() -> None:
     x = (strict := Terms(rounding=True)).leaf("x", [0, 1])
     for number, leaves_it in ((3.0, False), (0.25, True), (-2.0, True)):

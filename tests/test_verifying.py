@@ -152,3 +152,20 @@ def test_memory_read_after_a_write_is_nobody_elses(monkeypatch: pytest.MonkeyPat
         verifying.verify(graph, before, "a pass")
     monkeypatch.setattr(verifying, "overwritten", lambda graph, before: "")
     verifying.verify(graph, before, "a pass")
+
+
+def test_an_item_is_read_from_memory() -> None:
+    """A number has no storage of its own, but whoever takes it out of a tensor reads that."""
+    graph = fx.Graph()
+    x, m = graph.placeholder("x"), graph.placeholder("m")
+    write = graph.call_function(aten.copy_.default, (m, x))
+    item = graph.call_function(aten._local_scalar_dense.default, (m,))
+    size = graph.call_function(aten.sym_size.int, (m, 0))
+    graph.output((item, size))
+    for node in (x, m, write):
+        node.meta["val"] = torch.randn(4, 4)
+    before = verifying.Before.of(graph)
+    assert before.effects.behind == {(item.name, write.name)} and before.effects.unstable == {"m"}
+    m.append(item)
+    with pytest.raises(BrokenInvariant, match="changed places"):
+        verifying.verify(graph, before, "a pass")

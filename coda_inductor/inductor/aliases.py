@@ -6,6 +6,7 @@ of them share is read off the graph before it is rewritten, and restored afterwa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -80,5 +81,10 @@ def again(node: fx.Node, base: fx.Node, new: fx.Node, call: Call) -> fx.Node:
         return new
     source = viewed(node)
     assert source is not None
+    if node.target is operator.getitem:  # of several views at once
+        several, item = node.args
+        assert isinstance(several, fx.Node)
+        args = fx.map_arg(several.args, lambda a: again(source, base, new, call) if a is source else a)
+        return call(node, operator.getitem, call(several, several.target, *args, **several.kwargs), item)
     args = fx.map_arg(node.args, lambda a: again(source, base, new, call) if a is source else a)
     return call(node, node.target, *args, **node.kwargs)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.inductor.aliases import give_back, returned, sharing
 from coda_inductor.inductor.paths import assumed
+from coda_inductor.patterns.effects import may_view, storage
 from coda_inductor.patterns.graph import aten, source_line
 from coda_inductor.patterns.sizes import ONE, Size, size_of
 
@@ -35,12 +36,19 @@ def read_by(node: fx.Node) -> list[Layout]:
     return [layout(n) for n in node.all_input_nodes]
 
 
+def read_from(node: fx.Node) -> list[int | None]:
+    """The storages of the node's inputs. Inductor, too, knows by these which tensors share memory."""
+    return [storage(n) for n in node.all_input_nodes]
+
+
 class Strides:
     """Made before a graph is rewritten; `restore` afterwards gives its outputs the order they had."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.inputs = {node: read_by(node) for node in graph.nodes if node.op == "call_function"}
+        self.memory = {node: read_from(node) for node in self.inputs}
+        self.held = [node.meta.get("val") for node in graph.nodes]  # or another tensor might be taken for one of them
         self.sharing = sharing(graph)
         self.outputs = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned(graph)]
 
@@ -62,19 +70,24 @@ class Strides:
 
     def propagate(self) -> None:
         """Computes the fake values of kept nodes anew, where what they read has another order now."""
-        changed: set[fx.Node] = set()
+        changed, made = set[fx.Node](), set[fx.Node]()
         for node in self.graph.nodes:
             if node.op != "call_function" or not isinstance(
                 node.target, torch._ops.OpOverload | type(operator.getitem)
             ):
                 continue
-            if changed.isdisjoint(node.all_input_nodes) and self.inputs.get(node) in (None, read_by(node)):
+            moved = not changed.isdisjoint(node.all_input_nodes) or self.inputs.get(node) not in (None, read_by(node))
+            apart = not made.isdisjoint(node.all_input_nodes) or self.memory.get(node) != read_from(node)
+            if not moved and not (apart and may_view(node)):
                 continue
             before = layout(node)
             target: Any = aten.reshape.default if node.target is aten.view.default else node.target
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             with unguarded(node):
                 node.meta["val"] = target(*args, **kwargs)
+            made.add(node)
+            if target is not node.target and storage(node) != storage(node.all_input_nodes[0]):
+                node.target = target  # it copies now
             if layout(node) != before:
                 changed.add(node)
 

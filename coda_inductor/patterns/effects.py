@@ -29,6 +29,11 @@ OURS, ALONE = "coda", frozenset({"aten", "prims"})
 """The namespaces of our operations, and of others that take part in nothing outside the graph but by draws, asserts."""
 PERHAPS = frozenset({aten.reshape.default, aten.contiguous.default, aten._reshape_alias.default})
 """Operations that return a view of their input where they can, and a copy elsewhere."""
+SIZES = frozenset({
+    aten.sym_size.int, aten.sym_size.default, aten.sym_stride.int, aten.sym_stride.default, aten.sym_numel.default,
+    aten.sym_storage_offset.default,
+})  # fmt: skip
+"""Operations that read no element of their input."""
 VIEWED = frozenset({aten._unsafe_view.default})
 """Views whose schema does not say so."""
 
@@ -45,15 +50,22 @@ def viewed(node: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node):
         return None
     if not isinstance(node.target, torch._ops.OpOverload):  # an item of several views
-        views = isinstance(source.target, torch._ops.OpOverload) and _aliases(source.target)
+        views = isinstance(source.target, torch._ops.OpOverload) and aliases(source.target)
         return viewed(source) if views else None
     if node.target in PERHAPS:
         return source if storage(node) == storage(source) is not None else None
-    return source if node.target in VIEWED or _aliases(node.target) else None
+    return source if node.target in VIEWED or aliases(node.target) else None
+
+
+def may_view(node: fx.Node) -> bool:
+    """May the result lie in an input's memory?"""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    return node.target in PERHAPS or node.target in VIEWED or aliases(node.target)
 
 
 @cache
-def _aliases(op: torch._ops.OpOverload) -> bool:
+def aliases(op: torch._ops.OpOverload) -> bool:
     """Do the results of an operation lie in the memory of its first argument?"""
     schema = op._schema
     return bool(schema.arguments) and any(r.alias_info is not None for r in schema.returns)
@@ -127,10 +139,10 @@ class Memory:
         return self._name.get(node, node.name)
 
     def read(self, node: fx.Node) -> frozenset[str]:
-        """The memory that an operation reads. A view reads none, nor does what only asks for a size."""
+        """The memory that an operation reads. A view reads none, nor does what only asks how a tensor lies."""
         if node.op != "call_function" or (viewed(node) is not None and not written(node)):
             return frozenset()
-        if not any(isinstance(v, torch.Tensor) for v in tree_leaves(node.meta.get("val"))) and not ordered(node):
+        if node.target in SIZES:
             return frozenset()
         return frozenset(self.of(a) for a in node.all_input_nodes)
 

@@ -6,6 +6,7 @@ which is how all spellings of rsqrt, division and sigmoid fall together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -141,21 +142,19 @@ class Terms:
         like terms meet only as x + x = 2 x. (x + c) - c is a rounding of x to a multiple of c's last bit, and
         (s - x) - y the rounding error of s = x + y. `merge`: laws with an error bound let like terms meet and cancel.
         """
-        total, weights = ZERO, dict[Term, Fraction]()
+        total, found = ZERO, dict[Term, list[Fraction]]()
         for a, sign in zip(args, signs or [ONE] * len(args), strict=True):
             if is_number(a):
                 total += sign * a.coefficient
                 continue
             t, w = (self.mul(a, self.const(1 / a.coefficient)), sign * a.coefficient) if _scaled(a) else (a, sign)
-            if merge or weights.get(t, w) == w:
-                weights[t] = weights.get(t, ZERO) + w
-            elif w == 1:
-                scaled = self.mul(self.const(weights[t]), t)
-                weights[scaled] = weights.get(scaled, ZERO) + ONE
-                weights[t] = ONE
-            else:
-                scaled = self.mul(self.const(w), t)
-                weights[scaled] = weights.get(scaled, ZERO) + ONE
+            found.setdefault(t, []).append(w)
+        weights = dict[Term, Fraction]()
+        for t, own in found.items():
+            apart = [sum(own, ZERO)] if merge else _doubled(own)
+            for w in apart:
+                whole = len(apart) == 1 or w == 1
+                weights[t if whole else self.mul(self.const(w), t)] = w if whole else ONE
         pairs = sorted(((t, w) for t, w in weights.items() if w), key=lambda tw: tw[0].id)
         if not pairs:
             return self.const(total)
@@ -242,6 +241,16 @@ class Terms:
         if x.kind == "con":
             return self.con(args[0], args[1], over=x.over, bit=x.bit, lanes=tuple(sorted((*x.lanes, (axis, index)))))
         return self.rebuild(x, args)
+
+
+def _doubled(weights: list[Fraction]) -> list[Fraction]:
+    """Equal weights two by two as one of twice the size, until all differ: w x + w x rounds nothing."""
+    found = sorted(weights)
+    while (twice := next((w for w, v in itertools.pairwise(found) if w == v), None)) is not None:
+        found.remove(twice)
+        found.remove(twice)
+        found = sorted([*found, 2 * twice])
+    return found
 
 
 def _rounds(c: Fraction) -> bool:
