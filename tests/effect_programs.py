@@ -386,3 +386,26 @@ def operations_between(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
         was = bump_(m[1:])
         scale_(m.view(-1), 0.5)
     return torch.relu(m + first @ v), was
+
+
+# ---- what Inductor would compute behind an operation of the user's
+
+
+@program(EFFECTS, "x:TD w:DD | n:TD", infer=1, train=1, ways=("inductor",))
+def late_activation(x: Tensor, w: Tensor, n: Tensor) -> Any:
+    """In training Inductor scales n before it computes what was read of it."""
+    y, z = F.gelu(n.clone()), torch.tanh(n)
+    u = torch.exp(z)
+    scale_(n, 0.5)
+    return torch.sigmoid(y), torch.sin(u), torch.relu(x @ w)
+
+
+@program(EFFECTS, "x:TD w:DD | n:TD", infer=1, train=1, ways=("inductor",))
+def late_views(x: Tensor, w: Tensor, n: Tensor) -> Any:
+    """Returned and viewed values as well, and of memory that the program itself has made."""
+    y = torch.tanh(n).view(-1)
+    t = n.cumsum(0)
+    z = torch.exp(t).t()
+    scale_(n.t(), 0.5)
+    scale_(t, 0.25)
+    return y, y.view_as(n), torch.sin(z), torch.relu(x @ w), t

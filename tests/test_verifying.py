@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from compiling import REFERENCE
+from effect_reads import scale_
 from torch import Tensor, fx
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import joint, verifying
 from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.kept import keep
+from coda_inductor.inductor.kept import keep, store
 from coda_inductor.inductor.offline import rewrite_for
+from coda_inductor.inductor.ops import STORED
 from coda_inductor.inductor.tables import store_tables
 from coda_inductor.patterns.graph import aten
 
@@ -40,6 +42,13 @@ def mean(a: Tensor, m: Tensor, w: Tensor) -> Tensor:
     with torch.no_grad():
         m.lerp_(a, 0.5)
     return h
+
+
+def scaled(a: Tensor, m: Tensor, w: Tensor) -> Any:
+    """What was read of m is needed after an operation of the user's has overwritten it."""
+    h = torch.tanh(m)
+    scale_(m, 0.5)
+    return torch.sigmoid(h), torch.relu(a @ w)
 
 
 def find(graph: fx.Graph, target: object) -> fx.Node:
@@ -83,19 +92,28 @@ def read_again(graph: fx.Graph) -> None:
     gradient.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
+def store_nothing(graph: fx.Graph) -> None:
+    node = find(graph, STORED)
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
 FAULTS: dict[str, tuple[Callable[..., Any], Fault]] = {
     "sides": (zeroed, write_first),
     "chained": (zeroed, swap_draws),
     "writes": (zeroed, lose_the_write),
     "shared": (zeroed, copy_a_view),
     "kept": (mean, read_again),
+    "stored": (scaled, store_nothing),
 }
+LAST = {"kept": ("keep", keep), "stored": ("store", store)}
+"""Of faults that happen after all other rewritings."""
 
 
 def planted(rule: str, patch: pytest.MonkeyPatch) -> None:
     """Rewrites the program with its fault, which happens after the Regions are in the graph or, of copies, at last."""
     program, fault = FAULTS[rule]
-    place, original = ("keep", keep) if rule == "kept" else ("store_tables", store_tables)
+    place, original = LAST.get(rule, ("store_tables", store_tables))
 
     def faulty(graph: fx.Graph) -> Any:
         found = original(graph)
@@ -105,7 +123,7 @@ def planted(rule: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(joint, place, faulty)
     args = [torch.randn(320, D), torch.randn(320, D), torch.randn(D, D)]
     graphs = list[fx.Graph]()
-    if rule == "kept":
+    if rule in LAST:
         args = [a.requires_grad_(i != 1) for i, a in enumerate(args)]
         capture(program, args, {}, "train", graphs.append)
     else:
@@ -122,7 +140,7 @@ def test_each_rule_finds_its_fault(rule: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("rule", FAULTS)
 def test_no_other_rule_finds_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if rule == "kept":
+    if rule in LAST:
         monkeypatch.setattr(joint, "verify_kept", lambda graph: None)
     else:
         monkeypatch.setattr(verifying, rule, lambda graph, before: "")

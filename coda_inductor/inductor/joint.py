@@ -23,7 +23,7 @@ from coda_inductor.inductor.bare import BARE, bare_products, write_bare
 from coda_inductor.inductor.casts import Cast, round_first, write_wide
 from coda_inductor.inductor.emit import emit
 from coda_inductor.inductor.judges import NOBODY, Judges
-from coda_inductor.inductor.kept import keep
+from coda_inductor.inductor.kept import keep, store
 from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.switches import CASTS, NAMES, REGION_KINDS, SWEEPS, TABLES, allowed
 from coda_inductor.inductor.tables import Table, store_tables
@@ -149,6 +149,7 @@ def _rewrite(graph: fx.Graph, settings: Settings, target: str, judges: Judges) -
         graph = graph.owning_module.graph  # the one without Sweeps if they could not be written
     verify(graph, before, "sweeps")
     keep(graph)
+    store(graph)
     verify(graph, before, "copies for the backward")
     verify_kept(graph)
     return Report(tuple(sites), refused + slow, opaque, tables, casts, swept)

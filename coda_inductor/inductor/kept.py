@@ -6,6 +6,10 @@ the forward keeps, and operations of the forward that read such memory are not c
 
 A copy that the user made is one that Inductor may drop (torch 2.13: `m.clone()` is m, whatever overwrites m before the
 clone is read). Where it is read behind the write it becomes one of ours.
+
+Inductor computes a pointwise operation where its result is read. `y = gelu(m); scale_(m); sigmoid(y)` in training reads
+the scaled m if `scale_` is an operation of the user's (torch 2.13): it runs before what was read of m is computed. Such
+values are computed and stored before.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_inductor.inductor.ops import KEPT, REGION, SWEEP
-from coda_inductor.inductor.writing import Writing
-from coda_inductor.patterns.effects import Memory, behind_tangents, viewed, written
-from coda_inductor.patterns.graph import aten
+from coda_inductor.inductor.ops import KEPT, REGION, STORED, SWEEP
+from coda_inductor.inductor.writing import Writing, stored
+from coda_inductor.patterns.effects import Memory, behind_tangents, mutating, viewed, written
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, tensor
 
 RECOMPUTE = "recompute"
 """The key of a node's meta under which partitioners look for a CheckpointPolicy."""
@@ -24,6 +28,8 @@ OURS = (KEPT, REGION, SWEEP)
 """Operations that no partitioner computes again."""
 COPIES = (aten.clone.default, aten.copy.default)
 """Operations that Inductor drops where their result lies as what they copy."""
+IN_MEMORY = frozenset({*OURS, STORED, *MATRIX_PRODUCTS})
+"""Operations whose result Inductor computes where they stand."""
 
 
 def expiring(graph: fx.Graph) -> frozenset[str]:
@@ -69,19 +75,27 @@ def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[f
     first = min((place[n] for n in graph.nodes if memory.overwritten(n) & names), default=len(place))
 
     def drops(node: fx.Node) -> bool:
-        return node.target in COPIES and any(u not in forward or place[u] > first for u in users(node))
+        return node.target in COPIES and any(
+            u.op != "output" and (u not in forward or place[u] > first) for u in users(node)
+        )
 
     too_late = [n for n in readers if n not in forward or drops(n)]
     return [n for n in readers if n not in too_late] if backward else [], too_late
 
 
 def users(node: fx.Node) -> list[fx.Node]:
-    """Who reads the node, as it is or viewed; what returns it does not."""
+    """Who reads or returns the node, as it is or viewed."""
     found = list[fx.Node]()
     for user in node.users:
-        if user.op != "output":
-            found += users(user) if viewed(user) is node and not written(user) else [user]
+        found += users(user) if viewed(user) is node and not written(user) else [user]
     return found
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node that a view is one of."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
 
 
 def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
@@ -107,7 +121,32 @@ def copy_of(graph: fx.Graph, source: fx.Node) -> fx.Node:
     return new
 
 
+def store(graph: fx.Graph) -> None:
+    """Stores what was read of memory that an operation of the user's overwrites before the value is used. In place."""
+    for node in unstored(graph):
+        stored(graph, node)
+
+
+def unstored(graph: fx.Graph) -> list[fx.Node]:
+    """The values that Inductor might compute too late."""
+    if not any(map(mutating, graph.nodes)):
+        return []
+    memory, backward = Memory(graph), behind_tangents(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    waiting, found = dict[fx.Node, frozenset[str]](), dict[fx.Node, None]()
+    for node in graph.nodes:
+        names = frozenset(memory.of(n) for n in mutating(node))
+        for value, read in waiting.items():
+            late = (u.op == "output" or place[u] > place[node] for u in users(value))
+            if read & names and tensor(value) is not None and (value in backward) == (node in backward) and any(late):
+                found[value] = None
+        if viewed(node) is None and node.op == "call_function" and node.target not in IN_MEMORY:
+            behind = (waiting.get(base(n), frozenset[str]()) for n in node.all_input_nodes)
+            waiting[node] = memory.read(node).union(*behind)
+    return [*found]
+
+
 def stale(graph: fx.Graph) -> list[fx.Node]:
-    """The operations that might read the memory after the forward has overwritten it."""
+    """The operations that might read memory after it is overwritten: behind the forward, or because they wait."""
     early, readers = sides(graph, expiring(graph))
-    return readers + [n for n in early if n.target not in OURS and RECOMPUTE not in n.meta]
+    return readers + [n for n in early if n.target not in OURS and RECOMPUTE not in n.meta] + unstored(graph)

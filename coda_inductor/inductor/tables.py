@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from coda_inductor.inductor.lowering import elements, is_tensor, kind_of
-from coda_inductor.inductor.ops import STORED
-from coda_inductor.inductor.writing import ORIGIN
+from coda_inductor.inductor.writing import stored
 from coda_inductor.patterns.graph import source_line
 
 aten = torch.ops.aten
@@ -111,9 +110,5 @@ def numbered(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def store(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, Table]:
     """Lets all read the stored value in place of the formula."""
-    value = node.meta["val"]
-    with graph.inserting_after(node):
-        stored = graph.call_function(STORED, (node,))
-    stored.meta = {key: node.meta[key] for key in ORIGIN if key in node.meta} | {"val": STORED(value)}
-    node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
-    return stored, Table(node.name, f"[{', '.join(map(str, value.shape))}]", source_line(node))
+    shape = ", ".join(map(str, node.meta["val"].shape))
+    return stored(graph, node), Table(node.name, f"[{shape}]", source_line(node))

@@ -37,9 +37,10 @@ def verify(graph: fx.Graph, before: Before, by: str) -> None:
 
 
 def verify_kept(graph: fx.Graph) -> None:
-    """Raises BrokenInvariant if the backward would read what the forward has overwritten. Of the finished graph."""
+    """Raises BrokenInvariant if something would be read after it was overwritten, by the backward or because Inductor
+    computes it late. Of the finished graph."""
     if wrong := stale(graph):
-        raise BrokenInvariant(f"{wrong[0]} would read memory that the forward overwrites")
+        raise BrokenInvariant(f"{wrong[0]} would read memory that is overwritten before")
 
 
 def chained(graph: fx.Graph, before: Before) -> str:

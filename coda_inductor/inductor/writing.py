@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.inductor.ops import STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.sizes import size_of
@@ -73,3 +74,12 @@ class Writing:
             if isinstance(value, torch.SymInt) and size_of(value) == size_of(size):
                 return node  # type: ignore[no-any-return]
         return None
+
+
+def stored(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The node's value, in memory from where the node stands; all read that."""
+    with graph.inserting_after(node):
+        new = graph.call_function(STORED, (node,))
+    new.meta = {key: node.meta[key] for key in (*ORIGIN, "val") if key in node.meta}
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return new

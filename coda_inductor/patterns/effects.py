@@ -34,6 +34,12 @@ SIZES = frozenset({
     aten.sym_storage_offset.default,
 })  # fmt: skip
 """Operations that read no element of their input."""
+FUNCTIONAL = frozenset({
+    torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2,
+    torch.ops.higher_order.triton_kernel_wrapper_functional,
+})  # fmt: skip
+"""How AOTAutograd writes operations of users that overwrite their inputs. Inductor lets them do so, in place, where
+nobody reads the inputs any more."""
 VIEWED = frozenset({aten._unsafe_view.default})
 """Views whose schema does not say so."""
 
@@ -85,6 +91,14 @@ def written(node: fx.Node) -> list[fx.Node]:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             found += [n for n in tree_leaves(given) if isinstance(n, fx.Node)]
     return found
+
+
+def mutating(node: fx.Node) -> list[fx.Node]:
+    """The inputs that an operation of a user's overwrites, or may once Inductor has made it one that does."""
+    if node.op == "call_function" and node.target in FUNCTIONAL:
+        return node.all_input_nodes
+    torchs = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ALONE
+    return [] if torchs else written(node)
 
 
 def draws(node: fx.Node) -> bool:
