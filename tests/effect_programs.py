@@ -335,6 +335,13 @@ def zeroed_with_gradient(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     return h + torch.relu(h @ v)
 
 
+@program(EFFECTS, "x:TD w:DD v:DD", infer=1, train=2)
+def zeroed_product(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    """A tensor of zeros is no multiple of anything."""
+    h = (x @ w).zero_()
+    return rms(h + h @ v) @ v, torch.relu(x @ w)
+
+
 @program(EFFECTS, "x:TD r:TD' w:DD v:DD", infer=4, train=3, inductor=False)
 def accumulated_residual(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     """A residual stream kept in the caller's tensor."""
@@ -386,26 +393,3 @@ def operations_between(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
         was = bump_(m[1:])
         scale_(m.view(-1), 0.5)
     return torch.relu(m + first @ v), was
-
-
-# ---- what Inductor would compute behind an operation of the user's
-
-
-@program(EFFECTS, "x:TD w:DD | n:TD", infer=1, train=1, ways=("inductor",))
-def late_activation(x: Tensor, w: Tensor, n: Tensor) -> Any:
-    """In training Inductor scales n before it computes what was read of it."""
-    y, z = F.gelu(n.clone()), torch.tanh(n)
-    u = torch.exp(z)
-    scale_(n, 0.5)
-    return torch.sigmoid(y), torch.sin(u), torch.relu(x @ w)
-
-
-@program(EFFECTS, "x:TD w:DD | n:TD", infer=1, train=1, ways=("inductor",))
-def late_views(x: Tensor, w: Tensor, n: Tensor) -> Any:
-    """Returned and viewed values as well, and of memory that the program itself has made."""
-    y = torch.tanh(n).view(-1)
-    t = n.cumsum(0)
-    z = torch.exp(t).t()
-    scale_(n.t(), 0.5)
-    scale_(t, 0.25)
-    return y, y.view_as(n), torch.sin(z), torch.relu(x @ w), t

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from draw_programs import COLLECTIVES, DRAWS
 from effect_programs import EFFECTS
 from effect_reads import matrix
+from late_programs import LATE
 from programs import check, compiled, difference, inductor_is_right, inductor_is_wrong, of_way, off, rows, seen
 from swept_programs import OTHER_SIZES, SWEPT, TABLES
 
@@ -21,7 +22,7 @@ from coda_inductor.inductor import tables
 from coda_inductor.inductor.joint_pass import REPORTS
 
 MATRIX = matrix()
-ALL = MATRIX | EFFECTS | DRAWS
+ALL = MATRIX | EFFECTS | DRAWS | LATE
 
 
 @pytest.mark.parametrize(("name", "train"), rows(ALL, inductor_is_right))

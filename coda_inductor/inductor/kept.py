@@ -17,10 +17,11 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from coda_inductor.inductor.aliases import returned
 from coda_inductor.inductor.ops import KEPT, REGION, STORED, SWEEP
 from coda_inductor.inductor.writing import Writing, stored
-from coda_inductor.patterns.effects import Memory, behind_tangents, mutating, viewed, written
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, tensor
+from coda_inductor.patterns.effects import Memory, behind_tangents, mutating, overwritten_after, viewed, written
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, dense, tensor
 
 RECOMPUTE = "recompute"
 """The key of a node's meta under which partitioners look for a CheckpointPolicy."""
@@ -33,13 +34,13 @@ IN_MEMORY = frozenset({*OURS, STORED, *MATRIX_PRODUCTS})
 
 
 def expiring(graph: fx.Graph) -> frozenset[str]:
-    """The memory that a graph overwrites; of a joint graph, that its forward overwrites."""
-    writers = [n for n in graph.nodes if written(n)]
-    if not writers:
+    """The memory that a graph overwrites; of a joint graph, that is overwritten before its backward."""
+    writers, inputs = [n for n in graph.nodes if written(n)], overwritten_after(graph)
+    if not writers and not inputs:
         return frozenset()
     backward, memory = behind_tangents(graph), Memory(graph)
     early = [n for n in writers if n not in backward and (not backward or in_forward(n))]
-    return frozenset().union(*map(memory.overwritten, early))
+    return frozenset(map(memory.of, inputs)).union(*map(memory.overwritten, early))
 
 
 def in_forward(writer: fx.Node) -> bool:
@@ -57,10 +58,22 @@ def keep(graph: fx.Graph) -> None:
             node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_SAVE)
     memory = Memory(graph)
     for node in readers:
-        for source in [a for a in node.all_input_nodes if memory.of(a) in names]:
+        for source in [a for a in node.all_input_nodes if memory.of(copied(a)) in names]:
             if source not in copies:
                 copies[source] = copy_of(graph, source)
             node.replace_input_with(source, copies[source])
+    part_copies(graph)
+
+
+def part_copies(graph: fx.Graph) -> None:
+    """Gives copies of one value that are returned memory of their own, in place: Inductor takes each for the value."""
+    first = dict[fx.Node, fx.Node]()
+    for result in returned(graph):
+        copy = base(result) if isinstance(result, fx.Node) else None
+        if copy is not None and copy.target in COPIES and first.setdefault(copied(copy), copy) is not copy:
+            (source,) = copy.all_input_nodes
+            if not copy.kwargs or dense(source):
+                copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
 
 
 def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -69,7 +82,13 @@ def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[f
     if not names:
         return [], []
     memory, backward = Memory(graph), behind_tangents(graph)
-    readers = [n for n in graph.nodes if memory.read(n) & names and not written(n) and n.target is not KEPT]
+
+    def reads(node: fx.Node) -> bool:
+        if not memory.read(node) or written(node) or node.target is KEPT:
+            return False
+        return any(memory.of(copied(a)) in names for a in node.all_input_nodes)
+
+    readers = [n for n in graph.nodes if reads(n)]
     forward = needed(graph, backward) if backward else {*graph.nodes}
     place = {node: i for i, node in enumerate(graph.nodes)}
     first = min((place[n] for n in graph.nodes if memory.overwritten(n) & names), default=len(place))
@@ -89,6 +108,13 @@ def users(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         found += users(user) if viewed(user) is node and not written(user) else [user]
     return found
+
+
+def copied(node: fx.Node) -> fx.Node:
+    """What is read in place of the node once Inductor has dropped copies."""
+    while (source := base(node)).target in COPIES:
+        node = source.args[0]  # type: ignore[assignment]
+    return source
 
 
 def base(node: fx.Node) -> fx.Node:

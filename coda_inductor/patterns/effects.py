@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._library.utils import is_impure
 from torch.utils._pytree import tree_leaves
 
@@ -91,6 +92,14 @@ def written(node: fx.Node) -> list[fx.Node]:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             found += [n for n in tree_leaves(given) if isinstance(n, fx.Node)]
     return found
+
+
+def overwritten_after(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs that AOTAutograd overwrites once the forward has run, with what the graph returns for it: those that
+    need a gradient."""
+    inputs = {n.meta["desc"]: n for n in graph.find_nodes(op="placeholder") if "desc" in n.meta}
+    returned = graph.output_node().meta.get("desc", ())
+    return [inputs[d.mutated_input] for d in returned if isinstance(d, InputMutationAOTOutput)]
 
 
 def mutating(node: fx.Node) -> list[fx.Node]:

@@ -123,6 +123,8 @@ def _expansions(program: Program, q: Factors, weight: Term, over: tuple[int, ...
         if operand.kind == "add" and operand.coefficient:
             continue
         for t, w in addends(operand):
+            if not w * number(t):  # zero times any tensor
+                continue
             by = _by(terms, q, t, over)
             rest = [(a, u, rank_one(terms, factors(a), over)) for a, u in addends(operand) if a is not t]
             if by is None or not all(ranked for _, _, ranked in rest):

@@ -1,0 +1,77 @@
+"""Programs in which Inductor, left alone, reads memory after it was overwritten: it computes what was read where it is
+needed, drops copies, and makes values of the forward again in the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from effect_reads import scale_
+from odd import rms
+from programs import Program, program
+from torch import Tensor
+
+LATE: dict[str, Program] = {}
+
+
+# ---- needed behind an operation of the user's
+
+
+@program(LATE, "x:TD w:DD | n:TD", infer=1, train=1, ways=("inductor",))
+def late_activation(x: Tensor, w: Tensor, n: Tensor) -> Any:
+    """In training Inductor scales n before it computes what was read of it."""
+    y, z = F.gelu(n.clone()), torch.tanh(n)
+    u = torch.exp(z)
+    scale_(n, 0.5)
+    return torch.sigmoid(y), torch.sin(u), torch.relu(x @ w)
+
+
+@program(LATE, "x:TD w:DD | n:TD", infer=1, train=1, ways=("inductor",))
+def late_views(x: Tensor, w: Tensor, n: Tensor) -> Any:
+    """Returned and viewed values as well, and of memory that the program itself has made."""
+    y = torch.tanh(n).view(-1)
+    t = n.cumsum(0)
+    z = torch.exp(t).t()
+    scale_(n.t(), 0.5)
+    scale_(t, 0.25)
+    return y, y.view_as(n), torch.sin(z), torch.relu(x @ w), t
+
+
+# ---- needed by the backward
+
+
+@program(LATE, "x:TD w:DD g:D | m:TD", infer=1, train=1, inductor=False)
+def norm_of_a_copy(x: Tensor, w: Tensor, g: Tensor, m: Tensor) -> Any:
+    """The copy is dropped, and the backward would normalise the new m."""
+    h = rms(m.clone()) * g
+    m.add_(x.detach())
+    return h, torch.relu(x @ w)
+
+
+@program(LATE, "x:TD w:DD v:DD | m:TD", infer=1, train=1, inductor=False)
+def copy_of_a_copy(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
+    h = m.clone() + x @ w
+    left = m.clone().clone()
+    with torch.no_grad():
+        m.add_(h)
+    return h, h + left @ v.t()
+
+
+@program(LATE, "x:TD r:TD' w:DD", infer=1, train=1, inductor=False)
+def loss_of_an_input(x: Tensor, r: Tensor, w: Tensor) -> Any:
+    """AOTAutograd overwrites an input that needs a gradient behind the graph."""
+    h = torch.relu(x @ w)
+    value = (r - h).square().mean()
+    r[:, ::2].add_(1)
+    return h, value, r[1:]
+
+
+# ---- returned
+
+
+@program(LATE, "x:TD w:DD v:DD", infer=2, train=3)
+def copies_of_a_value(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    """Two tensors, none of them the value itself."""
+    h = torch.relu(torch.tanh(x @ w) @ v)
+    return h.clone(), h.clone(), h.clone()[1:]
