@@ -3,8 +3,8 @@
     python tests/random_effects.py 2000 [--first 0] [--inductor-every 15] [--stock]
 
 Each is a function of a seed and is compared with eager in float64, in everything that a caller sees (programs.py).
-What is wrong is printed as Python; the last line says how many were, and how many Regions there are. What Inductor alone refuses with
-the same error is counted by itself. With --stock, what is wrong is tried under Inductor alone as well.
+What is wrong is printed as Python; the last line says how many were, and how many Regions there are. What Inductor
+alone refuses with the same error is counted by itself. With --stock, what is wrong is tried under Inductor as well.
 """
 
 from __future__ import annotations

@@ -54,19 +54,19 @@ def test_what_is_left_stands_outside_the_layers(case: Case) -> None:
         assert totals["coverage"] >= case.two
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("vit_l", "bert_large")], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name == "vit_l"], ids=lambda c: c.name)
 def test_full_depth(case: Case) -> None:
     model, args = build(case.name)
     totals = explain(model, args, {}, "infer", SM_90A)["totals"]
     assert totals["coverage"] >= case.deep
 
 
-@pytest.mark.parametrize("name", ["vit_hf", "vit_l", "bert_large", "gpt2", "llama"])
-def test_passes_of_a_layer_left_in_training(name: str) -> None:
+@pytest.mark.parametrize(("name", "first"), [("vit_hf", 2), ("vit_l", 2), ("bert_large", 3), ("gpt2", 2), ("llama", 2)])
+def test_passes_of_a_layer_left_in_training(name: str, first: int) -> None:
     """One, beside attention: a Sweep takes the statistics and the gradients of the biases of q, k and v, and of one
     weight writes their gradients side by side."""
     left, covered = [], 0.0
-    for layers in (3, 4):
+    for layers in (first, first + 1):
         model, args = build(name, layers)
         totals = explain(Loss(name, model), args, {}, "train", SM_90A)["totals"]
         left.append(totals["passes_left"])

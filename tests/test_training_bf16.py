@@ -163,7 +163,7 @@ def sequences(seed: int, steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(s[:, :-1].contiguous(), s[:, 1:].contiguous()) for s in drawn]
 
 
-def losses(run: Callable[..., Tensor], model: nn.Module, seed: int) -> Tensor:
+def losses(run: Callable[..., Tensor], model: nn.Module, seed: int = 0) -> Tensor:
     """Of 300 steps of AdamW on float32 weights, with the model in bfloat16 by autocast."""
     torch.manual_seed(seed)
     draw(model)
@@ -194,14 +194,14 @@ def test_a_model_learns_as_it_does_by_eager(name: str) -> None:
     the loss falls from 4.7 to 0.8 (0.73 is the entropy of a token), and the differences do not grow with the
     steps, as they would in chaos: 3e-4 in the first 50, 2e-4 in the last, Inductor's and ours. Over 8 seeds ours are
     1.16 of Inductor's for gpt and 0.88 for llama, and one seed's ratio varies by 0.2."""
-    model, seeds = Model(name, 64), range(2)
-    found = {"eager": torch.stack([losses(model, model, seed) for seed in seeds])}
+    model = Model(name, 64)
+    found = {"eager": losses(model, model)}
     for backend in ("inductor", "coda"):
         with strict_reference():
             REPORTS.clear()
-            found[backend] = torch.stack([losses(torch.compile(model, backend=backend), model, seed) for seed in seeds])
+            found[backend] = losses(torch.compile(model, backend=backend), model)
     assert [len(r.sites) for r in REPORTS] == [REGIONS[f"{name}, autocast"]]
-    first, last = ({k: abs(v[:, at] - found["eager"][:, at]).mean() for k, v in found.items()} for at in ENDS)
-    assert found["eager"][:, 0].min() > 4 and found["eager"][:, -50:].mean() < 1
+    first, last = ({k: abs(v[at] - found["eager"][at]).mean() for k, v in found.items()} for at in ENDS)
+    assert found["eager"][0] > 4 and found["eager"][-50:].mean() < 1
     assert last["inductor"] < 1.5 * first["inductor"]
     assert 0 < last["coda"] <= 1.5 * last["inductor"]
