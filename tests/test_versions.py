@@ -15,7 +15,7 @@ from torch import fx
 
 from coda_inductor import backend, cli
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.settings import SettingError
+from coda_inductor.core.settings import SettingError, Settings
 from coda_inductor.core.versions import TESTED, TORCH, check_torch, missing, numbers
 from coda_inductor.inductor import tangents
 
@@ -184,6 +184,13 @@ def test_an_error_of_inductors_own_is_not_taken_for_a_missing_name(monkeypatch: 
     monkeypatch.setattr("coda_inductor.inductor.compile.compile_fx", fail)
     with pytest.raises(Exception, match="AttributeError: provoked"):
         run(half(), *streams(), options=REFERENCE)
+
+
+def test_a_name_of_ours_is_not_taken_for_one_of_torchs() -> None:
+    for owner in (backend, Settings(), Settings):
+        with pytest.raises(AttributeError) as raised:
+            owner.nothing  # type: ignore[attr-defined] # noqa: B018
+        assert missing(raised.value).what.endswith("(a bug of ours, please report it)")
 
 
 @pytest.mark.parametrize(

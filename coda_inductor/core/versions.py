@@ -48,6 +48,9 @@ def behind(module: str) -> ModuleType:
 def missing(error: ImportError | AttributeError) -> Unsupported:
     """What to say of a name that is not there. The frames that the error came through are let go of."""
     forget_frames(error)
+    owner = error.obj if isinstance(error, AttributeError) else None
+    if "coda_inductor" in str(getattr(owner, "__module__", getattr(owner, "__name__", ""))):
+        return Unsupported(f"{error} (a bug of ours, please report it)")
     return Unsupported(f"{PLACE.sub('', str(error))}, with torch {_torch()}; {TESTED}")
 
 
