@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coda_inductor.codegen import target, timing
+from coda_inductor.codegen import target
+from coda_inductor.measure import timing
 
 Call = Callable[[], object]
 BIN_MS, LONG_MS = 50, 1500

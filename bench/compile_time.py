@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from coda_inductor.codegen import launch, target
+from coda_inductor.codegen import target
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch
 
 BACKENDS = ("inductor", "coda")
 CALLS = 5  # after the first

@@ -31,8 +31,9 @@ import torch.multiprocessing as processes
 from torch import nn
 from training import llama
 
-from coda_inductor.codegen import launch, target
+from coda_inductor.codegen import target
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch
 
 RANKS, TOKENS, LENGTH = 2, 8192, 1024
 BACKENDS = ("inductor", "coda")

@@ -23,9 +23,11 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_gradients, norm_producer, random_inputs, scores  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, timing, tune  # noqa: E402
+from coda_inductor.codegen import legality, target  # noqa: E402
 from coda_inductor.core.interpret import REDUCTIONS  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
+from coda_inductor.kernels import launch  # noqa: E402
+from coda_inductor.measure import timing, tune  # noqa: E402
 
 WAYS = ("finished", "by torch", "without sums")
 WORK: tuple[tuple[Callable[[int, int], Region], int, int, int], ...] = (

@@ -1,4 +1,4 @@
-"""Two accounts of the same bytes: coda_inductor.inductor.schedule's model, and Inductor's own schedule for an H200.
+"""Two accounts of the same bytes: coda_inductor.schedule.model's model, and Inductor's own schedule for an H200.
 
 Inductor lowers and schedules the post-grad graph on fake CUDA tensors; no code is generated and no GPU is needed.
 
@@ -37,9 +37,9 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.inductor.capture import OnCpu, Untouched, capture, stub
-from coda_inductor.inductor.like_cuda import like_cuda
-from coda_inductor.inductor.schedule import Kernel, kernels
+from coda_inductor.explain.capture import OnCpu, Untouched, capture, stub
+from coda_inductor.explain.like_cuda import like_cuda
+from coda_inductor.schedule.model import Kernel, kernels
 
 H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30, warp_size=32,

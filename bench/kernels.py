@@ -22,9 +22,11 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, tune  # noqa: E402
-from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.codegen import legality, target  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
+from coda_inductor.kernels import launch  # noqa: E402
+from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.measure import tune  # noqa: E402
 
 M = 8192
 WIDTHS = ((2048, 8192), (4096, 14336), (8192, 28672))  # hidden, feed-forward

@@ -24,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coda_inductor.codegen import launch, target, timing
+from coda_inductor.codegen import target
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch
+from coda_inductor.measure import timing
 
 WIDTHS = {
     2048: (8192, 16, 8),

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from coda_inductor.codegen import launch, target
+from coda_inductor.codegen import target
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch
 
 SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 

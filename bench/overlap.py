@@ -23,9 +23,11 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import random_inputs, rotary_alone, token_scale  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, timing, tune  # noqa: E402
+from coda_inductor.codegen import legality, target  # noqa: E402
 from coda_inductor.codegen.tiles import Config  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
+from coda_inductor.kernels import launch  # noqa: E402
+from coda_inductor.measure import timing, tune  # noqa: E402
 
 WAYS = ("overlapping", "in turn", "products")
 TILES = {rotary_alone: Config(128, 128, 1, 2, True), token_scale: Config(128, 128, 2, 1, True)}

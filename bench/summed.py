@@ -22,10 +22,12 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_gradients, random_inputs  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, timing, tune  # noqa: E402
-from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.codegen import legality, target  # noqa: E402
 from coda_inductor.core.region import Let, Operand, Product, Region, Store  # noqa: E402
 from coda_inductor.core.verify import verify  # noqa: E402
+from coda_inductor.kernels import launch  # noqa: E402
+from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.measure import timing, tune  # noqa: E402
 
 ROUNDS, SIDES = 15, ("together", "apart", "floor")
 Case = tuple[int, int, int, bool]

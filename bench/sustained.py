@@ -25,9 +25,11 @@ from kernels import M, bare_products
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, timing, tune  # noqa: E402
-from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.codegen import legality, target  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
+from coda_inductor.kernels import launch  # noqa: E402
+from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.measure import timing, tune  # noqa: E402
 
 SPAN_S = 0.5
 SM_CLOCK = 1  # NVML_CLOCK_SM

@@ -22,10 +22,12 @@ from kernels import bare_products
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
 
-from coda_inductor.codegen import launch, legality, target, tiles, timing, tune  # noqa: E402
-from coda_inductor.codegen.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.codegen import legality, target, tiles  # noqa: E402
 from coda_inductor.codegen.tiles import Config  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
+from coda_inductor.kernels import launch  # noqa: E402
+from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
+from coda_inductor.measure import timing, tune  # noqa: E402
 
 TILES = (
     *dict.fromkeys(tiles.LARGE + tiles.DEEP),

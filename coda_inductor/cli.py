@@ -42,8 +42,8 @@ def explain(arguments: Namespace) -> Answer:
 def graph(arguments: Namespace) -> Answer:
     """The model's graphs as programs, after the rewriting or before it."""
     chosen, model = settings(arguments), subject(arguments.subject)
-    facts = behind("coda_inductor.inductor.program").program(*model, arguments.mode, chosen)
-    listing = behind("coda_inductor.inductor.listing")
+    facts = behind("coda_inductor.explain.steps").program(*model, arguments.mode, chosen)
+    listing = behind("coda_inductor.explain.listing")
     return facts, lambda: str(listing.render(facts, arguments.before))
 
 
@@ -148,13 +148,13 @@ def settings(arguments: Namespace) -> Settings:
 
 def checked(chosen: Settings) -> Settings:
     """The settings, if all that they name exists; else raises SettingError."""
-    chosen.check_kinds(behind("coda_inductor.inductor.switches").NAMES)  # imports torch, which takes seconds
+    chosen.check_kinds(behind("coda_inductor.passes.switches").NAMES)  # imports torch, which takes seconds
     return chosen
 
 
 def subject(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(model, args, kwargs) from the function that "MODULE:FUNCTION" names."""
-    capture = behind("coda_inductor.inductor.capture")
+    capture = behind("coda_inductor.explain.capture")
     try:
         model, args, kwargs = capture.load(spec)
     except ImportError as error:

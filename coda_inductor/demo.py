@@ -17,12 +17,12 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coda_inductor.codegen import launch
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
+from coda_inductor.explain.report import plural
+from coda_inductor.explain.steps import program
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.program import program
-from coda_inductor.inductor.report import plural
+from coda_inductor.kernels import launch
 
 HIDDEN, FEED_FORWARD, HEADS, KEY_VALUE_HEADS, VOCABULARY, LAYERS = 512, 1408, 8, 4, 1024, 2
 HEAD, BATCH, LENGTH = HIDDEN // HEADS, 2, 256

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from coda_inductor.codegen import tune
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import DTYPES, Extent, Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
+from coda_inductor.measure import tune
 
 
 def norm_producer(n: int, k: int) -> Region:

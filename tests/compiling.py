@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from coda_inductor.codegen import launch, prebuild, sweep_launch, target, timing
-from coda_inductor.codegen.executable import Parts, Run
+from coda_inductor.codegen import target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.codegen.timing import Times
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
 from coda_inductor.core.sweep import Sweep, interpret_sweep
-from coda_inductor.inductor import joint_pass, rehearsal
+from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch, prebuild, sweep_launch
+from coda_inductor.kernels.executable import Parts, Run
+from coda_inductor.measure import timing
+from coda_inductor.measure.timing import Times
+from coda_inductor.tuning import benchmark
 
 TOKENS, WIDTH, INNER = 320, 64, 128
 
@@ -170,7 +173,7 @@ def begun(
 
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a contest has Inductor compile, runs as it is: that took half of the time of such tests."""
-    monkeypatch.setattr(rehearsal, "_compile", lambda module, tensors: module)
+    monkeypatch.setattr(benchmark, "_compile", lambda module, tensors: module)
 
 
 def pretend(

@@ -16,8 +16,8 @@ import torch
 from hypothesis import settings
 from quick import quick
 
-from coda_inductor.codegen import launch, library
 from coda_inductor.core import errors
+from coda_inductor.kernels import launch, library
 
 quick()
 gc.set_threshold(50_000, 20, 100)  # graphs are many small objects that live long: 100 s for 109

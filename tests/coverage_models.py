@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
-from coda_inductor.inductor.capture import OnCpu, Untouched
+from coda_inductor.explain.capture import OnCpu, Untouched
 
 BF16 = torch.bfloat16
 Made = tuple[nn.Module, tuple[Any, ...]]

@@ -17,18 +17,19 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGe
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import around, rehearsal, schedule, trials
-from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.extract import subgraph
-from coda_inductor.inductor.group import Group, groups
-from coda_inductor.inductor.judges import Verdict
-from coda_inductor.inductor.memory import Memory
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.schedule import saved_names
-from coda_inductor.inductor.trials import Trials, deferred
+from coda_inductor.explain.capture import capture
+from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.patterns.graph import aten, is_backward
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.schedule import model
+from coda_inductor.schedule.memory import Memory
+from coda_inductor.schedule.model import saved_names
+from coda_inductor.tuning import around, benchmark, measurements
+from coda_inductor.tuning.extract import subgraph
+from coda_inductor.tuning.group import Group, groups
+from coda_inductor.tuning.measurements import Trials, deferred
+from coda_inductor.tuning.verdicts import Verdict
 
 B, T, D = 4, 80, 64
 SETTINGS = Settings(target="sm_90a", tune="quick")
@@ -177,13 +178,13 @@ def test_the_backward_reads_what_is_saved() -> None:
 
 def partitions(monkeypatch: pytest.MonkeyPatch, tune: Any) -> int:
     """How often a contest asks what is saved, for all its groups."""
-    asked, whole = list[fx.Graph](), schedule.saved_names
+    asked, whole = list[fx.Graph](), model.saved_names
 
     def saved(graph: fx.Graph) -> frozenset[str]:
         asked.append(graph)
         return whole(graph)
 
-    monkeypatch.setattr(trials, "saved_names", saved)
+    monkeypatch.setattr(measurements, "saved_names", saved)
     settings = Settings(target="sm_90a", tune=tune)
 
     def decide(plan: Plan, builts: list[Built]) -> Verdict:
@@ -213,11 +214,11 @@ def test_no_rank_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(functorch_config._sync_decision_cross_ranks)
         return whole(*args, **kwargs)
 
-    monkeypatch.setattr(schedule, "min_cut_rematerialization_partition", partition)
+    monkeypatch.setattr(model, "min_cut_rematerialization_partition", partition)
     graphs = list[fx.Graph]()
     capture(Layer(), streams(), {}, "train", graphs.append)
     with functorch_config.patch(_sync_decision_cross_ranks=True):
-        schedule.partition(graphs[0])
+        model.partition(graphs[0])
     assert seen == [False]
 
 
@@ -230,7 +231,7 @@ def test_gradients_of_subclasses_are_the_backwards() -> None:
     assert wanted and any(isinstance(d, GradAOTOutput) for d in described)
     parts = [SubclassGetAttrAOTOutput(base=d, attr="_local_tensor") if d is not None else None for d in described]
     graph.output_node().meta["desc"] = parts
-    assert schedule.partition(graph) is not None and saved_names(graph) == wanted
+    assert model.partition(graph) is not None and saved_names(graph) == wanted
 
 
 def test_what_cannot_be_known_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +242,10 @@ def test_what_cannot_be_known_is_done_without(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("Node was invalid, but is output")
 
     with monkeypatch.context() as patch:
-        patch.setattr(schedule, "min_cut_rematerialization_partition", fails)
+        patch.setattr(model, "min_cut_rematerialization_partition", fails)
         assert saved_names(graphs[0]) == frozenset()
     del graphs[0].output_node().meta["desc"]
-    assert schedule.partition(graphs[0]) is None and saved_names(graphs[0]) == frozenset()
+    assert model.partition(graphs[0]) is None and saved_names(graphs[0]) == frozenset()
 
 
 def test_nothing_is_saved_without_a_backward() -> None:
@@ -258,10 +259,10 @@ def test_a_store_is_read_as_the_node_lies() -> None:
     store, graph = torch.randn(B * T, D), fx.Graph()
     node = graph.placeholder("x")
     node.meta["val"] = torch.empty(B, T, 4, 16, device="meta").transpose(1, 2)
-    found = rehearsal.as_the_node(store, node)
+    found = benchmark.as_the_node(store, node)
     assert torch.equal(found, store.view(B, T, 4, 16).transpose(1, 2)) and found.stride() == node.meta["val"].stride()
     node.meta["val"] = torch.empty(B, T, 2 * D, device="meta", dtype=torch.bfloat16)
-    assert rehearsal.as_the_node(store, node).shape == (B, T, 2 * D)
+    assert benchmark.as_the_node(store, node).shape == (B, T, 2 * D)
 
 
 class Heads(nn.Module):
@@ -278,13 +279,13 @@ class Heads(nn.Module):
 
 def test_programs_read_what_regions_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uncached: None) -> None:
     pretend(monkeypatch, tmp_path, inductor=True)
-    asked, whole = list[fx.Node](), rehearsal.as_the_node
+    asked, whole = list[fx.Node](), benchmark.as_the_node
 
     def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
         asked.append(node)
         return whole(store, node)
 
-    monkeypatch.setattr(rehearsal, "as_the_node", as_the_node)
+    monkeypatch.setattr(benchmark, "as_the_node", as_the_node)
     torch.manual_seed(0)
     ran = run(Heads(), torch.randn(B, T, D, dtype=torch.bfloat16))
     assert ran == [] and any(n.meta["val"].dim() == 4 for n in asked)
@@ -295,7 +296,7 @@ def test_in_another_order_the_programs_refuse_them(
 ) -> None:
     """The guard broken: as they were read once."""
     turned: Callable[..., Tensor] = lambda store, node: store.reshape(node.meta["val"].shape)  # noqa: E731
-    monkeypatch.setattr(rehearsal, "as_the_node", turned)
+    monkeypatch.setattr(benchmark, "as_the_node", turned)
     pretend(monkeypatch, tmp_path, inductor=True)
     ran = run(Heads(), torch.randn(B, T, D, dtype=torch.bfloat16))
     assert len(ran) == 1 and "stride" in ran[0]

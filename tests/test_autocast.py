@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
-from coda_inductor.inductor.autocast import WIDE, WIDE_RESULT
-from coda_inductor.inductor.capture import capture
+from coda_inductor.explain.autocast import WIDE, WIDE_RESULT
+from coda_inductor.explain.capture import capture
 
 LEFT_OUT = ("upsample", "_upsample", "dist", "pdist", "cdist", "renorm", "nuclear_norm", "linalg_matrix_norm")
 LOSSES = (

@@ -19,17 +19,20 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_inductor.codegen import launch, legality, timing
+from coda_inductor.codegen import legality
 from coda_inductor.codegen.tiles import BARE, DEEP_LEAST
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Region, Store
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
-from coda_inductor.inductor import bare, bare_contest
-from coda_inductor.inductor.bare import as_region
-from coda_inductor.inductor.casts import EARLY, round_first, write_wide
-from coda_inductor.inductor.listing import render
-from coda_inductor.inductor.program import program
+from coda_inductor.explain.listing import render
+from coda_inductor.explain.steps import program
+from coda_inductor.kernels import launch
+from coda_inductor.measure import timing
+from coda_inductor.passes import plain
+from coda_inductor.passes.casts import EARLY, round_first, write_wide
+from coda_inductor.passes.plain import as_region
+from coda_inductor.tuning import plain_products
 
 LARGE, WIDTH = DEEP_LEAST, 64
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -50,7 +53,7 @@ class Block(nn.Module):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path)
-    monkeypatch.setattr(bare, "DEEP_LEAST", 64)
+    monkeypatch.setattr(plain, "DEEP_LEAST", 64)
 
 
 def step(dtype: torch.dtype = bf16, grad: bool = True, rows: int = 320) -> tuple[Block, Tensor]:
@@ -112,7 +115,7 @@ def test_without_memory_to_try_it_the_product_stays(machine: None, monkeypatch: 
     def full(node: fx.Node, device: torch.device) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(bare_contest, "sample", full)
+    monkeypatch.setattr(plain_products, "sample", full)
     model, x = step()
     ran = run(model, x, grad=True)
     assert not any(site.region.is_bare for site in ran.reports[0].sites)
@@ -196,9 +199,9 @@ def test_those_of_another_device_or_an_illegal_dtype_are_none() -> None:
         return product(lambda a, b: a @ b.t(), (M, K), (N, K), dtype=dtype).graph
 
     cpu, legal = torch.device("cpu"), legality.check
-    assert [len(x) for x in bare.bare_products(graph(bf16), legal, cpu)] == [1, 0]
-    assert [len(x) for x in bare.bare_products(graph(bf16), legal, torch.device("cuda"))] == [0, 0]
-    found, refused = bare.bare_products(graph(torch.float32), legal, cpu)
+    assert [len(x) for x in plain.bare_products(graph(bf16), legal, cpu)] == [1, 0]
+    assert [len(x) for x in plain.bare_products(graph(bf16), legal, torch.device("cuda"))] == [0, 0]
+    found, refused = plain.bare_products(graph(torch.float32), legal, cpu)
     assert not found and list(refused.values()) == ["matrices of f32 (kernels multiply bf16 or f16)"]
 
 
@@ -379,7 +382,7 @@ def test_they_are_listed_as_the_products_that_they_are(monkeypatch: pytest.Monke
 
     wide = {"float32[96, 64]", "float32[1024, 64]", "float32[72, 96]"}
     assert {t for *_, t in listed(Autocast(), x)} == wide
-    monkeypatch.setattr(bare, "DEEP_LEAST", 64)
+    monkeypatch.setattr(plain, "DEEP_LEAST", 64)
     found = listed(Block().to(bf16), x.detach().to(bf16).requires_grad_())
     assert {t for *_, t in found} == {"bfloat16[72, 96]", "bfloat16[96, 64]", "bfloat16[1024, 64]"}
     assert [a.endswith(".T") for a, _, t in found] == ["1024" not in t for *_, t in found]

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from coda_inductor.codegen import timing
+from coda_inductor.measure import timing
 
 
 @pytest.fixture

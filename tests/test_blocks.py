@@ -26,12 +26,12 @@ from codegen_cases import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coda_inductor.codegen import launch
 from coda_inductor.core import blocks, errors
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region
 from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
+from coda_inductor.kernels import launch
 
 REGIONS: list[Callable[[int, int], Region]] = [*CASES, *(lambda n, k, s=s: random_region(s) for s in range(20))]
 

@@ -16,11 +16,11 @@ from compiling import REFERENCE, half, pretend, run, streams
 from processes import Script, fresh
 
 from coda_inductor.codegen import target
-from coda_inductor.codegen.prebuild import Job, prebuild
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import joint_pass, settle
 from coda_inductor.inductor.joint_pass import JointPass
+from coda_inductor.kernels.prebuild import Job, prebuild
 
 HERE = Path(__file__).resolve().parent
 

@@ -16,7 +16,7 @@ from processes import Script
 from coda_inductor import __version__, cli
 from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import switches
+from coda_inductor.passes import switches
 
 SUBJECT = ("model", (1,), {"key": 2})
 MODEL = """

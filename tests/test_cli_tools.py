@@ -17,7 +17,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from coda_inductor import cli
-from coda_inductor.codegen import record, store, target
+from coda_inductor.codegen import target
 from coda_inductor.codegen.tiles import LARGE
 from coda_inductor.commands import cache, doctor, rules
 from coda_inductor.commands import kernels as kernels_of
@@ -26,8 +26,9 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import outcome
+from coda_inductor.kernels import record, store
 from coda_inductor.rewrite.laws import BILINEARITY, LAWS, Law
+from coda_inductor.tuning import outcome
 
 MODEL = """
 import torch

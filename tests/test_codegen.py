@@ -36,13 +36,15 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality, library, prebuild, record, source, store, target, tiles, tune
-from coda_inductor.codegen.ahead import Ahead
-from coda_inductor.codegen.executable import Run
+from coda_inductor.codegen import legality, source, target, tiles
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.kernels import launch, library, prebuild, record, store
+from coda_inductor.kernels.ahead import Ahead
+from coda_inductor.kernels.executable import Run
+from coda_inductor.measure import tune
 
 HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
 KINDS = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad", "ColVecReduce", "RowVecReduce", "OnlineLSEReduce")

@@ -26,14 +26,15 @@ import torch
 from codegen_cases import CASES, norm_backward, swiglu, token_scale
 from processes import fresh
 
-from coda_inductor.codegen import cubin, launch, legality, library, sweep_plan, target
-from coda_inductor.codegen import prebuild as prebuild_module
-from coda_inductor.codegen import store as stored
-from coda_inductor.codegen.executable import Parts
-from coda_inductor.codegen.prebuild import AnyJob, Job, SweepJob, prebuild
+from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.tiles import HEAVY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
+from coda_inductor.kernels import cubin, launch, library
+from coda_inductor.kernels import prebuild as prebuild_module
+from coda_inductor.kernels import store as stored
+from coda_inductor.kernels.executable import Parts
+from coda_inductor.kernels.prebuild import AnyJob, Job, SweepJob, prebuild
 
 SCRIPT = """
 import json, sys
@@ -46,8 +47,8 @@ def watched(cls, *args, **kwargs):
     return chosen[-1]
 quack.gemm_sm90.GemmSm90._compute_stages = classmethod(watched)
 import codegen_cases as cases
-from coda_inductor.codegen import legality, library
-from coda_inductor.codegen.kernel import Compiled, without_gpu
+from coda_inductor.codegen import legality; from coda_inductor.kernels import library
+from coda_inductor.kernels.kernel import Compiled, without_gpu
 from coda_inductor.codegen.tiles import Config
 without_gpu()
 HEAVIEST = (cases.norm_gradients, cases.swiglu_backward)
@@ -161,7 +162,7 @@ import os, sys, time
 import torch
 from codegen_cases import norm_backward, swiglu
 from coda_inductor.codegen import legality
-from coda_inductor.codegen.prebuild import Job, begin
+from coda_inductor.kernels.prebuild import Job, begin
 regions = [make(256, k) for make in (norm_backward, swiglu) for k in (64, 128)]
 codes = []
 for seconds in (0, 0.001, 0.01, 0.5):
@@ -273,10 +274,10 @@ def test_a_kept_kernel_needs_no_compiler(stores: tuple[Path, Path]) -> None:
 import sys
 from pathlib import Path
 from codegen_cases import norm_backward
-from coda_inductor.codegen import library
+from coda_inductor.kernels import library
 from coda_inductor.codegen.tiles import Config
 found = library.load(norm_backward(256, 64), Config(128, 128, 2, 1, True), Path(sys.argv[1]))
-assert not sys.modules.keys() & {"quack", "cutlass", "coda_inductor.codegen.kernel"}
+assert not sys.modules.keys() & {"quack", "cutlass", "coda_inductor.kernels.kernel"}
 print(found.stack, found.config)
 try:
     found._run()
@@ -371,7 +372,7 @@ def test_what_quack_would_tell_apart_lies_apart(
     make: Callable[[int, int], Region], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Two Regions share a folder only if quack is asked for the same; then a library is not taken for another."""
-    kernel = pytest.importorskip("coda_inductor.codegen.kernel")
+    kernel = pytest.importorskip("coda_inductor.kernels.kernel")
     asked = list[str]()
 
     def told(*given: Any, **named: Any) -> Any:
@@ -451,7 +452,7 @@ def test_the_compiler_is_imported_in_a_thread_of_its_own(monkeypatch: pytest.Mon
         assert launch.compiler().Compiled != threading.get_ident()
     code = """
 import sys
-from coda_inductor.inductor.launching import Launcher
+from coda_inductor.ops.lowering import Launcher
 from codegen_cases import token_scale
 Launcher(token_scale(64, 64).text)
 assert not sys.modules.keys() & {"quack", "cutlass"}
@@ -464,7 +465,7 @@ SWEEPS = """
 import sys
 from pathlib import Path
 from sweep_cases import CASES
-from coda_inductor.codegen.sweep_kernel import build_sweep
+from coda_inductor.kernels.sweep_kernel import build_sweep
 for make in CASES:
     print(make.__name__, build_sweep(make(272), Path(sys.argv[1])).stack)
 """
@@ -475,9 +476,9 @@ def test_sweeps_compile(tmp_path: Path) -> None:
     done = fresh(SWEEPS, str(tmp_path), QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a")
     assert done.stdout.split("\n")[:-1] == [f"{make.__name__} 0" for make in sweep_cases.CASES], done.stderr[-2000:]
     for make in sweep_cases.CASES:
-        place = sweep_plan.folder(make(272), tmp_path)
+        place = library.sweep_folder(make(272), tmp_path)
         assert [*place.glob("sweep.o")] and not [*place.glob(".sweep*")]
-        assert not [*sweep_plan.folder(make(288), tmp_path).glob("*")]
+        assert not [*library.sweep_folder(make(288), tmp_path).glob("*")]
 
 
 def test_sweeps_compile_ahead(tmp_path: Path) -> None:
@@ -486,7 +487,7 @@ def test_sweeps_compile_ahead(tmp_path: Path) -> None:
     jobs: list[AnyJob] = [good, bad, Job(token_scale(256, 64), Config(128, 128, 2, 1, True))]
     failed = prebuild(jobs, str(tmp_path), workers=2)
     assert failed.keys() == {bad} and "257" in failed[bad]
-    place = sweep_plan.folder(good.sweep, tmp_path)
+    place = library.sweep_folder(good.sweep, tmp_path)
     assert library.open_kept(place) is not None
     made = (place / "sweep.o").stat().st_mtime_ns
     assert prebuild([good], str(tmp_path), workers=1) == {} and (place / "sweep.o").stat().st_mtime_ns == made

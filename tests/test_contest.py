@@ -19,20 +19,22 @@ from test_training_device import Layer
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from coda_inductor.codegen import prebuild, target, timing
-from coda_inductor.codegen.timing import Times
+from coda_inductor.codegen import target
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import group
-from coda_inductor.inductor.contest import warm_up_early
-from coda_inductor.inductor.extract import laid_out
-from coda_inductor.inductor.group import Group
-from coda_inductor.inductor.outcome import TIMED, in_bursts, outcome_of, timed
-from coda_inductor.inductor.paths import UNKNOWN, assumed, hint
-from coda_inductor.inductor.rehearsal import Programs
-from coda_inductor.inductor.trials import Trials
-from coda_inductor.rewrite.build import Built
+from coda_inductor.kernels import prebuild
+from coda_inductor.measure import timing
+from coda_inductor.measure.timing import Times
+from coda_inductor.plan.built import Built
+from coda_inductor.schedule.hints import UNKNOWN, assumed, hint
+from coda_inductor.tuning import group
+from coda_inductor.tuning.benchmark import Programs
+from coda_inductor.tuning.extract import laid_out
+from coda_inductor.tuning.group import Group
+from coda_inductor.tuning.measurements import Trials
+from coda_inductor.tuning.outcome import TIMED, in_bursts, outcome_of, timed
+from coda_inductor.tuning.tuner import warm_up_early
 
 WIDE = torch.randn(128, 64, dtype=torch.bfloat16)
 W, V = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))

@@ -14,20 +14,21 @@ import torch.nn.functional as F
 from compiling import pretend
 from torch import Tensor, fx, nn
 
-from coda_inductor.codegen.timing import Times
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import rehearsal
-from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.contest import Contest
-from coda_inductor.inductor.extract import computed, small, subgraph
-from coda_inductor.inductor.group import Group, groups, mask, readers, tied
+from coda_inductor.explain.capture import capture
+from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor.joint import Report
-from coda_inductor.inductor.judges import Verdict
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.outcome import Outcome, borne, recorded, together
-from coda_inductor.inductor.trials import Trials, deferred
-from coda_inductor.rewrite.build import Built, build
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.measure.timing import Times
+from coda_inductor.plan.build import build
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.tuning import benchmark
+from coda_inductor.tuning.extract import computed, small, subgraph
+from coda_inductor.tuning.group import Group, groups, mask, readers, tied
+from coda_inductor.tuning.measurements import Trials, deferred
+from coda_inductor.tuning.outcome import Outcome, borne, recorded, together
+from coda_inductor.tuning.tuner import Contest
+from coda_inductor.tuning.verdicts import Verdict
 
 
 def outcome(fused: float, baseline: float) -> Outcome:
@@ -231,7 +232,7 @@ def test_which_loops_take_sums(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A loss's gradient of random scores is infinite; a kernel that reads sums of it agrees with nothing."""
-    monkeypatch.setattr(rehearsal, "_compile", lambda module, tensors: module)
+    monkeypatch.setattr(benchmark, "_compile", lambda module, tensors: module)
     vectors = 0
 
     def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
@@ -240,7 +241,7 @@ def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pyte
             (built,) = group.builts
             for node in {n for t in group.loops for n in t.all_input_nodes} - {*group.loops}:
                 group.values[node] = torch.full_like(group.value(node), torch.inf)
-            rehearsal.Programs().computations(plan, group, built)
+            benchmark.Programs().computations(plan, group, built)
             found = [group.values[c] for c in group.computed(built)]
             assert all(x.isfinite().all() for x in found) and not {*group.taken} & group.values.keys()
             vectors += len(found)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.capture import capture
+from coda_inductor.explain.capture import capture
 from coda_inductor.inductor.joint import rewrite
 from coda_inductor.patterns import graph as g
 

@@ -11,17 +11,19 @@ from codegen_cases import blank_outputs, random_inputs, token_scale
 from compiling import pretend
 from processes import python
 
-from coda_inductor.codegen import launch, legality, record, store, tune
+from coda_inductor.codegen import legality
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint_pass import JointPass
+from coda_inductor.kernels import launch, record, store
+from coda_inductor.measure import tune
 
 SCRIPT = """
 import hashlib, sys
 import pytest, torch
 import compiling
 from compiling import half, pretend, run, streams
-from coda_inductor.codegen import timing
-from coda_inductor.codegen.timing import Times
+from coda_inductor.measure import timing
+from coda_inductor.measure.timing import Times
 from pathlib import Path
 
 class InTiles(compiling.Interpreted):

@@ -18,8 +18,8 @@ from late_programs import LATE
 from programs import check, compiled, difference, inductor_is_right, inductor_is_wrong, of_way, off, rows, seen
 from swept_programs import OTHER_SIZES, SWEPT, TABLES
 
-from coda_inductor.inductor import tables
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.passes import tables
 
 MATRIX = matrix()
 ALL = MATRIX | EFFECTS | DRAWS | LATE

@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
-from coda_inductor.explain import explain, region_facts, render
-from coda_inductor.inductor.capture import capture, load
-from coda_inductor.inductor.casts import Cast
-from coda_inductor.inductor.report import amounts
-from coda_inductor.inductor.sweeps import Kept
-from coda_inductor.inductor.tables import Table
+from coda_inductor.explain.capture import capture, load
+from coda_inductor.explain.facts import explain, region_facts, render
+from coda_inductor.explain.report import amounts
+from coda_inductor.passes.casts import Cast
+from coda_inductor.passes.sweeps import Kept
+from coda_inductor.passes.tables import Table
 
 M, N, K = 512, 256, 128
 TILE = 4 * M * N

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
-from coda_inductor.inductor.capture import OnCpu, Untouched, capture
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.schedule import kernels
+from coda_inductor.explain.capture import OnCpu, Untouched, capture
+from coda_inductor.explain.offline import rewrite_for
+from coda_inductor.schedule.model import kernels
 
 SM_90A, REFERENCE = Settings(target="sm_90a"), Settings(target="reference")
 LAYERS = 2

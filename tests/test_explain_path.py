@@ -19,8 +19,8 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Region, Store
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
+from coda_inductor.explain.capture import capture, load
 from coda_inductor.inductor import joint_pass
-from coda_inductor.inductor.capture import capture, load
 
 SM_90A = Settings(target="sm_90a")
 BF16 = torch.bfloat16

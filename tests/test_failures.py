@@ -18,16 +18,19 @@ from compiling import HERE, REFERENCE, Interpreted, close, half, left_to_inducto
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from coda_inductor.codegen import launch, store, target, timing
+from coda_inductor.codegen import target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core import errors
 from coda_inductor.core.errors import BrokenInvariant, CodaWarning, Unsupported, warn
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import joint, joint_pass, launching, notes, settle
+from coda_inductor.inductor import joint, joint_pass, notes, settle
 from coda_inductor.inductor.joint_pass import JointPass
+from coda_inductor.kernels import launch, store
+from coda_inductor.measure import timing
+from coda_inductor.ops import lowering
 from coda_inductor.patterns.lift import lift
-from coda_inductor.rewrite import search
+from coda_inductor.plan import search
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -177,7 +180,7 @@ def test_exception_in_the_middle_of_writing_restores_the_graph(monkeypatch: pyte
             assert all("val" in n.meta for n in module.graph.nodes if n.op == "call_function")
 
     import coda_inductor.inductor.compile
-    from coda_inductor.inductor import emit
+    from coda_inductor.write import emit
 
     def fail_after(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -215,9 +218,9 @@ def test_exception_in_what_inductor_makes_of_a_region(
         raise RuntimeError("provoked")
 
     if where == "lowering":
-        monkeypatch.setattr(launching, "_layouts", fail)
+        monkeypatch.setattr(lowering, "_layouts", fail)
     else:
-        monkeypatch.setattr(launching.RegionKernel, "codegen", fail)
+        monkeypatch.setattr(lowering.RegionKernel, "codegen", fail)
     model, x = half(BF16), streams(BF16)
     ran = run(model, *x)
     close(ran.output, model(*x).detach())
@@ -603,7 +606,7 @@ def test_launch_without_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     region, inputs = spec()
     out = torch.empty(300, 64, dtype=BF16)
     monkeypatch.setenv("CODA_INDUCTOR_STRICT", str(int(strict)))
-    launch_ = launching.Launcher(region.text)
+    launch_ = lowering.Launcher(region.text)
     if strict:
         with pytest.raises(Unsupported, match="others may write"):
             launch_(inputs, [out])
@@ -622,7 +625,7 @@ def test_launch_without_a_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     region, inputs = spec()
     out = torch.empty(300, 64, dtype=BF16)
     monkeypatch.setenv("CODA_INDUCTOR_STRICT", str(int(strict)))
-    launch_ = launching.Launcher(region.text)
+    launch_ = lowering.Launcher(region.text)
     if strict:
         with pytest.raises(Unsupported, match=r"nvvm says no(.|\n)*without CODA_INDUCTOR_STRICT"):
             launch_(inputs, [out])
@@ -639,12 +642,12 @@ def test_launch_without_a_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_kernel_comes_from_the_directory_of_its_own_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever is compiled or set before its first launch."""
     opened: list[str | None] = []
-    monkeypatch.setattr(launching, "kernel", lambda text, cache_dir, **how: opened.append(cache_dir) or print)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(lowering, "kernel", lambda text, cache_dir, **how: opened.append(cache_dir) or print)  # type: ignore[func-returns-value]
     launches = []
     for name in "ab":
         ours = JointPass(Settings(cache_dir=name))
         with torch._inductor.config.patch(joint_custom_pre_pass=ours):  # as compile_fx does
-            launches.append(launching.Launcher(spec()[0].text))
+            launches.append(lowering.Launcher(spec()[0].text))
     monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(tmp_path))
     for launch_ in (*launches, *launches):
         assert launch_.kernel
@@ -658,7 +661,7 @@ class Settled(CustomGraphPass):
         self.seen: list[Settings] = []
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.seen.append(launching.current())
+        self.seen.append(lowering.current())
 
     def uuid(self) -> str:
         return "settled"

@@ -19,11 +19,15 @@ from compiling import HERE, Interpreted, close, half, left_to_inductor, pretend,
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coda_inductor.codegen import launch, target, timing, tune
+from coda_inductor.codegen import target
 from coda_inductor.core.errors import BrokenInvariant, CodaWarning, Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import group, joint_pass, launching, rehearsal
+from coda_inductor.inductor import joint_pass
+from coda_inductor.kernels import launch
+from coda_inductor.measure import timing, tune
+from coda_inductor.ops import lowering
+from coda_inductor.tuning import benchmark, group
 
 BF16 = torch.bfloat16
 REAL_CAPABILITY = target.capability
@@ -108,7 +112,7 @@ def test_launch_where_the_compiler_cannot_be_loaded(
     monkeypatch.setenv("CODA_INDUCTOR_STRICT", str(int(strict)))
     region = token_scale(64, 32)
     inputs, out = random_inputs(region, 300, "cpu"), torch.empty(300, 64, dtype=BF16)
-    run_region = launching.Launcher(region.text)
+    run_region = lowering.Launcher(region.text)
     if strict:
         with pytest.raises(Unsupported, match="cannot be loaded"):
             run_region(inputs, [out])
@@ -121,7 +125,7 @@ def test_launch_where_the_compiler_cannot_be_loaded(
 
 def test_driver_that_refuses_what_the_compiler_makes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The door to the compiler is the real one; what it makes on the way is more than the driver loads."""
-    kernel = pytest.importorskip("coda_inductor.codegen.kernel")
+    kernel = pytest.importorskip("coda_inductor.kernels.kernel")
     from cutlass.base_dsl.common import DSLCudaRuntimeError
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -161,7 +165,7 @@ def in_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_inductors_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal.Programs, "compiled", lambda self, graph, tensors: no_memory)
+    monkeypatch.setattr(benchmark.Programs, "compiled", lambda self, graph, tensors: no_memory)
 
 
 def in_inductors_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +277,7 @@ def test_what_fails_before_inductor_does(
     def fail(module: Any, tensors: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(rehearsal, "_compile", fail)
+    monkeypatch.setattr(benchmark, "_compile", fail)
     (warning,) = left_to_inductor("")
     assert re.search(said, warning)
 

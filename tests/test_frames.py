@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 from torch._inductor.pattern_matcher import FailedMatch
 
 from coda_inductor.backend import coda
-from coda_inductor.codegen import prebuild
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.inductor import joint_pass
+from coda_inductor.kernels import prebuild
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("uncached", "uncollected")

@@ -23,14 +23,14 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 from coda_inductor.explain import explain
+from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor.joint import Report
-from coda_inductor.inductor.judges import Verdict
-from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.patterns.terms import Terms
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.draft import Conflict
+from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.beside import through
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.draft import Conflict
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.tuning.verdicts import Verdict
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 3, 8
 WIDTH = HEADS * SIZE

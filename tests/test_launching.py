@@ -14,12 +14,14 @@ from codegen_cases import lane_sums, norm_gradients, random_inputs, scores, swig
 from compiling import close, pretend
 from torch import Tensor
 
-from coda_inductor.codegen import executable, source, tune
-from coda_inductor.codegen.executable import Executable, Parts
+from coda_inductor.codegen import source
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Reduction, Region
-from coda_inductor.inductor import launching
+from coda_inductor.kernels import executable
+from coda_inductor.kernels.executable import Executable, Parts
+from coda_inductor.measure import tune
+from coda_inductor.ops import lowering
 
 PLAIN = swiglu_backward(64, 32)
 MIXED = replace(PLAIN, reductions=(Reduction("dgg"), Reduction("dgg", "M"), Reduction("duu")))
@@ -29,7 +31,7 @@ MIXED = replace(PLAIN, reductions=(Reduction("dgg"), Reduction("dgg", "M"), Redu
 def test_outputs_have_the_regions_order(region: Region) -> None:
     outs = tune.outputs(region, [torch.empty(6, 32)] * region.matrices)
     shapes = [(6, 64)] * len(region.stores) + [(6,) if r.over == "N" else (64,) for r in region.reductions]
-    layouts = launching._layouts(region, 6, torch.device("cpu"))
+    layouts = lowering._layouts(region, 6, torch.device("cpu"))
     assert [tuple(out.shape) for out in outs] == shapes == [tuple(map(int, x.size)) for x in layouts]
     assert all(out.is_contiguous() for out in outs)
     assert [out.stride() for out in outs] == [tuple(map(int, x.stride)) for x in layouts]
@@ -38,7 +40,7 @@ def test_outputs_have_the_regions_order(region: Region) -> None:
 def test_sums_over_both_axes_in_a_compiled_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One over M stands between two over N."""
     pretend(monkeypatch, tmp_path)
-    launching.register()
+    lowering.register()
     inputs = random_inputs(MIXED, 301, "cpu")
     torch._dynamo.reset()
     text = MIXED.text

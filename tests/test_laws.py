@@ -18,10 +18,10 @@ from torch import Tensor
 from zoo import CASES, Case
 
 from coda_inductor.patterns.lift import lift
+from coda_inductor.plan.search import plan
 from coda_inductor.rewrite.derive import derive
 from coda_inductor.rewrite.laws import LAWS, Law
 from coda_inductor.rewrite.program import Program
-from coda_inductor.rewrite.search import plan
 
 each_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 REFUSALS = [(law, i) for law in LAWS for i in range(len(law.refuses))]

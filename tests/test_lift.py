@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from evaluate import NAMES, Graph, Read, captured, error, read
 from torch import Tensor, fx
 
-from coda_inductor.inductor.capture import capture
+from coda_inductor.explain.capture import capture
 from coda_inductor.patterns.lift import Lifted, lift
 from coda_inductor.patterns.terms import Term
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.codegen.legality import MAX_OPERANDS
-from coda_inductor.inductor.memory import Memory
-from coda_inductor.rewrite.draft import MAX_READ
+from coda_inductor.plan.draft import MAX_READ
+from coda_inductor.schedule.memory import Memory
 
 BF16 = torch.bfloat16
 

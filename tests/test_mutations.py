@@ -26,20 +26,22 @@ from zoo import CASES, Case
 
 from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
-from coda_inductor.inductor import bare
-from coda_inductor.inductor.vectors import Vectors
+from coda_inductor.passes import plain
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes
 from coda_inductor.patterns.infer import Reading
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import Term, Terms
-from coda_inductor.rewrite import derive, plan, search, separate
-from coda_inductor.rewrite.build import Built, build
-from coda_inductor.rewrite.draft import Draft
+from coda_inductor.plan import plan, search
+from coda_inductor.plan.build import build
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.draft import Draft
+from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite import derive, separate
 from coda_inductor.rewrite.laws import LAWS
-from coda_inductor.rewrite.plan import Plan
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.space import Space
+from coda_inductor.write.vectors import Vectors
 
 
 @pytest.fixture
@@ -241,7 +243,7 @@ def what_is_rounded_once_is_read_rounded(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_transposed_left_operand_is_read_in_rows(patch: pytest.MonkeyPatch) -> None:
-    original = bare.as_region
+    original = plain.as_region
 
     def as_region(node: fx.Node) -> Any:
         if (found := original(node)) is None:
@@ -249,7 +251,7 @@ def a_transposed_left_operand_is_read_in_rows(patch: pytest.MonkeyPatch) -> None
         (product,) = found[0].products
         return dataclasses.replace(found[0], products=(dataclasses.replace(product, a_layout="mk"),)), found[1]
 
-    patch.setattr(bare, "as_region", as_region)
+    patch.setattr(plain, "as_region", as_region)
 
 
 def bare_gradients() -> None:
@@ -260,7 +262,7 @@ def bare_gradients() -> None:
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         pretend(patch, Path(folder))
-        patch.setattr(bare, "DEEP_LEAST", 64)
+        patch.setattr(plain, "DEEP_LEAST", 64)
         test_bare.as_good_as_eager(*test_bare.step())
 
 
@@ -352,6 +354,6 @@ def test_space_is_what_the_mutations_take_it_for() -> None:
         (Program, ("check", "_shares", "turn")),
         (Axes, ("occupy", "unify")),
         (g, ("only_rounded",)),
-        (bare, ("as_region",)),
+        (plain, ("as_region",)),
     ):
         assert all(callable(getattr(owner, name)) for name in names)

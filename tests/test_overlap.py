@@ -23,14 +23,15 @@ from torch._inductor import compile_fx
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import run_and_get_code
 
-from coda_inductor.codegen import doors, executable, launch, source
-from coda_inductor.codegen.executable import Executable, Parts, Run
-from coda_inductor.codegen.launch import Launch, Work
+from coda_inductor.codegen import doors, source
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Store
-from coda_inductor.inductor import launching
+from coda_inductor.kernels import executable, launch
+from coda_inductor.kernels.executable import Executable, Parts, Run
+from coda_inductor.kernels.launch import Launch, Work
+from coda_inductor.ops import lowering
 
 SQUARE = replace(plain(64, 64), stores=(Store("acc", "bf16"),)).text
 TILE = Config(128, 64, 1, 1, True)
@@ -55,7 +56,7 @@ class Seen(list[list[int]]):
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
     pretend(monkeypatch, tmp_path)
-    launching.register()
+    lowering.register()
     torch._dynamo.reset()
     found, whole = Seen(), launch.together
 
@@ -177,11 +178,11 @@ def test_regions_on_other_devices_streams_and_parts_of_a_graph_are_not_alike(mon
 
     a, b, elsewhere, cut = Node(device="0"), Node(device="0"), Node(device="1"), Node(device="0")
     scheduler = SimpleNamespace(node_to_stream={}, should_partition=lambda node: node is cut)
-    monkeypatch.setattr(launching, "V", SimpleNamespace(graph=SimpleNamespace(scheduler=scheduler)))
+    monkeypatch.setattr(lowering, "V", SimpleNamespace(graph=SimpleNamespace(scheduler=scheduler)))
     with torch._inductor.config.patch(graph_partition=True):
-        assert launching._alike(a, b) and not launching._alike(a, elsewhere) and not launching._alike(a, cut)
+        assert lowering._alike(a, b) and not lowering._alike(a, elsewhere) and not lowering._alike(a, cut)
     scheduler.node_to_stream[b] = 1
-    assert not launching._alike(a, b)
+    assert not lowering._alike(a, b)
 
 
 class Recorded:
@@ -275,7 +276,7 @@ def test_without_a_kernel_a_region_of_a_line_runs_on_torch(monkeypatch: pytest.M
     regions = [token_scale(64, 64), plain(64, 64)]
     inputs = [random_inputs(r, 40, "cpu") for r in regions]
     outs = [blank_outputs(r, 40, "cpu") for r in regions]
-    runs: list[Launch] = [launching.OnTorch(regions[0], "because"), launching.Launcher(regions[1].text)]
+    runs: list[Launch] = [lowering.OnTorch(regions[0], "because"), lowering.Launcher(regions[1].text)]
     with pytest.warns(CodaWarning, match="because"):
         launch.together(list(zip(runs, inputs, outs, strict=True)))
     for r, given, found in zip(regions, inputs, outs, strict=True):

@@ -16,12 +16,13 @@ from zoo import Decoder, Shape, token_ids
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.region import Region
 from coda_inductor.patterns.lift import lift
-from coda_inductor.rewrite import search
-from coda_inductor.rewrite.build import Built, build
-from coda_inductor.rewrite.draft import Conflict, Draft, cycle
+from coda_inductor.plan import search
+from coda_inductor.plan.build import build
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.draft import Conflict, Draft, cycle
+from coda_inductor.plan.plan import Plan
+from coda_inductor.plan.search import plan
 from coda_inductor.rewrite.laws import LAWS
-from coda_inductor.rewrite.plan import Plan
-from coda_inductor.rewrite.search import plan
 
 ALL = frozenset(law.name for law in LAWS)
 

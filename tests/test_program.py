@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.listing import render
-from coda_inductor.inductor.program import program
+from coda_inductor.explain.listing import render
+from coda_inductor.explain.steps import program
 
 D, FF, TOKENS = 32, 48, 12
 REFERENCE = Settings(target="reference")

@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import emit, repeats
-from coda_inductor.inductor.capture import capture
+from coda_inductor.explain.capture import capture
+from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.schedule import partition, saved
+from coda_inductor.schedule.model import partition, saved
+from coda_inductor.write import emit, repeats
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 128, 8, 2, 16  # of wider keys and values the sums are taken elsewhere
 WIDTH, NARROW = HEADS * SIZE, GROUPS * SIZE

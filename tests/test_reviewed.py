@@ -12,7 +12,7 @@ from evaluate import compiled, error
 from torch import Tensor
 
 from coda_inductor.core.ops import OPS
-from coda_inductor.inductor.vectors import FUNCTIONS, ROUNDED
+from coda_inductor.write.vectors import FUNCTIONS, ROUNDED
 
 torch.manual_seed(0)
 W = torch.randn(8, 8, dtype=torch.float64)

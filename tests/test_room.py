@@ -11,10 +11,10 @@ import torch
 from compiling import close, half, left_to_inductor, pretend, run, streams
 from test_blocks import Live
 
-from coda_inductor.codegen import room, timing
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.inductor import rehearsal, trials
-from coda_inductor.inductor.footprint import footprint
+from coda_inductor.measure import free_memory, timing
+from coda_inductor.tuning import benchmark, measurements
+from coda_inductor.tuning.footprint import footprint
 
 pytestmark = pytest.mark.usefixtures("uncached")
 
@@ -40,23 +40,23 @@ class Card:
         self.unused, self.held = self.unused + self.held, 0
 
 
-FIXED = room.BESIDE + room.CHECK
+FIXED = free_memory.BESIDE + free_memory.CHECK
 
 
 def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     Card(monkeypatch, 3 << 30, 1 << 30)
-    assert room.free(device) == 4 << 30
+    assert free_memory.free(device) == 4 << 30
     Card(monkeypatch, 3 << 30, 1 << 30, allowed=0.125)  # 10 GiB in all, of which 8 are in use
-    assert room.free(device) == 2 << 30
-    room.require(device, (2 << 30) - FIXED)
+    assert free_memory.free(device) == 2 << 30
+    free_memory.require(device, (2 << 30) - FIXED)
     with pytest.raises(Unsupported, match=r"takes 2\.15 GB of GPU memory, and 2\.15 GB are free"):
-        room.require(device, (2 << 30) - FIXED + 1)
+        free_memory.require(device, (2 << 30) - FIXED + 1)
 
 
 def test_without_a_gpu_nothing_is_asked() -> None:
-    room.require(torch.device("cpu"), 1 << 60)
-    with room.given_back(torch.device("cpu")):
+    free_memory.require(torch.device("cpu"), 1 << 60)
+    with free_memory.given_back(torch.device("cpu")):
         pass
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_measured_on_a_full_card(monkeypatch: pytest.MonkeyPatch, tmp
     with monkeypatch.context() as patch:
         Card(patch, FIXED)
         patch.setattr(timing, "compared", lambda *args, **how: made.append(args))
-        patch.setattr(rehearsal.Programs, "baseline", lambda *args: made.append(args))
+        patch.setattr(benchmark.Programs, "baseline", lambda *args: made.append(args))
         ran = left_to_inductor("of GPU memory, and 0.54 GB are free (compile before memory is filled, or")
     assert ran[0].startswith("coda_inductor: a region is left to Inductor: ") and "measuring it takes 0.54 GB" in ran[0]
     assert made == [] and not list((tmp_path / "kernels").rglob("contest-*"))
@@ -79,13 +79,13 @@ def test_nothing_is_measured_on_a_full_card(monkeypatch: pytest.MonkeyPatch, tmp
 def test_with_room_for_some_these_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path)
     needs = list[int]()
-    whole: Callable[..., None] = room.require
+    whole: Callable[..., None] = free_memory.require
 
     def require(device: torch.device, needed: float) -> None:
         needs.append(int(needed))
         whole(device, needed)
 
-    monkeypatch.setattr(room, "require", require)
+    monkeypatch.setattr(free_memory, "require", require)
     Card(monkeypatch, CARD)
     assert run(half(BF16), *streams(BF16)).regions == [3]
     (tmp_path / "again").mkdir()
@@ -116,16 +116,16 @@ def test_the_footprint_is_what_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """All tensors of one group's measurement, but for what the check of a kernel takes: no more than is said, and at
     least half of it."""
     pretend(monkeypatch, tmp_path)
-    whole, peaks, said = trials.Trials.measure, list[int](), list[int]()
+    whole, peaks, said = measurements.Trials.measure, list[int](), list[int]()
 
-    def measure(self: trials.Trials, group: Any, plan: Any) -> Any:
+    def measure(self: measurements.Trials, group: Any, plan: Any) -> Any:
         with Live() as live:
             found = whole(self, group, plan)
         peaks.append(live.peak)
         said.append(footprint(group, plan))
         return found
 
-    monkeypatch.setattr(trials.Trials, "measure", measure)
+    monkeypatch.setattr(measurements.Trials, "measure", measure)
     run(half(BF16), *streams(BF16, tokens=2048))
     assert len(said) == 2
     checked = 768 * 128 * 4 * 8

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from coda_inductor.inductor import mixed
-from coda_inductor.inductor.capture import OnCpu, Untouched, capture
-from coda_inductor.inductor.schedule import Kernel, kernels
+from coda_inductor.explain.capture import OnCpu, Untouched, capture
+from coda_inductor.schedule import mixed
+from coda_inductor.schedule.model import Kernel, kernels
 
 M, N, K = 512, 256, 128
 X, W, BIG = torch.empty(M, K), torch.empty(K, N), torch.empty(M, N)

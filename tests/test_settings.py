@@ -14,7 +14,7 @@ from processes import python
 
 from coda_inductor.core.errors import CodaError
 from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings, default_cache
-from coda_inductor.inductor.switches import allowed
+from coda_inductor.passes.switches import allowed
 
 DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
+from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor.joint import rewrite
-from coda_inductor.inductor.judges import Judges, Verdict
-from coda_inductor.inductor.offline import rewrite_for
 from coda_inductor.patterns.graph import aten
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.softmax import shorten, written_out
+from coda_inductor.tuning.verdicts import Judges, Verdict
 
 TOKENS, WIDTH, WORDS = 320, 64, 152
 LSE = aten.logsumexp.default
@@ -104,15 +104,15 @@ def test_through_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """The other side of the contest is what the user wrote: a maximum and a sum, no operation of ours."""
     pretend(monkeypatch, tmp_path, inductor=True)
     compiled = list[str]()
-    from coda_inductor.inductor import rehearsal
+    from coda_inductor.tuning import benchmark
 
-    real = rehearsal._compile
+    real = benchmark._compile
 
     def noted(module: Any, tensors: list[Tensor]) -> Any:
         compiled.append(module.code)
         return real(module, tensors)
 
-    monkeypatch.setattr(rehearsal, "_compile", noted)
+    monkeypatch.setattr(benchmark, "_compile", noted)
     model, x = Classifier().bfloat16(), inputs(torch.bfloat16)
     wanted, _ = results(model, *x)
     found, laws = results(model, *x, options={"strict": True})

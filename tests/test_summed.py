@@ -15,8 +15,7 @@ from evaluate import captured
 from torch import Tensor, nn
 from zoo import Decoder, Shape, token_ids
 
-from coda_inductor.codegen import executable, legality, source
-from coda_inductor.codegen.executable import Executable, Parts
+from coda_inductor.codegen import legality, source
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -25,9 +24,11 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
 from coda_inductor.inductor.joint import Report, rewrite
-from coda_inductor.inductor.judges import Judges, Legal, Verdict
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.kernels import executable
+from coda_inductor.kernels.executable import Executable, Parts
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.tuning.verdicts import Judges, Legal, Verdict
 
 STRICT = REFERENCE | {"strict": True}
 TILE = Config(128, 128, 1, 2, True)

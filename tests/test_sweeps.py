@@ -20,10 +20,10 @@ from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import DTYPES, Let
 from coda_inductor.core.sweep import Output, Read, Sweep, Write, interpret_sweep, parse_sweep, shape, verify_sweep
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.sweeps import Kept, in_turn, require_one_time, waits_for
+from coda_inductor.passes.sweeps import Kept, in_turn, require_one_time, waits_for
 from coda_inductor.patterns import graph as g
-from coda_inductor.rewrite.sweeps import Swept, Wanted, read_through
-from coda_inductor.rewrite.sweeps import swept as swept_of
+from coda_inductor.plan.sweeps import Swept, Wanted, read_through
+from coda_inductor.plan.sweeps import swept as swept_of
 
 B, T, D, HEADS, EXACT = 2, 24, 32, 4, 1e-10
 
@@ -579,7 +579,7 @@ def test_what_cannot_be_written_costs_no_region(monkeypatch: pytest.MonkeyPatch)
     def refused(*args: object) -> None:
         raise Unsupported("no room")
 
-    monkeypatch.setattr("coda_inductor.inductor.sweeps._write", refused)
+    monkeypatch.setattr("coda_inductor.passes.sweeps._write", refused)
     assert not swept(layer(Packed))
     assert len(REPORTS[-1].sites) > 1 and any(r.reason == "no room" for r in REPORTS[-1].refused)
 

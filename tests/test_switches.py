@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.core.settings import SettingError, Settings
 from coda_inductor.inductor.joint_pass import REPORTS, JointPass
-from coda_inductor.inductor.switches import NAMES, kind
+from coda_inductor.passes.switches import NAMES, kind
 
 pytestmark = pytest.mark.usefixtures("uncached")
 
@@ -56,7 +56,7 @@ from compiling import half, run, streams
 torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
 ran = run(half(), *streams(), backend=sys.argv[1])
 torch.save(ran.output, FILE)
-doors = {"coda_inductor.codegen.kernel", "coda_inductor.codegen.sweep_kernel"}
+doors = {"coda_inductor.kernels.kernel", "coda_inductor.kernels.sweep_kernel"}
 print(len(ran), ran.regions, *sorted({"cutlass", "quack", *doors} & {*sys.modules}))
 """
 

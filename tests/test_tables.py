@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
-from coda_inductor.inductor import tables
-from coda_inductor.inductor.ops import STORED
-from coda_inductor.inductor.program import program
-from coda_inductor.inductor.tables import Table, store_tables
+from coda_inductor.explain.steps import program
+from coda_inductor.ops.custom import STORED
+from coda_inductor.passes import tables
+from coda_inductor.passes.tables import Table, store_tables
 
 BATCH, LENGTH, HEADS, SIZE = 2, 192, 8, 16
 WIDTH = HEADS * SIZE

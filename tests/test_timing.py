@@ -16,10 +16,12 @@ from codegen_cases import random_inputs, token_scale
 from compiling import Interpreted, pretend
 from torch import Tensor
 
-from coda_inductor.codegen import launch, legality, timing, tune
-from coda_inductor.codegen.timing import Times
+from coda_inductor.codegen import legality
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.inductor.outcome import Outcome
+from coda_inductor.kernels import launch
+from coda_inductor.measure import timing, tune
+from coda_inductor.measure.timing import Times
+from coda_inductor.tuning.outcome import Outcome
 
 
 class Stream:
@@ -69,7 +71,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
         made.host_s += seconds
 
     clock = types.SimpleNamespace(perf_counter=lambda: made.host_s, sleep=rest)
-    monkeypatch.setattr("coda_inductor.codegen.timing.time", clock)
+    monkeypatch.setattr("coda_inductor.measure.timing.time", clock)
     monkeypatch.setattr(timing, "company_on", lambda device: made.call("company", 0.02))
     return made
 

@@ -16,18 +16,19 @@ from compiling import pretend, run
 from test_training_device import trained
 from torch import Tensor, fx, nn
 
-from coda_inductor.codegen import library, prebuild, timing
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
-from coda_inductor.inductor.extract import put_off, subgraph
-from coda_inductor.inductor.group import Group
+from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.judges import Verdict
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.outcome import FREE, SLOW, Outcome
-from coda_inductor.inductor.trials import Trials, deferred
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.kernels import library, prebuild
+from coda_inductor.measure import timing
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.tuning.extract import put_off, subgraph
+from coda_inductor.tuning.group import Group
+from coda_inductor.tuning.measurements import Trials, deferred
+from coda_inductor.tuning.outcome import FREE, SLOW, Outcome
+from coda_inductor.tuning.verdicts import Verdict
 
 pytestmark = pytest.mark.usefixtures("uncached")
 Measure = Callable[[Trials, Group, Plan], dict[str, Any]]

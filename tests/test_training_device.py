@@ -15,12 +15,13 @@ from compiling import Ran, pretend, run
 from torch import Tensor, nn
 from zoo import Attention, Mlp, Norm
 
-from coda_inductor.codegen import launch, prebuild, timing
-from coda_inductor.codegen.sweep_launch import SweepLaunch
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.sweep_contest import SweepContest
-from coda_inductor.rewrite.sweeps import Swept
+from coda_inductor.kernels import launch, prebuild
+from coda_inductor.kernels.sweep_launch import SweepLaunch
+from coda_inductor.measure import timing
+from coda_inductor.plan.sweeps import Swept
+from coda_inductor.tuning.sweeps import SweepContest
 
 WIDTH = 64
 pytestmark = pytest.mark.usefixtures("uncached")

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import coda_inductor.inductor.compile
 from coda_inductor.core.region import parse
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.ops import REGION
+from coda_inductor.ops.custom import REGION
 
 # Regions in all graphs of each case: the one place to change when more is derived.
 REGIONS = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from coda_inductor.inductor.vectors import Vectors
 from coda_inductor.patterns.terms import Term, Terms
+from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.beside import Pair
-from coda_inductor.rewrite.draft import Computed
+from coda_inductor.write.vectors import Vectors
 
 TERMS, M, N = Terms(), 6, 4
 PAIRS = (("q", "dq"), ("k", "dk"), ("v", "dv"))

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import rewrite
-from coda_inductor.inductor.judges import Judges, Verdict
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.tuning.verdicts import Judges, Verdict
 
 D, HEADS = 16, 2
 

@@ -17,13 +17,14 @@ from torch import Tensor, fx
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import joint, verifying
-from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.kept import keep, store
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.ops import STORED
-from coda_inductor.inductor.tables import store_tables
+from coda_inductor.explain.capture import capture
+from coda_inductor.explain.offline import rewrite_for
+from coda_inductor.inductor import joint
+from coda_inductor.ops.custom import STORED
+from coda_inductor.passes.tables import store_tables
 from coda_inductor.patterns.graph import aten
+from coda_inductor.write import verifying
+from coda_inductor.write.kept import keep, store
 
 D = 64
 Fault = Callable[[fx.Graph], None]

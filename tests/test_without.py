@@ -16,14 +16,14 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zoo import Norm
 
-from coda_inductor.codegen import timing
-from coda_inductor.codegen.timing import Times
-from coda_inductor.inductor.extract import goes_on_with, subgraph
-from coda_inductor.inductor.outcome import Outcome
-from coda_inductor.inductor.rehearsal import Programs
-from coda_inductor.inductor.trials import Trials
-from coda_inductor.inductor.without import Without
+from coda_inductor.measure import timing
+from coda_inductor.measure.timing import Times
 from coda_inductor.patterns.graph import aten
+from coda_inductor.tuning.baseline import Without
+from coda_inductor.tuning.benchmark import Programs
+from coda_inductor.tuning.extract import goes_on_with, subgraph
+from coda_inductor.tuning.measurements import Trials
+from coda_inductor.tuning.outcome import Outcome
 
 pytestmark = pytest.mark.usefixtures("uncached")
 STATISTICS = (aten.var_mean.correction, aten.mean.dim)

@@ -3,9 +3,6 @@ by its launch, which does not."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from coda_inductor.codegen import library, source, sweep_source
 from coda_inductor.codegen.legality import VECTOR
 from coda_inductor.core.sweep import Part, Sweep
 
@@ -46,13 +43,3 @@ def partial_results(sweep: Sweep) -> tuple[int, int]:
     """How many there are in all for each row, and for each of the blocks that share a strip."""
     of = [(o.extent, tiles(sweep, i, 1) if o.extent == "token" else o.width) for i, o in enumerate(sweep.outputs)]
     return sum(n for extent, n in of if extent == "token"), sum(n for extent, n in of if extent == "feature")
-
-
-def name_of(sweep: Sweep) -> str:
-    """Its module's."""
-    return source.module_name(sweep_source.render(sweep))
-
-
-def folder(sweep: Sweep, directory: Path) -> Path:
-    """Where its compiled form lies, by today's packages."""
-    return directory / "objects" / f"{name_of(sweep)}-{sweep.digest}" / library.made_by()[:24]

@@ -52,13 +52,12 @@ def expression(let: Let) -> str:
 
 
 OURS = (
-    "sweep_device.py", "sweep_kernel.py", "sweep_launch.py", "sweep_plan.py", "sweep_source.py", "finish.py",
-    "legality.py",
+    "codegen/sweep_device.py", "kernels/sweep_kernel.py", "kernels/sweep_launch.py", "codegen/sweep_plan.py",
+    "codegen/sweep_source.py", "codegen/finish.py", "codegen/legality.py", "core/sweep.py",
 )  # fmt: skip
 
 
 def device_digest() -> str:
     """Names the content of all that decides what a Sweep's kernel is and how it is launched."""
-    texts = [Path(__file__).with_name(name).read_bytes() for name in OURS]
-    texts.append((Path(__file__).parents[1] / "core" / "sweep.py").read_bytes())
+    texts = [(Path(__file__).parents[1] / name).read_bytes() for name in OURS]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""`coda-inductor cache`: what is kept in the store (codegen/store.py), and its removal.
+"""`coda-inductor cache`: what is kept in the store (kernels/store.py), and its removal.
 
 A kernel is one generated module with its compiled objects; a tuning record belongs to a Region, a contest record to a
 few. Nothing outside the store is read or removed: links are never followed, what is not ours is left where it is.
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.codegen.store import HINT, open_store
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, default_cache
-from coda_inductor.inductor.report import plural
+from coda_inductor.explain.report import plural
+from coda_inductor.kernels.store import HINT, open_store
 
 Facts = dict[str, Any]
 

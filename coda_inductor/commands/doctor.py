@@ -18,8 +18,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from coda_inductor import __version__
-from coda_inductor.codegen import launch, legality, library, target, tune
-from coda_inductor.codegen.prebuild import Job, outcomes
+from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import entries, existing, possible
 from coda_inductor.commands.kernels import compiled
@@ -29,7 +28,10 @@ from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, 
 from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.core.verify import verify
 from coda_inductor.core.versions import TESTED, behind, check_torch
-from coda_inductor.inductor.report import plural
+from coda_inductor.explain.report import plural
+from coda_inductor.kernels import launch, library
+from coda_inductor.kernels.prebuild import Job, outcomes
+from coda_inductor.measure import tune
 
 Facts = dict[str, Any]
 

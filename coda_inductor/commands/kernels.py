@@ -13,19 +13,20 @@ from typing import Any, Literal
 
 from torch import fx
 
-from coda_inductor.codegen import cubin, legality, library, record, source
-from coda_inductor.codegen.prebuild import Job, Outcome, outcomes
+from coda_inductor.codegen import legality, source
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import PREFIX, entries, existing
 from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.explain import rows_of
-from coda_inductor.inductor.account import Site
-from coda_inductor.inductor.capture import capture
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.inductor.report import place, plural
+from coda_inductor.explain.account import Site
+from coda_inductor.explain.capture import capture
+from coda_inductor.explain.facts import rows_of
+from coda_inductor.explain.offline import rewrite_for
+from coda_inductor.explain.report import place, plural
+from coda_inductor.kernels import cubin, library, record
+from coda_inductor.kernels.prebuild import Job, Outcome, outcomes
 
 Facts = dict[str, Any]
 

@@ -17,7 +17,7 @@ import sympy
 
 from coda_inductor.commands.words import table
 from coda_inductor.core.settings import Numerics, Settings
-from coda_inductor.inductor.switches import KINDS, NAMES, PASSES, REGION_KINDS, allowed, laws_of
+from coda_inductor.passes.switches import KINDS, NAMES, PASSES, REGION_KINDS, allowed, laws_of
 from coda_inductor.rewrite import laws
 from coda_inductor.rewrite.laws import LAWS, Law
 

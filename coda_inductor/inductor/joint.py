@@ -18,23 +18,23 @@ from torch._inductor import config as inductor_config
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import sweeps
-from coda_inductor.inductor.bare import BARE, bare_products, write_bare
-from coda_inductor.inductor.casts import Cast, round_first, write_wide
-from coda_inductor.inductor.emit import emit
-from coda_inductor.inductor.judges import NOBODY, Judges
-from coda_inductor.inductor.kept import keep, store
 from coda_inductor.inductor.settle import settled
-from coda_inductor.inductor.switches import CASTS, NAMES, REGION_KINDS, SWEEPS, TABLES, allowed
-from coda_inductor.inductor.tables import Table, store_tables
-from coda_inductor.inductor.verifying import Before, verify, verify_kept
+from coda_inductor.passes import sweeps
+from coda_inductor.passes.casts import Cast, round_first, write_wide
+from coda_inductor.passes.plain import BARE, bare_products, write_bare
+from coda_inductor.passes.switches import CASTS, NAMES, REGION_KINDS, SWEEPS, TABLES, allowed
+from coda_inductor.passes.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.draft import Computed
-from coda_inductor.rewrite.draft import Refusal as Refused
-from coda_inductor.rewrite.halves import OF_HEADS
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.draft import Computed
+from coda_inductor.plan.draft import Refusal as Refused
+from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.rotate_half import OF_HEADS
 from coda_inductor.rewrite.sources import statistics
+from coda_inductor.tuning.verdicts import NOBODY, Judges
+from coda_inductor.write.emit import emit
+from coda_inductor.write.kept import keep, store
+from coda_inductor.write.verifying import Before, verify, verify_kept
 
 
 @dataclass(frozen=True, slots=True)

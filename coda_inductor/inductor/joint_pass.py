@@ -22,7 +22,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from coda_inductor.codegen import legality, room, store, target
+from coda_inductor.codegen import legality, target
 from coda_inductor.core.errors import (
     QUIETLY,
     STRICTLY,
@@ -34,16 +34,19 @@ from coda_inductor.core.errors import (
     warn,
 )
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import launching, notes, sweep_lowering
-from coda_inductor.inductor.bare_contest import BareContest
-from coda_inductor.inductor.contest import Contest
+from coda_inductor.inductor import notes
 from coda_inductor.inductor.joint import Report, rewrite
-from coda_inductor.inductor.judges import Judges, Legal
-from coda_inductor.inductor.paths import assumed
-from coda_inductor.inductor.sweep_contest import SweepContest
-from coda_inductor.inductor.switches import NAMES
-from coda_inductor.inductor.tracing import passes
+from coda_inductor.kernels import store
+from coda_inductor.measure import free_memory
+from coda_inductor.ops import lowering, sweep_lowering
+from coda_inductor.passes.switches import NAMES
+from coda_inductor.passes.tracing import passes
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
+from coda_inductor.schedule.hints import assumed
+from coda_inductor.tuning.plain_products import BareContest
+from coda_inductor.tuning.sweeps import SweepContest
+from coda_inductor.tuning.tuner import Contest
+from coda_inductor.tuning.verdicts import Judges, Legal
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
 
@@ -76,7 +79,7 @@ class JointPass(CustomGraphPass):
 
     def __init__(self, settings: Settings, chained: Any = None) -> None:
         settings.check_kinds(NAMES)
-        launching.register()
+        lowering.register()
         sweep_lowering.register()
         self.settings = settings
         self.chained = passes(chained)
@@ -107,7 +110,7 @@ class JointPass(CustomGraphPass):
             judges = Judges(legal)
             if contest:
                 judges = Judges(legal, contest, BareContest(contest), SweepContest(contest))
-            with room.given_back(contest.trials.device) if contest else contextlib.nullcontext():
+            with free_memory.given_back(contest.trials.device) if contest else contextlib.nullcontext():
                 report = rewrite(graph, self.settings, name, judges)
             if contest:
                 report = replace(report, timings=tuple(contest.trials.rows), backward=contest.backward)

@@ -6,15 +6,15 @@ from torch import fx
 
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.judges import Judges, Legal, Verdict
-from coda_inductor.inductor.switches import REGION_KINDS, allowed, kind, laws_of
+from coda_inductor.passes.switches import REGION_KINDS, allowed, kind, laws_of
 from coda_inductor.patterns.lift import lift
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.plan.search import plan
 from coda_inductor.rewrite import softmax
-from coda_inductor.rewrite.build import Built
 from coda_inductor.rewrite.laws import SOFTMAX
-from coda_inductor.rewrite.plan import Plan
-from coda_inductor.rewrite.search import plan
 from coda_inductor.rewrite.softmax import Normaliser
+from coda_inductor.tuning.verdicts import Judges, Legal, Verdict
 
 
 def settled(

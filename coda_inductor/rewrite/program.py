@@ -10,97 +10,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import torch
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.lift import Lifted, Product
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.halves import MIXED, NOT_ROWS, Heads, Lane, heads, lanes
-from coda_inductor.rewrite.space import Axes, Space
+from coda_inductor.rewrite.rotate_half import MIXED, NOT_ROWS, heads, lanes
+from coda_inductor.rewrite.space import Axes, Heads, Lane, Space
+from coda_inductor.rewrite.state import State, weight_of
 
 MAX_LANES = 2
 POINTWISE_KINDS = ("mul", "add", "fn")
 
 
 @dataclass(slots=True)
-class Program:
-    """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
+class Program(State):
+    """What an epilogue could make of a state's terms, and what it would read."""
 
-    `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
-    stays as the user wrote it; `unhalved` those whose heads are not halved, `unsummed` those to whose sums no other
-    product is added, and `only_summed` those whose epilogues do nothing else, with the reason.
-    """
-
-    lifted: Lifted
-    banned: dict[int, str] = field(default_factory=dict)
-    undeferred: frozenset[int] = frozenset()
-    unhalved: frozenset[int] = frozenset()
-    unsummed: frozenset[int] = frozenset()
-    only_summed: dict[int, str] = field(default_factory=dict)
-    new: dict[Term, Term] = field(default_factory=dict)
-    nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
-    products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
-    """Contractions by their right operand and the axes that they sum over."""
-    wholes: set[Term] = field(default_factory=set)
-    """What the graph's products compute as they stand there, biases included, unless a law has changed them."""
-    held: dict[Term, fx.Node] = field(default_factory=dict)
-    """Tensors that are named as they lie in memory, whatever they are made of, and their nodes."""
-    gradients: set[Term] = field(default_factory=set)
-    """What the products of the backward multiply: it lies in memory anyway."""
-    turned: list[tuple[Term, Term]] = field(default_factory=list)
-    """Sums before and after the adjoint, in the order of its uses."""
-    sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
-    """Every sum of the graph as it was derived, by what is summed and the axes."""
     _spaces: dict[Term, Space | str] = field(default_factory=dict)
     _bases: dict[tuple[Term, Axes, Axes, Heads | None], frozenset[Term]] = field(default_factory=dict)
     _tiles: dict[tuple[Term, Axes, Axes, Heads | None], bool] = field(default_factory=dict)
     _lanes: dict[tuple[Axes, Heads], dict[Term, Lane]] = field(default_factory=dict)
 
-    def hold(self, node: fx.Node) -> Term:
-        """The node's tensor as a term without arguments."""
-        lifted = self.lifted
-        lifted.leaves[node.name] = node
-        axes = (i for d in lifted.reading.roots(node) for i in d)
-        leaf = lifted.terms.leaf(node.name, axes, lifted.deps[node])
-        self.held[leaf] = node
-        return leaf
-
-    def narrow(self, con: Term) -> bool:
-        """Has the product's operand too few exponents (float16) to be stored before it is normalised? Nothing bounds
-        the range of a residual stream."""
-        product = self.lifted.products.get(con.bit)
-        return product is not None and product.x.meta["val"].dtype == torch.float16
-
-    def columns(self, acc: Term) -> tuple[int, ...]:
-        """The axes of an accumulator's columns."""
-        lanes = {axis for axis, _ in acc.lanes}
-        return tuple(i for i in self.product(acc).columns if i not in lanes)
-
-    def product(self, acc: Term) -> Product:
-        """The graph's product behind an accumulator. Raises Unsupported for a batched one."""
-        if acc.bit not in self.lifted.products:
-            raise Unsupported("it follows a batched product")
-        return self.lifted.products[acc.bit]
-
     def in_backward(self, space: Space) -> bool:
         """Is the epilogue of `space` one of the backward?"""
         return g.is_backward(self.product(space.accs[-1]).node)
-
-    def accumulators(self, t: Term) -> list[Term]:
-        """The contractions that t reaches through pointwise operations."""
-        found, seen, todo = [], set[Term](), [t]
-        while todo:
-            x = todo.pop()
-            if x in seen or not x.hosts:
-                continue
-            seen.add(x)
-            if x.kind == "con":
-                found.append(x)
-            else:
-                todo += x.args
-        return sorted(found, key=lambda c: (c.bit, c.lanes))
 
     def space(self, t: Term) -> Space:
         """The tile space whose epilogue could make t: that of the last product that t reaches. Raises Unsupported."""
@@ -142,10 +76,6 @@ class Program:
         if space.heads is None or space.heads.lane not in t.axes:
             return [t]
         return [self.lifted.terms.select(t, space.heads.lane, i) for i in (0, 1)]
-
-    def by_rows(self, product: Product) -> bool:
-        """Is the product's weight [N, K]?"""
-        return weight_of(product)[1] == "nk"
 
     def lane(self, x: Term, space: Space) -> Lane | None:
         """Where an epilogue of halves of heads reads an early vector over features, or a table."""
@@ -336,29 +266,3 @@ class Program:
         if tuple(i for d in turned for i in dims[d]) != order:
             return None
         return turned if space.heads or g.dense(node, turned) else None
-
-    def lies(self, node: fx.Node) -> tuple[Axes, bool]:
-        """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
-        known = self.lifted.lying  # a graph is planned many times
-        if node not in known:
-            known[node] = tuple(i for d in self.lifted.reading.roots(node) for i in d), g.dense(node)
-        return known[node]
-
-
-def weight_of(product: Product) -> tuple[fx.Node, str]:
-    """The tensor that holds a product's weight, and its layout: "nk" for [N, K], "kn" for [K, N]. Raises
-    Unsupported."""
-    w = product.w
-    value = g.tensor(w)
-    assert value is not None
-    if value.stride()[1] == 1:
-        return w, "kn"
-    base = w.args[0] if w.target in TRANSPOSES else None
-    under = g.tensor(base)
-    swaps = under is not None and under.stride() == value.stride()[::-1] == (under.stride()[0], 1)  # not permute(0, 1)
-    if isinstance(base, fx.Node) and swaps:
-        return base, "nk"
-    raise Unsupported(f"the weight of {product.node} is neither row- nor column-major")
-
-
-TRANSPOSES = frozenset({g.aten.permute.default, g.aten.t.default, g.aten.transpose.int})

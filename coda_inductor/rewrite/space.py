@@ -4,11 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import fx
+
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.halves import Heads
 
 Extent = str
 Axes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How columns lie: [heads, two halves, `minor`]. The halves are the axis `inner` of the product, whose columns are
+    `columns`, and the axis `lane` of what is stored: the same, unless two values were put together anew."""
+
+    lane: int
+    inner: int
+    minor: Axes
+    columns: Axes
+
+    @property
+    def stored(self) -> Axes:
+        """The axes of a row that is stored, major to minor."""
+        return tuple(self.lane if i == self.inner else i for i in self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A half of what a node holds for each head (its first, 0, or second, 1), or a node that holds one half: None."""
+
+    node: fx.Node
+    index: int | None
 
 
 @dataclass(frozen=True, slots=True)

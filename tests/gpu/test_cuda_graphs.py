@@ -22,7 +22,7 @@ SCRIPT = """
 import sys
 import torch
 from torch import nn
-from coda_inductor.codegen import launch
+from coda_inductor.kernels import launch
 torch.manual_seed(0)
 class Block(nn.Module):
     def __init__(self):

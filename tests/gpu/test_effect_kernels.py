@@ -13,8 +13,8 @@ from effect_programs import EFFECTS
 from effect_reads import matrix
 from programs import Program, Seen, off, seen
 
-from coda_inductor.codegen import launch
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_training_device import MODELS, WIDTH, as_good_as_eager
 
-from coda_inductor.codegen import launch
+from coda_inductor.kernels import launch
 
 pytestmark = [
     pytest.mark.gpu,

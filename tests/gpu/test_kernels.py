@@ -33,13 +33,14 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import executable, launch, legality, record, target, tiles
-from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.codegen import legality, target, tiles
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.codegen.tune import tune
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Reduction, Region
+from coda_inductor.kernels import executable, launch, record
+from coda_inductor.kernels.prebuild import Job, prebuild
+from coda_inductor.measure.tune import tune
 
 
 def logsumexp(n: int, k: int) -> Region:

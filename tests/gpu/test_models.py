@@ -14,18 +14,18 @@ import pytest
 import torch
 from codegen_cases import blank_outputs, random_inputs, relative_error
 
-from coda_inductor.codegen import launch
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
+from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor import joint_pass
-from coda_inductor.inductor.contest import Contest
 from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.judges import NO_CONTEST, Verdict
-from coda_inductor.inductor.offline import rewrite_for
-from coda_inductor.rewrite.build import Built
-from coda_inductor.rewrite.plan import Plan
+from coda_inductor.kernels import launch
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.tuning.tuner import Contest
+from coda_inductor.tuning.verdicts import NO_CONTEST, Verdict
 
 pytestmark = [
     pytest.mark.gpu,

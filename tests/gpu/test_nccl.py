@@ -43,8 +43,8 @@ def gradients(wrapped: Any, model: Any, ids: torch.Tensor, labels: torch.Tensor)
 
 def train(rank: int, kind: str, device: str) -> dict[str, Any]:
     """Two steps: the worst gradient's error as a multiple of eager's, the Regions, and the kernels' launches."""
-    from coda_inductor.codegen import launch
     from coda_inductor.inductor.joint_pass import REPORTS
+    from coda_inductor.kernels import launch
 
     make, same, _ = KINDS[kind]
     torch.manual_seed(0)

@@ -23,10 +23,11 @@ from codegen_cases import (
 from test_kernels import missing
 from torch import Tensor
 
-from coda_inductor.codegen import doors, launch, legality
-from coda_inductor.codegen.prebuild import Job, prebuild
+from coda_inductor.codegen import doors, legality
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Region, Store
+from coda_inductor.kernels import launch
+from coda_inductor.kernels.prebuild import Job, prebuild
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing() or "none")]
 

@@ -14,10 +14,10 @@ from sweep_cases import CASES, apart, tensors
 from test_training_device import as_good_as_eager
 from torch import Tensor, nn
 
-from coda_inductor.codegen import launch
-from coda_inductor.codegen.sweep_launch import SweepLaunch, sweep_launch
 from coda_inductor.core.region import DTYPES
 from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
+from coda_inductor.kernels import launch
+from coda_inductor.kernels.sweep_launch import SweepLaunch, sweep_launch
 
 pytestmark = [
     pytest.mark.gpu,

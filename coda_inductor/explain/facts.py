@@ -1,0 +1,291 @@
+"""What coda-inductor does to a model, and what it leaves to Inductor: counted on the graphs alone, no GPU, nothing run.
+
+`explain` returns the facts (the JSON form of the `explain` command, schema 1); `render` is their text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import fx
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import DTYPES
+from coda_inductor.core.sweep import parse_sweep
+from coda_inductor.core.text import left, right
+from coda_inductor.explain.account import Site, attribute, smallest_tile, touched, touches_tile
+from coda_inductor.explain.capture import capture
+from coda_inductor.explain.offline import rewrite_for, target_of
+from coda_inductor.explain.report import OURS, render
+from coda_inductor.ops.custom import SWEEP
+from coda_inductor.passes.casts import Cast
+from coda_inductor.passes.sweeps import Kept
+from coda_inductor.passes.tables import Table
+from coda_inductor.schedule.kinds import elements, kind_of, owner
+from coda_inductor.schedule.model import Kernel, kernels, partition, saved
+
+__all__ = ["explain", "explain_graph", "render"]
+
+Facts = dict[str, Any]
+TOTALS = (
+    "bytes_before", "bytes_after", "bytes_epilogues", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions",
+    "kernels_before", "kernels_after",
+)  # fmt: skip
+"""What is summed over graphs. bytes_epilogues: of bytes_after, what is no kernel's of its own."""
+
+
+class Refusal(Protocol):
+    """One thing that was not rewritten: joint.Refusal."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+
+
+class Report(Protocol):
+    """What a rewriting did: joint.Report."""
+
+    @property
+    def sites(self) -> Sequence[Site]: ...
+    @property
+    def refused(self) -> Sequence[Refusal]: ...
+    @property
+    def opaque(self) -> Sequence[Refusal]: ...
+    @property
+    def tables(self) -> Sequence[Table]: ...
+    @property
+    def casts(self) -> Sequence[Cast]: ...
+    @property
+    def swept(self) -> Sequence[Kept]: ...
+
+
+Rewrite = Callable[[fx.Graph, Any], Report]
+
+
+def explain(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: Literal["infer", "train"],
+    settings: Any,
+    rewrite: Rewrite = rewrite_for,
+) -> Facts:
+    """The facts about every graph of model(*args, **kwargs), and their totals. Tests give another `rewrite`."""
+    graphs: list[Facts] = []
+    counted: list[Facts] = []
+
+    def on_graph(graph: fx.Graph) -> None:
+        facts, totals = explain_graph(graph, settings, rewrite)
+        graphs.append(facts)
+        counted.append(totals)
+
+    capture(model, args, kwargs, mode, on_graph, settings)
+    sums: Counter[str] = Counter()
+    for totals in counted:
+        sums.update(totals)
+    covered = sums.pop("covered", 0)
+    coverage = covered / sums["bytes_before"] if sums["bytes_before"] else 0.0
+    totals = {name: sums[name] for name in TOTALS}
+    target = target_of(settings) if settings else "reference"
+    return {"schema": 1, "target": target, "graphs": graphs, "totals": {**totals, "coverage": coverage}}
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """The report of a rewriting that declined the whole graph."""
+
+    refused: tuple[Whole, ...]
+    sites: tuple[Site, ...] = ()
+    opaque: tuple[Whole, ...] = ()
+    tables: tuple[Table, ...] = ()
+    casts: tuple[Cast, ...] = ()
+    swept: tuple[Kept, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A refusal of everything."""
+
+    reason: str
+    source: str
+    node: str = ""
+
+
+def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Facts, Facts]:
+    """One graph, which is rewritten in place: its facts, and what it adds to the totals ("covered" in bytes)."""
+    halves = partition(graph)
+    before = kernels(graph, halves)
+    touches = [touch for kernel in before for touch in touched(kernel)]
+    saved_before = sum(saved(halves).values()) if halves else 0
+    smallest = smallest_tile(graph)
+    try:
+        report = rewrite(graph, settings)
+    except Unsupported as why:
+        report = Nothing((Whole(str(why), why.where),))
+    halves = partition(graph)
+    after = kernels(graph, halves)
+    share = attribute(touches, [*report.sites, *report.casts])
+    nodes = {n.name: n for n in graph.nodes}
+    regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
+    left = sorted((k for k in after if touches_tile(k, smallest)), key=lambda k: -k.bytes)
+    swept = {k.sweep.digest: k.what for k in report.swept}
+    chains = [refusal(kernel, report) for kernel in left]
+    refused = [c for k, c in zip(left, chains, strict=True) if not swept_digest(k)]
+    facts: Facts = {
+        "kind": "joint" if halves else "inference",
+        "regions": regions,
+        "passes": [pass_facts(k, c, swept) for k, c in zip(left, chains, strict=True)],
+        "refused": ([] if isinstance(report, Nothing) else refused) + lone(report, nodes, refused),
+        "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
+        "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
+    }
+    beside = sum(r["bytes_after"] for r in regions)
+    totals: Facts = {
+        "bytes_before": sum(k.bytes for k in before),
+        "bytes_after": sum(k.bytes for k in after) + beside,
+        "bytes_epilogues": beside,
+        "covered": sum(share.values()),
+        "passes_left": len(left),
+        "saved_bytes": sum(saved(halves).values()) if halves else 0,
+        "saved_bytes_inductor": saved_before,
+        "regions": len(regions),
+        "kernels_before": len(before),
+        "kernels_after": len(after),
+    }
+    return facts, totals
+
+
+def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, settings: Any) -> Facts:
+    """What the user sees of one region. bytes_after: its loads and stores beyond one output tile per product."""
+    region, n = site.region, site.region.n
+    rows = rows_of(site, nodes)
+    width, head = region.width, 2 * region.half
+    shapes = {"token": (rows, f"[{site.m}]"), "feature": (width, f"[{width}]"), "tile": (rows * n, f"[{site.m}, {n}]")}
+    shapes["table"] = rows * head, f"[{site.m}, {head}]"
+    wide = "f64" if region.dtype == "f64" else "f32"
+    size = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+    loads = sum(shapes[o.extent][0] * size[o.dtype] for o in region.operands)
+    sums = {"N": shapes["token"], "M": shapes["feature"]}  # what is left of a sum varies as such a vector
+    stores = sum(rows * width * size[s.dtype] for s in region.stores)
+    stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
+    tiles = len(region.products) * rows * n * size[region.dtype]
+    bare = region.is_bare and not bytes_before  # it stores what the product stored
+    return {
+        "id": site.name,
+        "products": [
+            f"{p.name}: {left(region, f'in{a}')} @ {right(region, i, f'in{b}')}"
+            for i, p in enumerate(region.products)
+            for a, b in p.pairs
+        ],
+        "m": site.m,
+        "n": n,
+        "k": max(p.k for p in region.products),
+        "laws": list(site.laws),
+        "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
+        "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
+        "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
+        "bare": bare,
+        "bytes_before": bytes_before,
+        "bytes_after": 0 if bare else max(loads + stores - tiles, 0),
+        "decision": "fused",
+        "numerics": str(getattr(settings, "numerics", "default")),
+        "source": site.source,
+        "digest": region.digest,
+        "outputs": list(site.outputs),
+    }
+
+
+def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
+    """M at the traced sizes."""
+    if site.m.isdigit():
+        return int(site.m)
+    made = [elements(nodes[name]) for name in site.outputs if name in nodes]
+    return max(made, default=0) // (site.region.width if site.region.stores else 1)
+
+
+def swept_digest(kernel: Kernel) -> str:
+    """Of a Sweep; "" of a kernel of Inductor's."""
+    node = kernel.nodes[0] if kernel.nodes else None
+    return parse_sweep(str(node.args[1])).digest if node is not None and node.target is SWEEP else ""
+
+
+def refusal(kernel: Kernel, report: Report) -> Facts:
+    """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at its end), and
+    the user's line of the operation that it failed for."""
+    names = {n.name for n in kernel.nodes}
+    if isinstance(report, Nothing):
+        return {"node": kernel.nodes[-1].name, "reason": report.refused[0].reason, "source": _last_source(kernel)}
+    if swept_digest(kernel):
+        return {"node": kernel.nodes[0].name, "reason": OURS, "source": _last_source(kernel)}
+    for r in report.refused:
+        if r.node in names:
+            return {"node": r.node, "reason": r.reason, "source": r.source}
+    feeds = {_operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
+    if any("attention" in name for name in feeds):
+        why = "it reads the result of attention, which is no product of ours"
+    elif not feeds & {"mm", "addmm", "bmm", "baddbmm", "region"}:
+        why = "no product's result is read here"
+    elif opaque := [r for r in report.opaque if r.node in names]:
+        return {"node": opaque[0].node, "reason": opaque[0].reason, "source": opaque[0].source}
+    elif all(_operation(n) in ("clone", "cat", "stack", "_to_copy") for n in kernel.nodes if kind_of(n) != "view"):
+        why = "it only copies, into the layout that its reader asks for"
+    else:
+        why = "nothing of it could be made in an epilogue"
+    return {"node": kernel.nodes[-1].name, "reason": why, "source": _last_source(kernel)}
+
+
+def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) -> list[Facts]:
+    """Refusals of products themselves, where no chain says the same; or that of the whole graph."""
+    said = set() if isinstance(report, Nothing) else {c["reason"] for c in chains}
+    return [
+        {"node": r.node, "reason": r.reason, "source": r.source}
+        for r in report.refused
+        if r.reason not in said and (not r.node or (r.node in nodes and _operation(nodes[r.node]) in ("mm", "addmm")))
+    ]
+
+
+def _last_source(kernel: Kernel) -> str:
+    return next((s for n in reversed(kernel.nodes) if kind_of(n) != "view" and (s := source(n))), "")
+
+
+def pass_facts(kernel: Kernel, refused: Facts, swept: Mapping[str, str]) -> Facts:
+    """A kernel over memory that stays: its operations in order, and why it stays; of a Sweep, those that it stands for
+    (`swept`, by digest)."""
+    work = [n for n in kernel.nodes if kind_of(n) != "view"]
+    names, sweep = dict.fromkeys(_operation(n) for n in work), swept_digest(kernel)
+    return {
+        "what": swept[sweep] if sweep else " ".join(names),
+        "sweep": sweep,
+        "bytes": kernel.bytes,
+        "why": refused["reason"],
+        "source": refused["source"] or _last_source(kernel),
+        "nodes": [n.name for n in work],
+    }
+
+
+def _operation(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return schema.name.split("::")[1] if schema else str(node.target)
+
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def source(node: fx.Node) -> str:
+    """ "file:line" of the innermost frame outside torch, relative to the working directory if it lies below."""
+    frames = [(file, line) for file, line in FRAME.findall(node.meta.get("stack_trace") or "") if TORCH not in file]
+    if not frames:
+        return ""
+    file, line = frames[-1]
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{line}"

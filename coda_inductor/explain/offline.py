@@ -1,0 +1,41 @@
+"""The rewriting that a machine with the target would make, on any machine: what is legal there is arithmetic.
+
+Nothing is measured, so every Region that is legal stays, and whose sizes are known; torch.compile keeps those that win.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from coda_inductor.codegen import legality
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.joint import Report, rewrite
+from coda_inductor.inductor.joint_pass import require_graph, require_options
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.tuning.group import without_sizes
+from coda_inductor.tuning.verdicts import NO_CONTEST, Decide, Judges, Verdict
+
+
+def target_of(settings: Settings) -> str:
+    """The target that is spoken of: without a choice, the one that kernels are made for."""
+    return "sm_90a" if settings.target == "auto" else settings.target
+
+
+def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = NO_CONTEST) -> Report:
+    """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and wherever a
+    compile leaves the graph to Inductor."""
+    if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
+        raise Unsupported("it has no matrix product")
+    require_options(settings)
+    if settings.target == "reference":
+        return rewrite(graph, settings, judges=Judges(decide=decide))
+    require_graph(graph)
+
+    def measurable(plan: Plan, builts: list[Built]) -> Verdict:
+        unknown = without_sizes(plan, builts)
+        return Verdict(unknown) if unknown else decide(plan, builts)
+
+    return rewrite(graph, settings, target_of(settings), Judges(legality.check, measurable))

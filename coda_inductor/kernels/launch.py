@@ -1,0 +1,264 @@
+"""A Region on CUDA tensors: the kernel of the tile that suits M, or the interpreter with one warning.
+
+What the compiler needs is imported when the first kernel is compiled, so that this module can be imported anywhere.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from coda_inductor.codegen import legality
+from coda_inductor.codegen.doors import doors, forget
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.blocks import into
+from coda_inductor.core.errors import Unsupported, warn
+from coda_inductor.core.region import Region, parse
+from coda_inductor.core.sweep import Sweep
+from coda_inductor.core.text import show
+from coda_inductor.kernels import library, record
+from coda_inductor.kernels.executable import Run
+from coda_inductor.kernels.store import HINT, open_store
+
+LAUNCHES: collections.Counter[str] = collections.Counter()
+"""Kernel launches by region digest."""
+FALLBACKS: collections.Counter[str] = collections.Counter()
+"""Launches that did not run as one kernel on the tensors given, by reason; each reason is warned about once."""
+
+REACH = 1 << 40  # bytes between two matrices that one TMA descriptor can span; beyond, the hardware wraps silently
+
+
+class Launch(Protocol):
+    """What together launches, as a Kernel."""
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
+        """What runs it, or None once it has run."""
+
+
+Work = tuple[Launch, Sequence[Tensor], Sequence[Tensor | None]]
+"""A launch, its inputs and its outputs."""
+
+
+class Kernel:
+    """Runs one Region at any M. Compiled kernels are shared by all token counts and kept for the process."""
+
+    def __init__(self, region: Region, directory: Path, *, strict: bool = False, measured: bool = True) -> None:
+        """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning.
+        `measured`: it runs in the configurations that were measured best; else in the first, which no clock chose."""
+        self.region, self.directory, self.strict, self.measured = region, directory, strict, measured
+        self._digest = region.digest
+        self._refusal = f"no kernel for region {self._digest}"
+        self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
+        self._compiled: dict[tuple[Config, bool], Any] = {}
+        first, *others = region.products
+        self._lanes = [(first.b, p.b) for p in others if not region.half]  # whose order in memory a kernel is made for
+        self._m, self._dim = region.m_axis
+        self._spanned = [*zip(*first.pairs, strict=True)] if region.summed else self._lanes
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if
+        unread."""
+        together(((self, inputs, outs),))
+
+    def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """As a call on the current device, but in this configuration. Raises Unsupported if it cannot be built."""
+        if (run := self.prepare(inputs, outs, config)) is not None:
+            run(0, 0)
+
+    def prepare(
+        self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], config: Config | None = None
+    ) -> Run | None:
+        """What launches the kernel: addresses, lanes, the bucket's kernel; nothing that depends on M is made here.
+        None: nothing is to be launched, `outs` hold the results."""
+        if not inputs[self._m].shape[self._dim]:
+            for out in outs:
+                if out is not None:
+                    out.zero_()  # of no tokens: what is not empty is a sum over them
+            return None
+        if self._dim and inputs[self._m].shape[1] & 7:
+            self.fall_back(inputs, outs, "the left operand has rows of M numbers, which is not a multiple of 8")
+            return None
+        for t in inputs:
+            *pitch, step = t.stride()
+            if t.data_ptr() & 15 or step != 1 or (pitch and pitch[0] * t.element_size() & 15):
+                inputs = [aligned(t) for t in inputs]
+                break
+        swapped = False
+        for i, j in self._spanned:
+            distance = inputs[j].data_ptr() - inputs[i].data_ptr()
+            if not 0 < abs(distance) < REACH or inputs[i].stride() != inputs[j].stride():
+                inputs, distance = list(inputs), 1
+                inputs[i], inputs[j] = adjacent(inputs[i], inputs[j])
+            swapped = distance < 0 and bool(self._lanes)
+        if config is not None:
+            compiled = self.compiled(config, swapped=swapped)
+        else:
+            key = (legality.bucket(inputs[self._m].shape[self._dim]), swapped)
+            compiled = self._ready[key] if key in self._ready else self._choose(*key)
+        if compiled is None:
+            self.fall_back(inputs, outs, self._refusal)
+            return None
+        LAUNCHES[self._digest] += 1
+        run: Run = compiled.prepare(inputs, outs)
+        return run
+
+    def _choose(self, size: int, swapped: bool) -> Any:
+        """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
+        measured = record.remembered(self.directory, self.region, size) if self.measured else None
+        found, refusals = None, list[str]()
+        for config in (*([measured] if measured else []), *legality.candidates(self.region, size)):
+            try:
+                found = self.compiled(config, swapped=swapped)
+                break
+            except Unsupported as refusal:
+                refusals.append(refusal.what)
+        if refusals and found is None:
+            self._refusal = f"no kernel for region {self._digest}: {refusals[0]}"
+        elif refusals:
+            report(f"region {self._digest} runs in another kernel than the best: {refusals[0]}")
+        self._ready[size, swapped] = found
+        return found
+
+    def fall_back(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
+        """Computes the Region on torch instead."""
+        if self.strict:
+            raise Unsupported(f"{reason}; the region is\n{show(self.region)}", hint=FALL_BACK)
+        fall_back(self.region, inputs, outs, reason)
+
+    def build(self, m: int) -> None:
+        """Builds the kernel of `m` tokens now. Raises Unsupported if there is none."""
+        key = (legality.bucket(m), False)
+        if (self._ready[key] if key in self._ready else self._choose(*key)) is None:
+            raise Unsupported(self._refusal)
+
+    def config(self, m: int) -> Config | None:
+        """The configuration in which `m` tokens run, None before the first launch of their bucket."""
+        found = self._ready.get((legality.bucket(m), False)) or self._ready.get((legality.bucket(m), True))
+        return found.config if found else None
+
+    def use(self, size: int, config: Config) -> None:
+        """Runs this bucket in `config` from now on: as far as it has been built at once, else as it is remembered."""
+        for swapped in (False, True):
+            self._ready.pop((size, swapped), None)
+            if (config, swapped) in self._compiled:
+                self._ready[size, swapped] = self._compiled[config, swapped]
+
+    def compiled(self, config: Config, *, swapped: bool = False) -> Any:
+        """The kernel of one configuration, loaded or compiled at the first call. Raises Unsupported."""
+        key = (config, swapped)
+        if key not in self._compiled:
+            with BUILDING, uncollected():
+                found: Any = library.load(self.region, config, self.directory, swapped=swapped)
+                if found is None:
+                    build = compiler().Compiled
+                    try:
+                        found = build(self.region, config, self.directory, swapped=swapped)
+                    except OSError as error:  # the store: full, read-only, gone
+                        raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
+                self._compiled[key] = found
+        return self._compiled[key]
+
+
+def together(work: Sequence[Work]) -> None:
+    """Launches kernels of one device on its current stream, none of which reads what another writes: each may begin
+    where blocks of the one before have ended, through the door between them. The outputs' memory must be apart, and
+    apart from all inputs'. What each reads, and its scratch, is kept until all are launched."""
+    example = work[0][1][0]
+    if example.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(example.device):
+            return together(work)
+    prepared = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]
+    runs = [run for run in prepared if run is not None]
+    between = (doors(example.device, len(runs) - 1) if len(runs) > 1 else []) or [0] * (len(runs) - 1)
+    try:
+        for run, entrance, way_out in zip(runs, [0, *between], [*between, 0], strict=False):
+            run(entrance, way_out)
+    except BaseException:
+        forget(example.device)
+        raise
+
+
+def compiler() -> Any:
+    """The module codegen.kernel. Raises Unsupported if what compiles kernels is installed and cannot be loaded."""
+    try:
+        with uncollected():
+            return in_own_thread(lambda: importlib.import_module("coda_inductor.kernels.kernel"))
+    except Exception as error:  # a driver too old for it, half an installation: each library has its own
+        what = f"the kernel compiler cannot be loaded: {type(error).__name__}: {error}"
+        raise Unsupported(what, hint="`coda-inductor doctor` tries it alone") from error
+
+
+def in_own_thread(make: Callable[[], Any]) -> Any:
+    """What `make` returns in a thread of its own, on this thread's GPU: importing quack 0.6.5 leaves a tensor there,
+    which must not lie in the memory of a CUDA graph that this thread prepares."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    with ThreadPoolExecutor(1) as thread:
+        if device is not None:
+            thread.submit(torch.cuda.set_device, device).result()
+        return thread.submit(make).result()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps Python's collector from walking all of torch's objects again and again beside many new ones: it took 0.4 of
+    the 0.85 s in which the compiler is imported."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+BUILDING = threading.Lock()  # autograd runs the backward in threads of its own
+KERNELS: dict[tuple[str, str | None, bool, bool], Kernel] = {}
+FALL_BACK = "without CODA_INDUCTOR_STRICT it runs as separate operations"
+
+
+def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = False, measured: bool = True) -> Kernel:
+    """The Kernel of a Region's text, one per process and cache directory. Raises Unsupported if none can exist."""
+    key = (region_text, cache_dir, strict, measured)
+    if key not in KERNELS:
+        region = parse(region_text)
+        legality.check(region)
+        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict, measured=measured)
+    return KERNELS[key]
+
+
+def aligned(t: Tensor) -> Tensor:
+    """`t`, or a copy whose rows are contiguous and 16-byte aligned."""
+    if not t.data_ptr() & 15 and t.stride(-1) == 1 and (t.dim() < 2 or not t.stride(0) * t.element_size() & 15):
+        return t
+    report("an input was copied: its rows are not contiguous or not 16-byte aligned")
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of two matrices of one shape, one behind the other. Beside NCCL, the driver gave one process addresses
+    that lie further apart than REACH (two H200s)."""
+    report("two matrices were copied: they are of different pitch, or too far apart for one descriptor")
+    both = torch.empty((2, *a.shape), dtype=a.dtype, device=a.device)
+    return both[0].copy_(a), both[1].copy_(b)
+
+
+def fall_back(record: Region | Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
+    """Computes the Region or the Sweep on torch instead."""
+    report(f"a {type(record).__name__.lower()} runs as separate operations: {reason}")
+    into(record, inputs, outs)
+
+
+def report(reason: str) -> None:
+    """Counts the reason, and warns about it the first time."""
+    warn(reason)
+    FALLBACKS[reason] += 1

@@ -1,0 +1,68 @@
+"""What tuning found, on disk: one JSON record by region, bucket, device and versions, never changed once stored."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coda_inductor.codegen import target
+from coda_inductor.codegen.legality import is_legal
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.region import Region
+from coda_inductor.kernels import store
+
+ROOMS = ("codegen", "core", "kernels", "measure")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Names the code that decides what a kernel is and how it is timed."""
+    package = Path(__file__).parents[1]
+    files = sorted(path for room in ROOMS for path in (package / room).glob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
+@functools.cache
+def device_name() -> str:
+    """The current GPU's name."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def key(region: Region, size: int) -> str:
+    """The record's file name."""
+    parts = [region.text, str(size), device_name(), sources_digest(), *map(str, target.versions().items())]
+    return f"{region.digest}-{size}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}"
+
+
+def remember(
+    directory: Path, region: Region, size: int, config: Config, ms: float, rows: list[dict[str, Any]]
+) -> Config:
+    """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
+    of processes that measure at once, the first's."""
+    found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
+    where = {"device": device_name(), "versions": target.versions()}
+    made = {**found, **where}
+    standing = store.write_record(directory, key(region, size), made, lambda r: _config(r, region) is not None)
+    return _config(standing, region) or config
+
+
+def remembered(directory: Path, region: Region, size: int) -> Config | None:
+    """The configuration that won at bucket `size`, None if there is no readable record of a legal one."""
+    found = store.read_record(directory, key(region, size))
+    return _config(found, region) if found else None
+
+
+def _config(found: dict[str, Any], region: Region) -> Config | None:
+    """The configuration of a record, None if it is not a legal one."""
+    fields = found.get("config")
+    if not isinstance(fields, dict) or set(fields) != set(Config._fields):
+        return None
+    config = Config(**fields)
+    try:
+        return config if is_legal(region, config) else None
+    except TypeError:  # numbers that are none
+        return None

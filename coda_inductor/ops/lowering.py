@@ -1,0 +1,264 @@
+"""coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
+coda.stored lowered: nothing but a buffer; coda.kept: a copy. (coda.sweep: sweep_lowering.py.)
+
+The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor import ir
+from torch._inductor.lowering import clone, fallback_handler, register_lowering
+from torch._inductor.virtualized import V
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import DTYPES, Region, parse
+from coda_inductor.core.settings import Settings
+from coda_inductor.core.sweep import Sweep
+from coda_inductor.kernels.executable import Run
+from coda_inductor.kernels.launch import Launch, fall_back, kernel, together
+from coda_inductor.ops.custom import KEPT, REGION, STORED
+
+
+class Launcher:
+    """What a compiled graph calls. The kernel is built or loaded at the first call, with the settings of the compile
+    that makes or loads the graph; without a kernel the Region runs on torch, with one warning."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.settings = text, current()
+
+    @cached_property
+    def kernel(self) -> Launch:
+        """Ready to be called. Under CODA_INDUCTOR_STRICT raises Unsupported if there is no kernel."""
+        try:
+            return self.made()
+        except Unsupported as error:
+            if self.settings.strict:
+                raise
+            return OnTorch(self.record(), str(error))
+
+    def made(self) -> Launch:
+        """The kernel. Raises Unsupported if there is none."""
+        s = self.settings
+        return kernel(self.text, s.cache_dir, strict=s.strict, measured=not s.deterministic)
+
+    def record(self) -> Region | Sweep:
+        """What the text says."""
+        return parse(self.text)
+
+    def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        together(((self.kernel, inputs, outs),))
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run | None:
+        """As Kernel.prepare."""
+        return self.kernel.prepare(inputs, outs)
+
+
+class OnTorch:
+    """A Region or a Sweep that has no kernel."""
+
+    def __init__(self, record: Region | Sweep, reason: str) -> None:
+        self.record, self.reason = record, reason
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
+        """Computes at once."""
+        fall_back(self.record, inputs, outs, self.reason)
+
+
+def current() -> Settings:
+    """The settings of the compile under way, as its pass holds them; outside of one those of the environment."""
+    settings = getattr(inductor_config.joint_custom_pre_pass, "settings", None)
+    return settings if isinstance(settings, Settings) else Settings.read()[0]
+
+
+class RegionKernel(ir.FallbackKernel):
+    """One launch. Its outputs are RegionOutputs, allocated by Inductor before the call; unread ones are None."""
+
+    written = False
+
+    @property
+    def text(self) -> str:
+        """The Region's."""
+        return self.constant_args[0]  # type: ignore[no-any-return]
+
+    @property
+    def region(self) -> Region:
+        """What is computed."""
+        return parse(self.text)
+
+    @property
+    def stored_columns(self) -> int:
+        """Of all that it stores."""
+        return len(self.region.stores) * self.region.width
+
+    def freed_columns(self, last: AbstractSet[str]) -> float:
+        """Of those of its inputs that have a row for each token and are read for the `last` time (names)."""
+        region, columns = self.region, dict[int, float]()
+        for product in region.products:
+            for a, b in product.pairs:  # if tokens are summed over, both are theirs, and no weight
+                columns |= {a: math.inf, b: math.inf} if product.a_layout == "km" else {a: product.k}
+        for i, operand in enumerate(region.operands, region.matrices):
+            columns[i] = {"tile": region.n, "table": 2 * region.half}.get(operand.extent, 0)
+        names = {x.get_name(): columns.get(i, 0) for i, x in enumerate(self.inputs)}  # type: ignore[union-attr]
+        return sum(names[name] for name in names.keys() & last)
+
+    def written_names(self) -> set[str]:
+        """What others would read, by name."""
+        return {self.get_name(), *(out.get_name() for out in self.outputs)}
+
+    def codegen(self, wrapper: Any) -> None:
+        """Writes the call, and with it those that may overlap with it."""
+        if self.written:
+            return
+        others = _beside(self)
+        for node in others:
+            _check_inputs(wrapper, node)
+        regions = [self, *(node.node for node in others)]
+        for region in regions:
+            region.codegen_comment(wrapper)
+        calls = [region.call(wrapper) for region in regions]
+        names = "".join(f"{region.get_name()} = " for region in regions)
+        if len(calls) == 1:
+            ((run, given),) = calls
+            wrapper.writeline(f"{names}{run}({given})")
+            return
+        wrapper.add_import_once("from coda_inductor.kernels.launch import together as coda_together")
+        wrapper.writeline(f"{names}coda_together([{', '.join(f'({run}, {given})' for run, given in calls)}])")
+
+    def call(self, wrapper: Any) -> tuple[str, str]:
+        """What is called, and with what. Allocates the outputs: all those of one line before it, so that none of them
+        lies where an input of the line does."""
+        self.written = True
+        text, digest = self.text, self.region.digest
+        wrapper.add_import_once("from coda_inductor.ops.lowering import Launcher as coda_launcher")
+        wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
+        return f"coda_{digest}", given(self, wrapper)
+
+
+FREED = 1 / 8  # (at width 2048 tables of cosines and sines, of heads of 128, are 1/16 of what queries and keys store)
+
+
+def _beside(first: RegionKernel) -> list[Any]:
+    """The scheduler's nodes of the Regions that Inductor has put right behind `first` and that read nothing of it, nor
+    of one another. All of a line's outputs have memory before any of its inputs gives it back: what is read for the
+    last time before the line's last Region is little beside what is stored."""
+    nodes, leader = V.graph.scheduler.nodes, V.graph.scheduler.current_node
+    assert leader is not None
+    found, written = list[Any](), first.written_names()
+    freed, stored = first.freed_columns(leader.last_usage), first.stored_columns
+    for node in nodes[nodes.index(leader) + 1 :]:
+        other = getattr(node, "node", None)
+        if not isinstance(other, RegionKernel | RegionOutput) or not _alike(leader, node):
+            break
+        if isinstance(other, RegionOutput):
+            continue
+        if {dep.name for dep in node.read_writes.reads} & written or freed > FREED * stored:
+            break
+        found.append(node)
+        written |= other.written_names()
+        freed, stored = freed + other.freed_columns(node.last_usage), stored + other.stored_columns
+    return found
+
+
+def _check_inputs(wrapper: Any, node: Any) -> None:
+    """Writes what Inductor (torch 2.13) would write before `node`, whose Region runs earlier: assertions on the sizes
+    of inputs of the graph, and copies of those that are not aligned. It writes both once."""
+    reads = [dep.name for dep in node.read_writes.reads]
+    if inductor_config.size_asserts and hasattr(wrapper, "codegen_deferred_input_asserts"):
+        wrapper.codegen_deferred_input_asserts(reads)
+    if hasattr(wrapper, "codegen_deferred_alignment_copies"):
+        wrapper.codegen_deferred_alignment_copies(reads)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Do two nodes run on one device and stream, and in one part of a graph that is cut for CUDA graphs?"""
+    streams = getattr(V.graph.scheduler, "node_to_stream", {})
+    if a.get_device() != b.get_device() or streams.get(a) != streams.get(b):
+        return False
+    cut = V.graph.scheduler.should_partition
+    return not inductor_config.graph_partition or bool(cut(a)) == bool(cut(b))
+
+
+def given(kernel: ir.FallbackKernel, wrapper: Any) -> str:
+    """What a launch is called with. Allocates the outputs."""
+    outs = []
+    for out in kernel.outputs:
+        dead = out.get_name() in V.graph.removed_buffers
+        if not dead:
+            wrapper.codegen_allocation(out)
+        outs.append("None" if dead else out.get_name())
+    inputs = ", ".join(x.codegen_reference() for x in kernel.inputs)  # type: ignore[union-attr]
+    return f"[{inputs}], [{', '.join(outs)}]"
+
+
+class RegionOutput(ir.MultiOutput):
+    """A store or sum of a kernel of ours: a buffer of Inductor's that the kernel writes."""
+
+    def should_allocate(self) -> bool:
+        """Inductor allocates it."""
+        return True
+
+    def codegen(self, wrapper: Any) -> None:
+        """Nothing to write: the launch has filled it."""
+
+
+def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
+    if target == "reference":
+        return fallback_handler(REGION, add_to_fallback_set=False)(inputs, text, target)
+    region, tensors = parse(text), in_memory(inputs)
+    i, dim = region.m_axis
+    layouts = _layouts(region, tensors[i].get_size()[dim], tensors[0].get_device())
+    return launched(RegionKernel, REGION, tensors, (text, target), layouts)
+
+
+def in_memory(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, computed and in rows."""
+    return [ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)) for x in inputs]
+
+
+def launched(kernel: Any, op: Any, tensors: list[Any], constants: tuple[str, str], layouts: list[Any]) -> list[Any]:
+    """The outputs of a kernel of ours, which Inductor allocates."""
+    packed = kernel(ir.MultiOutputLayout(device=tensors[0].get_device()), op, tensors, constants, _arguments)
+    packed.outputs = [RegionOutput(layout, packed, [(list, i)]) for i, layout in enumerate(layouts)]
+    return [ir.TensorBox.create(out) for out in packed.outputs]
+
+
+def _layouts(region: Region, m: Any, device: torch.device) -> list[ir.FixedLayout]:
+    """Of the outputs: stores, then sums."""
+    stores = [ir.FixedLayout(device, DTYPES[s.dtype], [m, region.width], [region.width, 1]) for s in region.stores]
+    sizes = [m if r.over == "N" else region.n for r in region.reductions]
+    return stores + [ir.FixedLayout(device, region.compute, [n], [1]) for n in sizes]
+
+
+def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The operation's arguments, from Inductor's flat lists."""
+    return (list(inputs), *constants), {}
+
+
+def _store(x: ir.TensorBox) -> ir.TensorBox:
+    """The value itself, which now has memory."""
+    x.realize()
+    return x
+
+
+def _keep(x: ir.TensorBox) -> ir.TensorBox:
+    """A copy, in memory of its own before anything overwrites the original."""
+    copy: ir.TensorBox = clone(x)
+    copy.realize()
+    return copy
+
+
+@cache
+def register() -> None:
+    """Tells Inductor, once."""
+    register_lowering(REGION, type_promotion_kind=None)(_lower)
+    register_lowering(STORED, type_promotion_kind=None)(_store)
+    register_lowering(KEPT, type_promotion_kind=None)(_keep)

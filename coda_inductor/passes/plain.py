@@ -1,0 +1,101 @@
+"""Products with nothing beside them, of DEEP_LEAST and more in all three sizes, as Regions: there a generated kernel
+may multiply faster than cuBLAS, weights' gradients among them, whose left operand lies as [K, M].
+
+They are looked for when all other Regions are in the graph, and where one loses its contest (bare_contest.py) the
+product stays.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from coda_inductor.codegen.tiles import DEEP_LEAST
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import DTYPE_NAMES, Product, Region, Store
+from coda_inductor.core.verify import verify
+from coda_inductor.ops.custom import REGION
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import aten
+from coda_inductor.rewrite.program import TRANSPOSES
+from coda_inductor.write.writing import ORIGIN
+
+Found = dict[fx.Node, tuple[Region, tuple[fx.Node, fx.Node]]]
+"""Products, each as a Region and the two tensors that it reads."""
+Slower = Callable[[Found], dict[fx.Node, str]]
+"""Which of these products stay as they are, and why."""
+NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
+BARE = "bare"
+"""The kind of these Regions; their nodes bear it as a mark."""
+PITCH = 8  # elements of 16 bits at whose multiples rows start
+
+
+def bare_products(
+    graph: fx.Graph, legal: Callable[[Region], None], device: torch.device
+) -> tuple[Found, dict[fx.Node, str]]:
+    """The products on a device that may be bare Regions, and those of that size that may not, with the reason. `legal`
+    raises Unsupported for one that the target cannot run."""
+    found, refused = Found(), dict[fx.Node, str]()
+    for node in graph.nodes:
+        if (made := as_region(node)) is None or node.meta["val"].device != device:
+            continue
+        try:
+            legal(made[0])
+            found[node] = made
+        except Unsupported as why:
+            refused[node] = why.said
+    return found, refused
+
+
+def as_region(node: fx.Node) -> tuple[Region, tuple[fx.Node, fx.Node]] | None:
+    """A product as a bare Region and the tensors that it reads. None if it is smaller, or if these are none that a
+    kernel can load."""
+    if node.target not in (aten.mm.default, aten.mm.dtype):
+        return None
+    x, w = node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
+    sizes = [*node.meta["val"].shape, x.meta["val"].shape[1]]
+    if not all(isinstance(n, int) and n >= DEEP_LEAST and n % PITCH == 0 for n in sizes):
+        return None
+    left, right = in_rows(x), in_rows(w)
+    dtype, out = (DTYPE_NAMES.get(n.meta["val"].dtype) for n in (x, node))
+    if left is None or right is None or left is right or not g.dense(node) or not dtype or not out:
+        return None
+    product = Product("acc0", 0, 1, sizes[2], "kn" if right is w else "nk", a_layout="mk" if left is x else "km")
+    return verify(Region(sizes[1], dtype, (product,), (), (), (Store("acc0", out),), ())), (left, right)
+
+
+def in_rows(node: fx.Node) -> fx.Node | None:
+    """The tensor in rows that a matrix of known sizes is, or is the transpose of. None if there is none, or if its rows
+    overlap or do not start at multiples of 16 bytes."""
+    base = node.args[0] if node.target in TRANSPOSES else None
+    for each in (node, base):
+        value = g.tensor(each)
+        if value is None or value.dim() != 2:
+            continue
+        numbers = [*value.stride(), value.storage_offset(), value.shape[1]]
+        if not all(isinstance(n, int) for n in numbers) or value.stride(1) != 1:
+            continue
+        turned = each is node or value.stride() == node.meta["val"].stride()[::-1]  # and no permute(0, 1)
+        starts = value.stride(0) % PITCH == value.storage_offset() % PITCH == 0
+        return each if turned and starts and value.stride(0) >= value.shape[1] else None  # type: ignore[return-value]
+    return None
+
+
+def write_bare(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]:
+    """Puts the Regions in the products' place; their results."""
+    outputs = []
+    for node, (region, inputs) in found.items():
+        with graph.inserting_before(node):
+            made = graph.call_function(REGION, ([*inputs], region.text, target_name))
+            out = graph.call_function(operator.getitem, (made, 0))
+        for new, value in ((made, [node.meta["val"]]), (out, node.meta["val"])):
+            new.meta = {key: node.meta[key] for key in ORIGIN if key in node.meta} | {"val": value}
+        made.meta[BARE] = True
+        node.replace_all_uses_with(out)
+        graph.erase_node(node)
+        outputs.append(out)
+    return outputs

@@ -1,0 +1,51 @@
+"""What may be switched off: laws, kinds of Regions, and passes that make none."""
+
+from __future__ import annotations
+
+from coda_inductor.core.region import Region
+from coda_inductor.core.settings import Settings
+from coda_inductor.passes.plain import BARE
+from coda_inductor.rewrite.laws import LAWS
+
+LAW_NAMES = frozenset(law.name for law in LAWS)
+KINDS = {
+    "pair": "two products in one tile, as gate and up",
+    "summed": "two products in one sum, as the gradients of what gate and up read",
+    "halves": "the halves of each head side by side, as for rotary embeddings",
+    "statistic": "an epilogue that also sums, over its rows as for a norm or over the tokens",
+    "pointwise": "any other epilogue",
+    BARE: "a large product with nothing beside it, where cuBLAS is slower",
+}
+REGION_KINDS = frozenset(KINDS)
+CASTS, TABLES, SWEEPS, LAYOUTS = "casts", "tables", "sweeps", "layouts"
+PASSES = {
+    SWEEPS: "no Region: what reads what attention's backward left is one kernel of ours",
+    TABLES: "no Region: sines and cosines that many elements read are computed once",
+    CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
+    LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",
+}
+NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
+"""What _DISABLE and _ONLY may name."""
+
+
+def laws_of(settings: Settings) -> frozenset[str]:
+    """The laws that the derivation may use."""
+    return frozenset(name for name in LAW_NAMES if allowed(name, LAW_NAMES, settings) and settings.numerics != "strict")
+
+
+def kind(region: Region) -> str:
+    """The region's kind, as _DISABLE and _ONLY name it."""
+    if region.half:
+        return "halves"
+    if region.summed:
+        return "summed"
+    return "pair" if len(region.products) > 1 else "statistic" if region.reductions else "pointwise"
+
+
+def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
+    """May a law or a kind of Region be used, or one of PASSES? _ONLY restricts the laws if it names one, and the kinds
+    if it names one; if it names anything, a pass must be named, and if it names passes alone, nothing else is used."""
+    only = settings.only & among
+    if name in PASSES or settings.only <= PASSES.keys():
+        only = settings.only
+    return name not in settings.disable and (not only or name in only)

@@ -1,0 +1,114 @@
+"""Tables that many elements read, as the cosines of rotary embeddings: computed once, where Inductor would compute them
+for every element that reads them.
+
+f(x) repeated along new dimensions is f(x repeated), rounded where the original rounds it. Inductor puts a pointwise
+value into memory only when it reads much or is long; sin and cos are one operation each, however long they take.
+(H200, Llama-1B's RoPE of 8192 tokens by torch 2.11: 60 and 91 us for q, forward and backward, which read and write
+67 MB; 18 and 20 with tables, bench/results/profile.jsonl.) A table of the forward is kept for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from coda_inductor.patterns.graph import source_line
+from coda_inductor.schedule.kinds import elements, is_tensor, kind_of
+from coda_inductor.write.writing import stored
+
+aten = torch.ops.aten
+
+LONG = frozenset({aten.cos.default, aten.sin.default, aten.tan.default})
+"""Operations that take longer than memory does: their arguments may be large, and are reduced in many steps."""
+REPEATED = 8
+"""How often each element of a table is read, at least: writing and reading it is little beside its readers' bytes."""
+WORTH = 1 << 22
+"""Elements that read a table, at least, so that another kernel is worth its launch: a sine and a cosine of so many took
+11 us (H200, from the same passes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table: the node that computes it, its shape, and the user's line."""
+
+    node: str
+    shape: str
+    source: str
+
+
+def store_tables(graph: fx.Graph) -> tuple[Table, ...]:
+    """Puts the tables of a joint or inference graph into memory, in place; of equal ones the first for all."""
+    ends = {last(n) for n in graph.nodes if n.target in LONG and elements(n) > 1}
+    roots = [n for n in graph.nodes if n in ends]
+    found = dict[str, tuple[fx.Node, Table]]()
+    numbers = numbered(graph)
+    for node in filter(is_worth, roots):
+        if (first := found.get(key := numbers[node])) is not None:
+            node.replace_all_uses_with(first[0])
+            graph.erase_node(node)
+        else:
+            found[key] = store(graph, node)
+    return tuple(table for _, table in found.values())
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read a value, as it is or through views."""
+    found = list[fx.Node]()
+    for user in node.users:
+        viewed = user.op == "call_function" and kind_of(user) in ("view", "part")
+        found += readers(user) if viewed else [user]
+    return list(dict.fromkeys(found))
+
+
+def last(node: fx.Node) -> fx.Node:
+    """The end of the small computation that `node` begins: a factor, a cast, two halves put together."""
+    match readers(node):
+        case [reader] if is_step(reader, node):
+            return last(reader)
+    return node
+
+
+def is_step(reader: fx.Node, node: fx.Node) -> bool:
+    """Is it a loop over little more than `node`, and reads nothing larger?"""
+    small = elements(reader) < REPEATED * elements(node)
+    return is_loop(reader) and small and all(elements(a) <= elements(node) for a in reader.all_input_nodes)
+
+
+def is_loop(node: fx.Node) -> bool:
+    """Is it computed element by element?"""
+    return node.op == "call_function" and is_tensor(node) and kind_of(node) == "loop"
+
+
+def is_worth(node: fx.Node) -> bool:
+    """Is it read often enough, by enough elements? Each reader may cast it first."""
+    return sum(map(elements, set(wide(node, elements(node))))) >= WORTH
+
+
+def wide(node: fx.Node, size: int) -> Iterator[fx.Node]:
+    """The loops over many more elements than `size` that read the node, or small steps from it."""
+    for reader in readers(node):
+        if is_loop(reader) and elements(reader) >= REPEATED * size:
+            yield reader
+        elif is_step(reader, node):
+            yield from wide(reader, size)
+
+
+def numbered(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Equal numbers for nodes that compute the same on the same side of a checkpoint, and only for those."""
+    known, found = dict[object, str](), dict[fx.Node, str]()
+    for node in graph.nodes:
+        key: object = node
+        if node.op == "call_function" and not node.is_impure() and kind_of(node) != "random":
+            args = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+            key = (node.target, repr(args), repr([node.meta.get(tag) for tag in ("recompute", "ac_graph_id")]))
+        found[node] = known.setdefault(key, f"<{len(known)}>")
+    return found
+
+
+def store(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, Table]:
+    """Lets all read the stored value in place of the formula."""
+    shape = ", ".join(map(str, node.meta["val"].shape))
+    return stored(graph, node), Table(node.name, f"[{shape}]", source_line(node))

@@ -1,0 +1,68 @@
+"""A Region as it was built: what it reads, and what each of its outputs is."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from coda_inductor.core.region import Region
+from coda_inductor.patterns.terms import Term
+from coda_inductor.plan.draft import Draft, Loaded
+from coda_inductor.rewrite.space import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Rows (or, for "kn", columns) start to stop of a weight node; stop None is all of it."""
+
+    node: fx.Node
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Pairs that all heads share, [M, 2 * half]: of each lane one value, side by side. `rows` are the axes of M."""
+
+    lanes: tuple[Lane, Lane]
+    rows: tuple[int, ...]
+    half: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of both nodes."""
+        return torch.promote_types(*(lane.node.meta["val"].dtype for lane in self.lanes))
+
+
+Source = Loaded | Weight | Table
+"""Where an input comes from: what an epilogue loads (of lanes: the node or the table), or a weight."""
+
+
+@dataclass(slots=True)
+class Built:
+    """A Region, its inputs in order, and what each output is: the drafts' stores, then its sums. `added` is the product
+    that its accumulator sums up with its own."""
+
+    region: Region
+    inputs: list[Source]
+    draft: Draft
+    added: Term | None = None
+
+    @property
+    def products(self) -> list[Term]:
+        """The products that it computes: its accumulators, and what is added to one."""
+        return [*self.draft.space.accs, *([] if self.added is None else [self.added])]
+
+    @property
+    def only_sums(self) -> bool:
+        """Does it add two products up and nothing else?"""
+        r = self.region
+        return self.added is not None and not (r.operands or r.lets or r.reductions)
+
+    @property
+    def mask(self) -> int:
+        """These products, as a bit set."""
+        return functools.reduce(int.__or__, (acc.hosts for acc in self.products))

@@ -1,0 +1,108 @@
+"""The records of a plan: what an epilogue stores and sums, and where its inputs come from."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+from torch import fx
+
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.space import Lane, Space
+
+
+class Stored(NamedTuple):
+    """A value and the dtype in which it is stored; `again`: the backward's own copy of what the forward had."""
+
+    term: Term
+    dtype: str
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N],
+    over the axes `order`."""
+
+    term: Term
+    extent: str
+    order: tuple[int, ...]
+
+
+Loaded = fx.Node | Stored | Term | Computed | Lane
+"""Where an epilogue's input comes from: a node, a store, a sum (its reduction), a small computation, or half a node."""
+
+MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
+MAX_READ = 12  # vectors and tiles that an epilogue may read: legality.MAX_OPERANDS, which a test compares
+CROWDED = 8  # with more, per-token vectors are combined outside: eight beside the tile spill in 128x192 already
+SPARED = 4  # reads that combining may spare an epilogue: a guess; the next round of planning counts
+
+
+@dataclass(slots=True)
+class Draft:
+    """A Region in the making: its space, what it stores and sums, and the graph's nodes that its stores replace."""
+
+    space: Space
+    stores: list[Stored] = field(default_factory=list)
+    sums: list[Term] = field(default_factory=list)
+    supplies: dict[fx.Node, Stored] = field(default_factory=dict)
+    totals: dict[fx.Node, tuple[Term, Fraction]] = field(default_factory=dict)
+    """Nodes that are a number times one of the sums, over tokens: gradients of gains and biases."""
+
+    @property
+    def values(self) -> list[Term]:
+        """What its epilogue makes: all that is stored or summed."""
+        return [s.term for s in self.stores] + [s.args[0] for s in self.sums]
+
+    @property
+    def nodes(self) -> frozenset[fx.Node]:
+        """The graph's nodes that its stores and sums replace."""
+        return frozenset((*self.supplies, *self.totals))
+
+    @property
+    def deps(self) -> int:
+        """The products that must have run before all of its outputs exist."""
+        return functools.reduce(int.__or__, (t.deps for t in self.values), 0)
+
+
+def cycle(pending: list[Draft]) -> Draft | None:
+    """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one time."""
+    ready = 1
+    waits = {id(d): d.deps & ~d.space.mask for d in pending}
+    while pending and ready:
+        blocked = 0
+        for d in pending:
+            blocked |= d.space.mask
+        ready = len(pending)
+        pending = [d for d in pending if waits[id(d)] & blocked]
+        ready -= len(pending)
+    path = pending[:1]
+    while path and (following := next(d for d in pending if waits[id(path[-1])] & d.space.mask)) not in path:
+        path.append(following)
+    return following if path else None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node that stays with Inductor although it follows a product, and the first condition that failed."""
+
+    node: fx.Node
+    reason: str
+
+
+class Conflict(Exception):
+    """Two decisions exclude each other; planning starts again with these products banned or undeferred, with heads left
+    `unhalved`, or with nodes that may `never` be made again."""
+
+    def __init__(
+        self,
+        *,
+        banned: dict[int, str] | None = None,
+        undeferred: int = 0,
+        unhalved: frozenset[int] = frozenset(),
+        never: frozenset[fx.Node] = frozenset(),
+    ) -> None:
+        super().__init__(str(banned or undeferred or unhalved or never))
+        self.banned, self.undeferred, self.unhalved, self.never = banned or {}, undeferred, unhalved, never

@@ -1,0 +1,97 @@
+"""Values that mix the two halves of each head, as rotary embeddings do.
+
+An epilogue makes such a value where the halves are two accumulators side by side: the rows of the weight are read in
+that order, and both halves leave as one tensor. What it reads beside them varies over the features, or over the tokens
+and one head: a table, which the features of all heads share.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.space import Axes, Heads, Lane
+from coda_inductor.rewrite.state import State
+
+MIXED = "it combines features that are not two halves of the columns, nor of each head"
+NOT_ROWS = "a tile that it needs is not laid out as rows of tokens"
+OF_HEADS = frozenset({MIXED, NOT_ROWS})
+"""What a rotary embedding is refused for where its product does without the halves of heads."""
+
+
+def heads(state: State, t: Term, last: Term) -> tuple[Heads, tuple[Term, Term]]:
+    """How the product behind `last` has to be read so that its epilogue makes t, and the accumulators of its halves.
+    Raises Unsupported."""
+    product, terms = state.product(last), state.lifted.terms
+    inside = {axis for acc in state.accumulators(t) if acc.bit == last.bit for axis, _ in acc.lanes}
+    if last.bit in state.unhalved or len(inside) != 1 or not inside <= set(product.columns):
+        raise Unsupported(MIXED)
+    (inner,) = inside
+    lane = t.over[0] if t.kind == "lanes" and inner not in t.axes else inner
+    if set(state.lifted.extents((lane, inner)).values()) != {2} or lane not in t.axes:
+        raise Unsupported(MIXED)
+    if g.is_backward(product.node) or not state.by_rows(product):
+        raise Unsupported(MIXED)
+    minor = product.columns[product.columns.index(inner) + 1 :]
+    parts = (state.accumulators(terms.select(t, lane, i)) for i in (0, 1))
+    mine = [{acc for acc in part if acc.bit == last.bit} for part in parts]
+    accs = mine[0] | mine[1]
+    if not (minor and all(mine)) or {acc.lanes for acc in accs} != {((inner, 0),), ((inner, 1),)}:
+        raise Unsupported(MIXED)
+    first, second = sorted(accs, key=lambda acc: acc.lanes)
+    return Heads(lane, inner, minor, product.columns), (first, second)
+
+
+def lanes(state: State, rows: Axes, of: Heads) -> dict[Term, Lane]:
+    """What an epilogue can read beside halves of heads, by term: vectors over all features, and tables over tokens and
+    a head (or half of one). Of nodes that differ by a cast the first with which the user's program goes on."""
+    found, terms = dict[Term, Lane](), state.lifted.terms
+    for t, nodes in state.nodes.items():
+        if t.hosts or not t.axes.issuperset(of.minor):
+            continue
+        fitting = [n for n in nodes if _fits(*state.lies(n), rows, of)]
+        if not fitting:
+            continue
+        node = next((n for n in fitting if not n.users.keys() <= set(nodes)), fitting[0])
+        node = g.root(node, g.is_view) if g.root(node, g.is_view) in fitting else node
+        axis = next((i for i in state.lies(node)[0] if i in (of.lane, of.inner)), None)
+        if axis is None:
+            found.setdefault(t, Lane(node, None))
+            continue
+        same = alike(state, node, (axis, *of.minor))
+        for i in (0, 1):
+            found.setdefault(terms.select(t, axis, i), Lane(node, 0 if same else i))
+    return found
+
+
+def _fits(order: Axes, dense: bool, rows: Axes, of: Heads) -> bool:
+    """Is it a feature vector, or a table?"""
+    if order == of.columns:
+        return dense
+    tokens = tuple(i for i in order if i in rows)
+    tables = ((of.lane, *of.minor), (of.inner, *of.minor), of.minor)
+    return bool(tokens) and tokens == tuple(i for i in rows if i in tokens) and order[len(tokens) :] in tables
+
+
+def alike(state: State, node: fx.Node, axes: Axes) -> bool:
+    """Are the two halves of a table equal, as cosines of the same angles twice? `axes` are those of its one dimension
+    [2, half]. What is computed element by element of two equal halves has two equal halves."""
+    reading, terms = state.lifted.reading, state.lifted.terms
+    dim = next((d for d, ids in enumerate(reading.roots(node)) if ids == axes), None)
+    shape = node.meta["val"].shape
+    while dim is not None:
+        term, ids = state.lifted.term.get(node), reading.roots(node)[dim]
+        two = len(ids) > 1 and state.lifted.extents(ids[:1]) == {ids[0]: 2}
+        if term is not None and two and terms.select(term, ids[0], 0) is terms.select(term, ids[0], 1):
+            return True
+        tags = getattr(node.target, "tags", ())
+        each_alone = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        if not (each_alone or g.is_cast(node)) or len(node.all_input_nodes) != 1:
+            return False
+        (node,) = node.all_input_nodes
+        if node not in reading.dims or [*map(str, node.meta["val"].shape)] != [*map(str, shape)]:
+            return False
+    return False

@@ -1,0 +1,115 @@
+"""The lifted graph, and each of its terms as the laws have left it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.lift import Lifted, Product
+from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.space import Axes
+
+
+@dataclass(slots=True)
+class State:
+    """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
+
+    `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
+    stays as the user wrote it; `unhalved` those whose heads are not halved, `unsummed` those to whose sums no other
+    product is added, and `only_summed` those whose epilogues do nothing else, with the reason.
+    """
+
+    lifted: Lifted
+    banned: dict[int, str] = field(default_factory=dict)
+    undeferred: frozenset[int] = frozenset()
+    unhalved: frozenset[int] = frozenset()
+    unsummed: frozenset[int] = frozenset()
+    only_summed: dict[int, str] = field(default_factory=dict)
+    new: dict[Term, Term] = field(default_factory=dict)
+    nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
+    products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
+    """Contractions by their right operand and the axes that they sum over."""
+    wholes: set[Term] = field(default_factory=set)
+    """What the graph's products compute as they stand there, biases included, unless a law has changed them."""
+    held: dict[Term, fx.Node] = field(default_factory=dict)
+    """Tensors that are named as they lie in memory, whatever they are made of, and their nodes."""
+    gradients: set[Term] = field(default_factory=set)
+    """What the products of the backward multiply: it lies in memory anyway."""
+    turned: list[tuple[Term, Term]] = field(default_factory=list)
+    """Sums before and after the adjoint, in the order of its uses."""
+    sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
+    """Every sum of the graph as it was derived, by what is summed and the axes."""
+
+    def hold(self, node: fx.Node) -> Term:
+        """The node's tensor as a term without arguments."""
+        lifted = self.lifted
+        lifted.leaves[node.name] = node
+        axes = (i for d in lifted.reading.roots(node) for i in d)
+        leaf = lifted.terms.leaf(node.name, axes, lifted.deps[node])
+        self.held[leaf] = node
+        return leaf
+
+    def narrow(self, con: Term) -> bool:
+        """Has the product's operand too few exponents (float16) to be stored before it is normalised? Nothing bounds
+        the range of a residual stream."""
+        product = self.lifted.products.get(con.bit)
+        return product is not None and product.x.meta["val"].dtype == torch.float16
+
+    def columns(self, acc: Term) -> tuple[int, ...]:
+        """The axes of an accumulator's columns."""
+        lanes = {axis for axis, _ in acc.lanes}
+        return tuple(i for i in self.product(acc).columns if i not in lanes)
+
+    def product(self, acc: Term) -> Product:
+        """The graph's product behind an accumulator. Raises Unsupported for a batched one."""
+        if acc.bit not in self.lifted.products:
+            raise Unsupported("it follows a batched product")
+        return self.lifted.products[acc.bit]
+
+    def accumulators(self, t: Term) -> list[Term]:
+        """The contractions that t reaches through pointwise operations."""
+        found, seen, todo = [], set[Term](), [t]
+        while todo:
+            x = todo.pop()
+            if x in seen or not x.hosts:
+                continue
+            seen.add(x)
+            if x.kind == "con":
+                found.append(x)
+            else:
+                todo += x.args
+        return sorted(found, key=lambda c: (c.bit, c.lanes))
+
+    def by_rows(self, product: Product) -> bool:
+        """Is the product's weight [N, K]?"""
+        return weight_of(product)[1] == "nk"
+
+    def lies(self, node: fx.Node) -> tuple[Axes, bool]:
+        """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
+        known = self.lifted.lying  # a graph is planned many times
+        if node not in known:
+            known[node] = tuple(i for d in self.lifted.reading.roots(node) for i in d), g.dense(node)
+        return known[node]
+
+
+def weight_of(product: Product) -> tuple[fx.Node, str]:
+    """The tensor that holds a product's weight, and its layout: "nk" for [N, K], "kn" for [K, N]. Raises
+    Unsupported."""
+    w = product.w
+    value = g.tensor(w)
+    assert value is not None
+    if value.stride()[1] == 1:
+        return w, "kn"
+    base = w.args[0] if w.target in TRANSPOSES else None
+    under = g.tensor(base)
+    swaps = under is not None and under.stride() == value.stride()[::-1] == (under.stride()[0], 1)  # not permute(0, 1)
+    if isinstance(base, fx.Node) and swaps:
+        return base, "nk"
+    raise Unsupported(f"the weight of {product.node} is neither row- nor column-major")
+
+
+TRANSPOSES = frozenset({g.aten.permute.default, g.aten.t.default, g.aten.transpose.int})

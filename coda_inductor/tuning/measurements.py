@@ -1,0 +1,270 @@
+"""What a contest measures: each group of Regions, as generated kernels, against what Inductor compiles of the same
+nodes of the user's graph, or against the program that is derived without a law; on real tensors of the graph's sizes.
+
+What they need is compiled ahead, on all cores. Results are kept on disk by content and never change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from coda_inductor.codegen import legality
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import Settings
+from coda_inductor.kernels import launch, library, prebuild, record, store
+from coda_inductor.kernels.ahead import Ahead
+from coda_inductor.measure import free_memory, timing
+from coda_inductor.patterns.lift import Lifted
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.schedule.memory import Memory
+from coda_inductor.schedule.model import saved_names
+from coda_inductor.tuning import around
+from coda_inductor.tuning.baseline import Without
+from coda_inductor.tuning.benchmark import Programs, rehearse
+from coda_inductor.tuning.extract import put_off
+from coda_inductor.tuning.footprint import footprint
+from coda_inductor.tuning.group import Group, sizes, tokens
+from coda_inductor.tuning.key import key_of
+from coda_inductor.tuning.known import Known
+from coda_inductor.tuning.outcome import (
+    COSTS,
+    TIMED,
+    Outcome,
+    fully_timed,
+    in_bursts,
+    outcome_of,
+    recorded,
+    sure,
+    timed,
+    wins,
+)
+from coda_inductor.tuning.unmeasured import passing_over
+
+log = logging.getLogger("coda_inductor.contest")
+
+ROUNDS = 25
+
+
+class Trials:
+    """Those of one graph, whose derivation may change between them."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.rows: list[dict[str, Any]] = []
+        self.ahead = Ahead(settings.cache_dir)
+        self._memory: Memory | None = None
+        self._memory_of: Lifted | None = None  # whose graph a restored normaliser changes: numbers for rows
+        self._saved: frozenset[str] | None = None
+        self._plans = list[Known]()
+        self._said = set[str]()  # the keys of the groups whose times were
+        self._programs = Programs()
+        if settings.measures:
+            prebuild.warm_up()
+
+    def prepare(self, plan: Plan, candidates: list[list[Built]], later: Sequence[list[Built]] = ()) -> None:
+        """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace.
+        Those that come `later` may yet be asked for."""
+        if not self.settings.measures:
+            return
+        start_s = time.perf_counter()
+        begun = self.begin(plan, candidates) + self.begin(plan, later, idle=True)
+        unknown = self.unknown(plan, candidates)
+        for members in unknown.values():
+            with passing_over():  # said where the group is measured
+                self.compile(plan, self.group(plan, members))
+        seconds = time.perf_counter() - start_s
+        said = "%d groups to measure, %d kernels to compile; meanwhile programs for the other side, %.1f s"
+        log.info(said, len(unknown), begun, seconds)
+
+    def unknown(self, plan: Plan, candidates: Sequence[list[Built]]) -> dict[str, list[Built]]:
+        """The groups that nothing on disk tells of, by key: layers are alike."""
+        found = dict[str, list[Built]]()
+        for members in candidates:
+            with contextlib.suppress(Unsupported):  # of a size that is not known
+                group = self.group(plan, members)
+                if self.found(plan, group) is None:
+                    found[self.key(plan, group)] = members
+        return found
+
+    def begin(self, plan: Plan, candidates: Sequence[list[Built]], *, idle: bool = False) -> int:
+        """Begins to compile the kernels of Regions that are not tuned; how many. (Whether their groups were measured
+        takes seconds to find out, for which this does not wait.)"""
+        if not self.settings.measures:
+            return 0
+        return self.ahead.begin(self.jobs(plan, (b for members in candidates for b in members)), idle=idle)
+
+    def jobs(self, plan: Plan, builts: Iterable[Built]) -> list[prebuild.Job]:
+        """The kernels of Regions that are not tuned."""
+        directory = store.open_store(self.settings.cache_dir)
+        new = [found for found in sizes(plan, builts) if record.remembered(directory, *found) is None]
+        return [prebuild.Job(region, config) for region, size in new for config in legality.candidates(region, size)]
+
+    def require_room(self, *sides: tuple[Group, Plan]) -> None:
+        """Raises Unsupported if measuring these groups would take more memory than is free beside the model."""
+        free_memory.require(self.device, sum(footprint(group, plan) for group, plan in sides))
+
+    def compile(self, plan: Plan, group: Group) -> None:
+        """Compiles what is timed beside the kernels."""
+        self.require_room((group, plan))
+        with torch.no_grad(), unset_fake_temporarily():
+            for built in group.builts:
+                self._programs.computations(plan, group, built)
+            for nodes, program in (around.before(plan, group), around.after(plan, group)):
+                self._programs.passes(group, nodes, program)
+            self._programs.baseline(group, plan)
+
+    def turned(self, plan: Plan, builts: Iterable[Built]) -> Iterator[prebuild.Job]:
+        """The tuned kernels of two weights for weights that lie in the other order in memory, which are not on disk: in
+        which order they do is known when the graph runs, and compiling the kernel then takes seconds. Inductor compiles
+        the graph meanwhile."""
+        if not self.settings.measures:
+            return
+        directory = store.open_store(self.settings.cache_dir)
+        for region, size in sizes(plan, (b for b in builts if len(b.region.products) == 2 and not b.region.half)):
+            config = record.remembered(directory, region, size)
+            if config is not None and not library.kept(region, config, directory, swapped=True):
+                yield prebuild.Job(region, config, swapped=True)
+
+    def group(self, plan: Plan, members: list[Built]) -> Group:
+        """The members, at the size to measure at."""
+        if self._memory is None or self._memory_of is not plan.program.lifted:
+            graph = plan.program.lifted.graph
+            if self._saved is None:  # (It takes seconds for many layers, and nothing is timed without tuning.)
+                self._saved = saved_names(graph) if self.settings.measures else frozenset()
+            self._memory, self._memory_of = Memory(graph, self._saved), plan.program.lifted
+        known = self.of(plan)
+        group = Group(members, self.device, tokens(plan, members[0]), self._memory, known.before(members))
+        known.surround(group, lawless=not deferred(plan, members))
+        return group
+
+    def of(self, plan: Plan) -> Known:
+        """What was found out about a plan; of the last two, which are compared."""
+        for known in self._plans:
+            if known.plan is plan:
+                return known
+        self._plans = [*self._plans[-1:], Known(plan)]
+        return self._plans[-1]
+
+    def key(self, plan: Plan, group: Group) -> str:
+        """The group's key."""
+        keys = self.of(plan).keys
+        if group.mask not in keys:
+            keys[group.mask] = key_of(group, plan)
+        return keys[group.mask]
+
+    def found(self, plan: Plan, group: Group) -> dict[str, Any] | None:
+        """What was measured before."""
+        return store.read_record(store.open_store(self.settings.cache_dir), self.key(plan, group), timed)
+
+    def known(self, plan: Plan, members: list[Built]) -> bool:
+        """Was the group measured for an earlier plan?"""
+        with contextlib.suppress(Unsupported):  # of a size that is not known
+            return bool(self._said) and self.key(plan, self.group(plan, members)) in self._said
+        return False
+
+    def outcome(self, plan: Plan, members: list[Built]) -> Outcome:
+        """How a group fares; it wins if nothing is to be measured."""
+        group = self.group(plan, members)
+        if not self.settings.measures:
+            for b in members:
+                fixed = self.settings.deterministic
+                launch.kernel(b.region.text, self.settings.cache_dir, measured=not fixed).build(group.tokens)
+            return Outcome(group.mask)
+        key, found = self.key(plan, group), self.found(plan, group)
+        if found is None:
+            start_s = time.perf_counter()
+            self.ahead.wait(self.jobs(plan, members))
+            built_s = time.perf_counter()
+            measured = self.measure(group, plan)
+            log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
+            found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, timed)
+        self.say(key, found)
+        return outcome_of(group.mask, found)
+
+    def say(self, key: str, found: dict[str, Any]) -> None:
+        """Reports a record, and logs it once."""
+        self.rows.append(found)
+        if key not in self._said:
+            self._said.add(key)
+            said = ", ".join(f"{name} {found[name]:.4f}" for name in TIMED if name in found)
+            log.info("%s: %s", " against ".join("+".join(found[w]) for w in ("regions", "against") if w in found), said)
+
+    def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
+        """Tunes the group's kernels, then times both ways. How narrowly it wins matters only to a law."""
+        self.require_room((group, plan))
+        lawless = not deferred(plan, group.builts)
+        with self.real_tensors():
+            fused, before = self.fused(group, plan), self._programs.baseline(group, plan)
+            decided = lambda turns: not wins(turns) or sure(turns, lawless=lawless)  # noqa: E731
+            times = timing.compared([fused, before], ROUNDS, decided=decided)
+        return recorded(group.digests, times)
+
+    def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
+        """How a group fares against the program that is derived without its law, in the same burst: the Regions of that
+        which win alone, and what Inductor makes of the rest."""
+        group, rival = (
+            self.group(plan, members),
+            dataclasses.replace(self.group(other, parts), taken=[], loops=set(), after=set()),
+        )
+        without = Without(group, plan, rival, other)
+        key = without.key()
+        found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
+        if found is None:
+            self.require_room((group, plan), (rival, other))
+            with self.real_tensors():
+                fused = self.fused(group, plan)
+                steps = without.steps(self._programs, self.settings.cache_dir)
+                burst = lambda: timing.compared([fused, in_order(steps)], ROUNDS)  # noqa: E731
+                times = in_bursts(burst, self.margin(plan, members))
+            found = {"against": rival.digests, **recorded(group.digests, times)}
+            found = store.write_record(store.open_store(self.settings.cache_dir), key, found, fully_timed)
+        self.say(key, found)
+        return outcome_of(group.mask, found)
+
+    def margin(self, plan: Plan, members: list[Built]) -> float:
+        """How much more than the program without its law a group may take: what equal calls differ by, but nothing if
+        it leaves to the backward what takes time there, too."""
+        return 0.0 if put_off(self.group(plan, members), plan) else COSTS
+
+    @contextlib.contextmanager
+    def real_tensors(self) -> Iterator[None]:
+        """Within, tensors are real, on the graph's device."""
+        here = torch.cuda.device(-1 if self.device.index is None else self.device.index)
+        with torch.no_grad(), unset_fake_temporarily(), here:
+            yield
+
+    def fused(self, group: Group, plan: Plan) -> Callable[[], None]:
+        """The group's side: its kernels, which are tuned before, what they need beside them, and the loops around."""
+        (first, before), (last, after) = around.before(plan, group), around.after(plan, group)
+        steps = self._programs.passes(group, first, before)
+        for built in group.builts:
+            steps += self._programs.computations(plan, group, built)
+            steps.append(rehearse(group, built, self.settings.cache_dir, anew={*first}))
+        steps += self._programs.passes(group, last, after)
+        # What the forward is spared is written by a pass of the backward that reads the same anyway.
+        return in_order([*steps, *(group.like(node).zero_ for node in put_off(group, plan))])
+
+
+def deferred(plan: Plan, members: list[Built]) -> int:
+    """The products of a group (a bit set) whose operands a law defers."""
+    bits = {acc.bit for b in members for acc in b.draft.space.accs}
+    return sum(1 << bit for bit in {f.product for f in plan.firings} & bits)
+
+
+def in_order(steps: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """The steps as one call."""
+
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run

@@ -1,0 +1,178 @@
+"""What the backward reads of memory that the forward overwrites is a copy, made before.
+
+A running mean may be subtracted in the forward and updated there. The derivation may let the backward make such a
+difference again, and so may Inductor's partitioner: then both would read the new mean. The backward reads a copy that
+the forward keeps, and operations of the forward that read such memory are not computed again.
+
+A copy that the user made is one that Inductor may drop (torch 2.13: `m.clone()` is m, whatever overwrites m before the
+clone is read). Where it is read behind the write it becomes one of ours.
+
+Inductor computes a pointwise operation where its result is read. `y = gelu(m); scale_(m); sigmoid(y)` in training reads
+the scaled m if `scale_` is an operation of the user's (torch 2.13): it runs before what was read of m is computed. Such
+values are computed and stored before.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from coda_inductor.ops.custom import KEPT, REGION, STORED, SWEEP
+from coda_inductor.patterns.effects import Memory, behind_tangents, mutating, overwritten_after, viewed, written
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, dense, tensor
+from coda_inductor.write.aliases import returned
+from coda_inductor.write.writing import Writing, stored
+
+RECOMPUTE = "recompute"
+"""The key of a node's meta under which partitioners look for a CheckpointPolicy."""
+OURS = (KEPT, REGION, SWEEP)
+"""Operations that no partitioner computes again."""
+COPIES = (aten.clone.default, aten.copy.default)
+"""Operations that Inductor drops where their result lies as what they copy."""
+IN_MEMORY = frozenset({*OURS, STORED, *MATRIX_PRODUCTS})
+"""Operations whose result Inductor computes where they stand."""
+
+
+def expiring(graph: fx.Graph) -> frozenset[str]:
+    """The memory that a graph overwrites; of a joint graph, that is overwritten before its backward."""
+    writers, inputs = [n for n in graph.nodes if written(n)], overwritten_after(graph)
+    if not writers and not inputs:
+        return frozenset()
+    backward, memory = behind_tangents(graph), Memory(graph)
+    early = [n for n in writers if n not in backward and (not backward or in_forward(n))]
+    return frozenset(map(memory.of, inputs)).union(*map(memory.overwritten, early))
+
+
+def in_forward(writer: fx.Node) -> bool:
+    """May the partitioner put the writer into the forward?"""
+    return "backward" not in str(writer.meta.get("partitioner_tag"))
+
+
+def keep(graph: fx.Graph) -> None:
+    """Adds the copies to a graph, in place."""
+    names = expiring(graph)
+    copies = dict[fx.Node, fx.Node]()
+    early, readers = sides(graph, names)
+    for node in early:
+        if node.target not in OURS:
+            node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_SAVE)
+    memory = Memory(graph)
+    for node in readers:
+        for source in [a for a in node.all_input_nodes if memory.of(copied(a)) in names]:
+            if source not in copies:
+                copies[source] = copy_of(graph, source)
+            node.replace_input_with(source, copies[source])
+    part_copies(graph)
+
+
+def part_copies(graph: fx.Graph) -> None:
+    """Gives copies of one value that are returned memory of their own, in place: Inductor takes each for the value."""
+    first = dict[fx.Node, fx.Node]()
+    for result in returned(graph):
+        copy = base(result) if isinstance(result, fx.Node) else None
+        if copy is not None and copy.target in COPIES and first.setdefault(copied(copy), copy) is not copy:
+            (source,) = copy.all_input_nodes
+            if not copy.kwargs or dense(source):
+                copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
+
+
+def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Who reads this memory: what the forward of a joint graph runs, which may not run again; and what would read it
+    too late."""
+    if not names:
+        return [], []
+    memory, backward = Memory(graph), behind_tangents(graph)
+
+    def reads(node: fx.Node) -> bool:
+        if not memory.read(node) or written(node) or node.target is KEPT:
+            return False
+        return any(memory.of(copied(a)) in names for a in node.all_input_nodes)
+
+    readers = [n for n in graph.nodes if reads(n)]
+    forward = needed(graph, backward) if backward else {*graph.nodes}
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    first = min((place[n] for n in graph.nodes if memory.overwritten(n) & names), default=len(place))
+
+    def drops(node: fx.Node) -> bool:
+        return node.target in COPIES and any(
+            u.op != "output" and (u not in forward or place[u] > first) for u in users(node)
+        )
+
+    too_late = [n for n in readers if n not in forward or drops(n)]
+    return [n for n in readers if n not in too_late] if backward else [], too_late
+
+
+def users(node: fx.Node) -> list[fx.Node]:
+    """Who reads or returns the node, as it is or viewed."""
+    found = list[fx.Node]()
+    for user in node.users:
+        found += users(user) if viewed(user) is node and not written(user) else [user]
+    return found
+
+
+def copied(node: fx.Node) -> fx.Node:
+    """What is read in place of the node once Inductor has dropped copies."""
+    while (source := base(node)).target in COPIES:
+        node = source.args[0]  # type: ignore[assignment]
+    return source
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node that a view is one of."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
+
+
+def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
+    """What the forward's results, writes and asserts are made of. What only the backward reads may run there."""
+    todo: list[fx.Node] = [n for n in graph.output_node().all_input_nodes if n not in backward]
+    calls = (n for n in graph.nodes if n.op == "call_function" and n not in backward)
+    todo += [n for n in calls if n.is_impure() and in_forward(n)]
+    found = set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def copy_of(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """A copy that the forward makes and keeps, where the source stands."""
+    inputs = graph.find_nodes(op="placeholder")
+    anchor = (inputs[-1] if source in inputs else source).next
+    new = Writing(graph, anchor).call(source, KEPT, source)
+    new.meta |= {"partitioner_tag": "is_forward", RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+    return new
+
+
+def store(graph: fx.Graph) -> None:
+    """Stores what was read of memory that an operation of the user's overwrites before the value is used. In place."""
+    for node in unstored(graph):
+        stored(graph, node)
+
+
+def unstored(graph: fx.Graph) -> list[fx.Node]:
+    """The values that Inductor might compute too late."""
+    if not any(map(mutating, graph.nodes)):
+        return []
+    memory, backward = Memory(graph), behind_tangents(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    waiting, found = dict[fx.Node, frozenset[str]](), dict[fx.Node, None]()
+    for node in graph.nodes:
+        names = frozenset(memory.of(n) for n in mutating(node))
+        for value, read in waiting.items():
+            late = (u.op == "output" or place[u] > place[node] for u in users(value))
+            if read & names and tensor(value) is not None and (value in backward) == (node in backward) and any(late):
+                found[value] = None
+        if viewed(node) is None and node.op == "call_function" and node.target not in IN_MEMORY:
+            behind = (waiting.get(base(n), frozenset[str]()) for n in node.all_input_nodes)
+            waiting[node] = memory.read(node).union(*behind)
+    return [*found]
+
+
+def stale(graph: fx.Graph) -> list[fx.Node]:
+    """The operations that might read memory after it is overwritten: behind the forward, or because they wait."""
+    early, readers = sides(graph, expiring(graph))
+    return readers + [n for n in early if n.target not in OURS and RECOMPUTE not in n.meta] + unstored(graph)

@@ -1,0 +1,121 @@
+"""What a graph returns lies in memory as it did before: the Regions store row by row, and what the graph makes of
+their stores inherits that order, however its own inputs lay."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns.effects import may_view, storage
+from coda_inductor.patterns.graph import aten, source_line
+from coda_inductor.patterns.sizes import ONE, Size, size_of
+from coda_inductor.schedule.hints import assumed
+from coda_inductor.write.aliases import give_back, returned, sharing
+
+Layout = tuple[tuple[Size, ...], ...]
+"""The strides of every tensor that a node computes, None of them for a dimension of one element."""
+
+
+def layout(node: fx.Node) -> Layout:
+    """How the node's tensors lie in memory."""
+    tensors = (v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+    return tuple(
+        tuple(size_of(s) for s, n in zip(t.stride(), t.shape, strict=True) if size_of(n) != ONE) for t in tensors
+    )
+
+
+def read_by(node: fx.Node) -> list[Layout]:
+    """How the node's inputs lie in memory."""
+    return [layout(n) for n in node.all_input_nodes]
+
+
+def read_from(node: fx.Node) -> list[int | None]:
+    """The storages of the node's inputs. Inductor, too, knows by these which tensors share memory."""
+    return [storage(n) for n in node.all_input_nodes]
+
+
+class Strides:
+    """Made before a graph is rewritten; `restore` afterwards gives its outputs the order they had."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.inputs = {node: read_by(node) for node in graph.nodes if node.op == "call_function"}
+        self.memory = {node: read_from(node) for node in self.inputs}
+        self.held = [node.meta.get("val") for node in graph.nodes]  # or another tensor might be taken for one of them
+        self.sharing = sharing(graph)
+        self.outputs = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned(graph)]
+
+    def restore(self, call: Callable[..., fx.Node]) -> None:
+        """Adds the copies; `call` makes a node before the output."""
+        self.propagate()
+        give_back(self.graph, [self._restored(i, call) for i in range(len(self.outputs))])
+
+    def _restored(self, i: int, call: Callable[..., fx.Node]) -> Any:
+        """The i-th result in the order in memory that it had. Raises Unsupported where its memory is another's, too."""
+        node, val = returned(self.graph)[i], self.outputs[i]
+        if not isinstance(val, Tensor):
+            return node
+        new = restrided(node, val, call)
+        alike = self.sharing.count(self.sharing[i]) > 1 or isinstance(self.sharing[i], str)
+        if new is not node and alike:
+            raise Unsupported("results that share memory would lie in another order", where=source_line(node))
+        return new
+
+    def propagate(self) -> None:
+        """Computes the fake values of kept nodes anew, where what they read has another order now."""
+        changed, made = set[fx.Node](), set[fx.Node]()
+        for node in self.graph.nodes:
+            if node.op != "call_function" or not isinstance(
+                node.target, torch._ops.OpOverload | type(operator.getitem)
+            ):
+                continue
+            moved = not changed.isdisjoint(node.all_input_nodes) or self.inputs.get(node) not in (None, read_by(node))
+            apart = not made.isdisjoint(node.all_input_nodes) or self.memory.get(node) != read_from(node)
+            if not moved and not (apart and may_view(node)):
+                continue
+            before = layout(node)
+            target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with unguarded(node):
+                node.meta["val"] = target(*args, **kwargs)
+            made.add(node)
+            if target is not node.target and storage(node) != storage(node.all_input_nodes[0]):
+                node.target = target  # it copies now
+            if layout(node) != before:
+                changed.add(node)
+
+
+def unguarded(node: fx.Node) -> Any:
+    """Inductor propagates once more, and guards then: what is learnt here only decides on copies."""
+    for value in tree_leaves([n.meta.get("val") for n in node.all_input_nodes]):
+        for size in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env.suppress_guards()
+    return nullcontext()
+
+
+def restrided(node: fx.Node, like: Tensor, call: Callable[..., fx.Node]) -> fx.Node:
+    """node in the memory order of `like`."""
+    value = node.meta["val"]
+    long = [i for i, n in enumerate(value.shape) if str(n) != "1"]
+    if [str(value.stride(i)) for i in long] == [str(like.stride(i)) for i in long]:
+        return node
+    order = descending(like)
+    if [i for i in order if i in long] == [i for i in descending(value) if i in long]:
+        return node
+    turned = call(node, aten.permute.default, node, order)
+    dense = call(node, aten.clone.default, turned, memory_format=torch.contiguous_format)
+    return call(node, aten.permute.default, dense, [order.index(i) for i in range(like.dim())])
+
+
+def descending(tensor: Tensor) -> list[int]:
+    """The tensor's dimensions, the one with the longest stride first."""
+    strides = [assumed(s) for s in tensor.stride()]
+    return sorted(range(tensor.dim()), key=lambda i: strides[i], reverse=True)
