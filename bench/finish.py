@@ -51,9 +51,9 @@ def host_us(call: Callable[[], object]) -> float:
 def row(make: Callable[[int, int], Region], m: int, n: int, k: int) -> dict[str, Any]:
     """One case, in its first tile."""
     region = make(n, k)
-    bare, inputs = replace(region, reductions=()), random_inputs(region, m, "cuda")
+    plain, inputs = replace(region, reductions=()), random_inputs(region, m, "cuda")
     config = legality.candidates(region, legality.bucket(m))[0]
-    launches = [launcher(r, config, inputs) for r in (region, bare)]
+    launches = [launcher(r, config, inputs) for r in (region, plain)]
     wholes, parts = tune.outputs(region, inputs)[len(region.stores) :], []
     for r in region.reductions:
         sizes = (-(-m // config.tile_m), n) if r.over == "M" else (m, -(-n // config.tile_n))

@@ -40,7 +40,7 @@ def cases(d: int, ff: int) -> Iterator[tuple[str, Region]]:
         yield f"dqkv {d}", norm_backward(d, d)
 
 
-def bare_products(region: Region, inputs: list[Tensor]) -> Callable[[], None]:
+def plain_products(region: Region, inputs: list[Tensor]) -> Callable[[], None]:
     """The Region's products alone, one cuBLAS call each, into one preallocated output."""
     out = inputs[0].new_empty(inputs[0].shape[0], region.n)
     weights = [inputs[p.b].t() if p.b_layout == "nk" else inputs[p.b] for p in region.products]
@@ -69,7 +69,7 @@ def rows(name: str, region: Region) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
     kernel, inputs = launch.kernel(region.text), random_inputs(region, M, "cuda")
     configs = legality.candidates(region, M)
-    found = tune.measure(kernel, inputs, configs, beside=[bare_products(region, inputs)], rounds=11, max_stack=1 << 20)
+    found = tune.measure(kernel, inputs, configs, beside=[plain_products(region, inputs)], rounds=11, max_stack=1 << 20)
     best = min((r["ms"] for r in found if "ms" in r), default=None)
     host = None
     if best is not None:

@@ -216,9 +216,9 @@ def alone(calls: list[Callable[[int], object]], times: list[float], floors: int 
     return [statistics.median(found) for found in held]
 
 
-def sustained(ms: float, baseline: float, bare: float) -> dict[str, float]:
+def sustained(ms: float, baseline: float, plain: float) -> dict[str, float]:
     """A row's times of `alone`."""
-    return {"ms": ms, "baseline_ms": baseline, "floor_ms": bare, "speedup": baseline / ms}
+    return {"ms": ms, "baseline_ms": baseline, "floor_ms": plain, "speedup": baseline / ms}
 
 
 def run(name: str, mode: str | None) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def run(name: str, mode: str | None) -> dict[str, Any]:
         launched = dict(launch.LAUNCHES)
         calls = [lambda s, f=compiled[b]: f(*inputs[s]) for b in ("coda", "inductor")]
         ways = [*calls, lambda s: floor()]
-        ms, baseline, bare = times = rotation(ways)
+        ms, baseline, plain = times = rotation(ways)
         held = alone(ways, times)
     difference = float((ours - theirs).norm() / theirs.norm())
     tokens = inputs[0][0].shape[:2].numel()
@@ -251,8 +251,8 @@ def run(name: str, mode: str | None) -> dict[str, Any]:
     return {
         "case": name, "mode": "infer", "baseline": f"torch.compile {mode or 'default'}",
         "ms": ms, "baseline_ms": baseline,
-        "floor_ms": bare, "speedup": baseline / ms, "over_floor": ms / bare,
-        "recovered": (baseline - ms) / (baseline - bare), "sustained": sustained(*held), "difference": difference,
+        "floor_ms": plain, "speedup": baseline / ms, "over_floor": ms / plain,
+        "recovered": (baseline - ms) / (baseline - plain), "sustained": sustained(*held), "difference": difference,
         "regions": {name: [digest, launched.get(digest, 0), tiles.get(digest, "")] for name, digest in names},
         "lost": sorted({r.reason for r in report.refused if r.reason.startswith("measured ")}),
         "compile_s": {"coda": seconds["coda"], "inductor": seconds["inductor"]},

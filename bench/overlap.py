@@ -69,7 +69,7 @@ def row(case: str) -> dict[str, Any]:
         for kernel, inputs, outs in work:
             kernel(inputs, outs)
 
-    def bare() -> None:
+    def plain() -> None:
         for w, out in products:
             torch.mm(a, w, out=out)
 
@@ -77,7 +77,7 @@ def row(case: str) -> dict[str, Any]:
     wanted = [out.clone() for *_, outs in work for out in outs]
     launch.together(work)
     assert all(torch.equal(out, want) for out, want in zip((o for *_, outs in work for o in outs), wanted, strict=True))
-    calls = [lambda: launch.together(work), in_turn, bare]
+    calls = [lambda: launch.together(work), in_turn, plain]
     turns = timing.by_turns(calls, 41, timing.launching(calls))
     sustained = timing.repeated(calls, turns) if min(turns) > 0.1 else [None] * 3
     return {

@@ -41,8 +41,8 @@ WORK: dict[str, Case] = {
 
 def together(n: int, k: int, norm: bool) -> Region:
     """Both products in one accumulator."""
-    bare = Region(n, "bf16", (Product("acc", 0, 1, k, "kn"),), (), (), (Store("acc", "bf16"),), ())
-    return verify(replace(norm_gradients(n, k) if norm else bare, products=(Product("acc", 0, 1, k, "kn", (2, 3)),)))
+    plain = Region(n, "bf16", (Product("acc", 0, 1, k, "kn"),), (), (), (Store("acc", "bf16"),), ())
+    return verify(replace(norm_gradients(n, k) if norm else plain, products=(Product("acc", 0, 1, k, "kn", (2, 3)),)))
 
 
 def apart(region: Region) -> Region:
@@ -77,11 +77,11 @@ def row(name: str, case: Case) -> dict[str, Any]:
         torch.mm(c, d, out=tile)
         runs[1]()
 
-    def bare() -> None:
+    def plain() -> None:
         torch.mm(c, d, out=tile)
         torch.mm(a, b, out=scrap)
 
-    times = timing.compared([runs[0], chain, bare], 25)
+    times = timing.compared([runs[0], chain, plain], 25)
     said = {who: {"turns_ms": t.turns, "busy_ms": t.busy} for who, t in zip(SIDES, times, strict=True)}
     return {
         "case": name, "m": m, "n": n, "k": k, **said, "tiles": [str(t.config) for t in tuned],

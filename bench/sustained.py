@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import M, bare_products
+from kernels import M, plain_products
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
@@ -80,13 +80,13 @@ def alone(call: Callable[[], object], ms: float, driver: Driver) -> dict[str, An
 def rows(name: str, region: Region, driver: Driver) -> Iterator[dict[str, Any]]:
     """The bare product, every tile, the bare product again."""
     kernel, inputs = launch.kernel(region.text), random_inputs(region, M, "cuda")
-    configs, bare = legality.candidates(region, M), bare_products(region, inputs)
-    outs, calls = tune.outputs(region, inputs), {"mm": bare}
+    configs, plain = legality.candidates(region, M), plain_products(region, inputs)
+    outs, calls = tune.outputs(region, inputs), {"mm": plain}
     for config in configs:
         if "why" not in tune.examine(kernel, config, inputs, outs, max_stack=1 << 20):
             calls[str(config)] = lambda c=config: kernel.run_in(c, inputs, outs)  # type: ignore[misc]
     turns = dict(zip(calls, timing.by_turns([*calls.values()], 11, timing.launching([*calls.values()])), strict=True))
-    alone(bare, turns["mm"], driver)  # to the power limit
+    alone(plain, turns["mm"], driver)  # to the power limit
     for tile in (*calls, "mm"):
         times = alone(calls[tile], turns[tile], driver)
         yield {"case": name, "tile": tile, "ms": turns[tile], **times}

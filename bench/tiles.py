@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import bare_products
+from kernels import plain_products
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
@@ -66,7 +66,7 @@ def rows(name: str, m: int, region: Region) -> Iterator[dict[str, Any]]:
     kernel, inputs = launch.kernel(region.text), random_inputs(region, m, "cuda")
     configs, outs = [c for c in TILES if legality.is_legal(region, c)], tune.outputs(region, inputs)
     found = [tune.examine(kernel, config, inputs, outs) for config in configs]
-    calls = {"mm": bare_products(region, inputs)}
+    calls = {"mm": plain_products(region, inputs)}
     for config, row in zip(configs, found, strict=True):
         if "why" not in row:
             calls[str(config)] = lambda c=config: kernel.run_in(c, inputs, outs)  # type: ignore[misc]

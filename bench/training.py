@@ -237,8 +237,8 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
         c(0)
         launched.append(dict(launch.LAUNCHES))
     differences = [difference(ours(0), theirs(0)) for theirs, ours in zip(calls[::2], calls[1::2], strict=True)]
-    bare = dict(zip(KINDS, floors(model, tokens), strict=True))
-    ways = [*calls, *(lambda s, f=bare[kind]: f() for kind in kinds)]
+    plain = dict(zip(KINDS, floors(model, tokens), strict=True))
+    ways = [*calls, *(lambda s, f=plain[kind]: f() for kind in kinds)]
     times = layers.rotation([*ways, *others])
     held = layers.alone(ways, times, len(kinds))
     kernels = {k.region.digest: k for k in launch.KERNELS.values()}

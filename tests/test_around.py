@@ -22,14 +22,14 @@ from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.patterns.graph import aten, is_backward
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.schedule import model
 from coda_inductor.schedule.memory import Memory
 from coda_inductor.schedule.model import saved_names
 from coda_inductor.tuning import around, benchmark, measurements
 from coda_inductor.tuning.extract import subgraph
 from coda_inductor.tuning.group import Group, groups
-from coda_inductor.tuning.measurements import Trials, deferred
-from coda_inductor.tuning.verdicts import Verdict
+from coda_inductor.tuning.measurements import Measurements, deferred
 
 B, T, D = 4, 80, 64
 SETTINGS = Settings(target="sm_90a", tune="quick")
@@ -60,15 +60,15 @@ Look = Callable[[Plan, list[Group]], None]
 
 def shown(look: Look, model: nn.Module, *args: Tensor, mode: Any = "train") -> None:
     """Shows the groups of a plan in which no law defers anything."""
-    mine, seen = Trials(SETTINGS, torch.device("cpu")), list[Plan]()
+    mine, seen = Measurements(SETTINGS, torch.device("cpu")), list[Plan]()
 
-    def decide(plan: Plan, builts: list[Built]) -> Verdict:
+    def decide(plan: Plan, builts: list[Built]) -> Limits:
         every = groups(plan, builts)
         if undeferred := sum(deferred(plan, members) for members in every):
-            return Verdict({}, undeferred)
+            return Limits({}, undeferred)
         look(plan, [mine.group(plan, members) for members in every])
         seen.append(plan)
-        return Verdict()
+        return Limits()
 
     def on_graph(graph: fx.Graph) -> None:
         rewrite_for(graph, SETTINGS, decide)
@@ -187,11 +187,11 @@ def partitions(monkeypatch: pytest.MonkeyPatch, tune: Any) -> int:
     monkeypatch.setattr(measurements, "saved_names", saved)
     settings = Settings(target="sm_90a", tune=tune)
 
-    def decide(plan: Plan, builts: list[Built]) -> Verdict:
-        made = Trials(settings, torch.device("cpu"))
+    def decide(plan: Plan, builts: list[Built]) -> Limits:
+        made = Measurements(settings, torch.device("cpu"))
         for members in groups(plan, builts):
             made.group(plan, members)
-        return Verdict()
+        return Limits()
 
     def on_graph(graph: fx.Graph) -> None:
         rewrite_for(graph, settings, decide)

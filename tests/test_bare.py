@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.codegen import legality
-from coda_inductor.codegen.tiles import BARE, DEEP_LEAST
+from coda_inductor.codegen.tiles import DEEP_LEAST, PLAIN
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Region, Store
 from coda_inductor.core.settings import Settings
@@ -82,7 +82,7 @@ def test_weight_gradients_and_what_else_is_bare_are_regions(
     monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")  # so that nothing is launched but what runs
     launch.LAUNCHES.clear()
     assert as_good_as_eager(model, x) == [regions]
-    layouts = [(r.products[0].a_layout, r.products[0].b_layout) for r in regions if r.is_bare]
+    layouts = [(r.products[0].a_layout, r.products[0].b_layout) for r in regions if r.is_plain]
     assert layouts.count(("km", "kn")) == 2  # both weights' gradients
     assert ("mk", "kn") in layouts or not grad  # that of the input
     assert sum(launch.LAUNCHES.values()) == len(regions) and not launch.FALLBACKS
@@ -118,7 +118,7 @@ def test_without_memory_to_try_it_the_product_stays(machine: None, monkeypatch: 
     monkeypatch.setattr(plain_products, "sample", full)
     model, x = step()
     ran = run(model, x, grad=True)
-    assert not any(site.region.is_bare for site in ran.reports[0].sites)
+    assert not any(site.region.is_plain for site in ran.reports[0].sites)
     assert len(ran) == 1 and "out of memory while it was measured" in ran[0]
 
 
@@ -126,7 +126,7 @@ def test_without_memory_to_try_it_the_product_stays(machine: None, monkeypatch: 
 def test_it_can_be_switched_off(machine: None, monkeypatch: pytest.MonkeyPatch, names: str, left: int) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_DISABLE", names)
     (regions,) = as_good_as_eager(*step())
-    assert sum(r.is_bare for r in regions) == left
+    assert sum(r.is_plain for r in regions) == left
 
 
 @pytest.mark.parametrize(("m", "launched"), [(16, 1), (12, 0)])
@@ -167,7 +167,7 @@ def test_every_layout_is_read_as_it_lies(left: str, right: str) -> None:
     wanted = Product("acc0", 0, 1, K, right, a_layout=left)  # type: ignore[arg-type]
     assert region == Region(N, "bf16", (wanted,), (), (), (Store("acc0", "bf16"),), ())
     assert [i.op for i in inputs] == ["placeholder"] * 2
-    assert legality.candidates(region, M) == BARE
+    assert legality.candidates(region, M) == PLAIN
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, int], ...]]] = {
@@ -199,9 +199,9 @@ def test_those_of_another_device_or_an_illegal_dtype_are_none() -> None:
         return product(lambda a, b: a @ b.t(), (M, K), (N, K), dtype=dtype).graph
 
     cpu, legal = torch.device("cpu"), legality.check
-    assert [len(x) for x in plain.bare_products(graph(bf16), legal, cpu)] == [1, 0]
-    assert [len(x) for x in plain.bare_products(graph(bf16), legal, torch.device("cuda"))] == [0, 0]
-    found, refused = plain.bare_products(graph(torch.float32), legal, cpu)
+    assert [len(x) for x in plain.plain_products(graph(bf16), legal, cpu)] == [1, 0]
+    assert [len(x) for x in plain.plain_products(graph(bf16), legal, torch.device("cuda"))] == [0, 0]
+    found, refused = plain.plain_products(graph(torch.float32), legal, cpu)
     assert not found and list(refused.values()) == ["matrices of f32 (kernels multiply bf16 or f16)"]
 
 

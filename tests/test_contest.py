@@ -32,7 +32,7 @@ from coda_inductor.tuning import group
 from coda_inductor.tuning.benchmark import Programs
 from coda_inductor.tuning.extract import laid_out
 from coda_inductor.tuning.group import Group
-from coda_inductor.tuning.measurements import Trials
+from coda_inductor.tuning.measurements import Measurements
 from coda_inductor.tuning.outcome import TIMED, in_bursts, outcome_of, timed
 from coda_inductor.tuning.tuner import warm_up_early
 
@@ -47,13 +47,13 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The keys of the contests that were held, or found on disk."""
     pretend(monkeypatch, tmp_path, inductor=True)
     asked: list[str] = []
-    say = Trials.say
+    say = Measurements.say
 
-    def note(self: Trials, key: str, found: dict[str, Any]) -> None:
+    def note(self: Measurements, key: str, found: dict[str, Any]) -> None:
         asked.append(key)
         say(self, key, found)
 
-    monkeypatch.setattr(Trials, "say", note)
+    monkeypatch.setattr(Measurements, "say", note)
     return asked
 
 
@@ -193,7 +193,7 @@ def test_a_group_waits_for_its_own_kernels_alone(monkeypatch: pytest.MonkeyPatch
         return F.silu(F.linear(x, WIDE)) * t[:, None], F.silu(F.linear(x.sin(), W)) + x
 
     monkeypatch.setattr(prebuild, "begin", begin)
-    monkeypatch.setattr(Trials, "compile", lambda self, plan, group: None)  # it would pass the time
+    monkeypatch.setattr(Measurements, "compile", lambda self, plan, group: None)  # it would pass the time
     monkeypatch.setattr(timing, "compared", compared)
     assert run(twice, X, T).regions == [2]
     each = len(made) // 2

@@ -22,13 +22,13 @@ from coda_inductor.measure.timing import Times
 from coda_inductor.plan.build import build
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning import benchmark
 from coda_inductor.tuning.extract import computed, small, subgraph
 from coda_inductor.tuning.group import Group, groups, mask, readers, tied
-from coda_inductor.tuning.measurements import Trials, deferred
+from coda_inductor.tuning.measurements import Measurements, deferred
 from coda_inductor.tuning.outcome import Outcome, borne, recorded, together
-from coda_inductor.tuning.tuner import Contest
-from coda_inductor.tuning.verdicts import Verdict
+from coda_inductor.tuning.tuner import Tuner
 
 
 def outcome(fused: float, baseline: float) -> Outcome:
@@ -101,7 +101,7 @@ class GPT(nn.Module):
 def judged(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    look: Callable[[Trials, Group, Plan, bool], float],
+    look: Callable[[Measurements, Group, Plan, bool], float],
     *,
     kind: str = "plain",
 ) -> Report:
@@ -109,29 +109,29 @@ def judged(
     is told whether other groups read sums of this one, that no law deferred."""
     pretend(monkeypatch, tmp_path)
     every, found = list[list[Built]](), list[Report]()
-    whole: Callable[..., Verdict] = Contest.__call__
+    whole: Callable[..., Limits] = Tuner.__call__
 
-    def judge(self: Contest, plan: Plan, builts: list[Built]) -> Verdict:
+    def judge(self: Tuner, plan: Plan, builts: list[Built]) -> Limits:
         every[:] = groups(plan, builts)
         return whole(self, plan, builts)
 
-    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Measurements, group: Group, plan: Plan) -> dict[str, Any]:
         made = {b.draft.space.mask for i, others in enumerate(readers(every)) if others for b in every[i]}
         makes = not deferred(plan, group.builts) and group.mask in made
         with self.real_tensors():
             theirs = look(self, group, plan, makes)
         return recorded(group.digests, [Times(1.0, 1.0), Times(theirs, theirs)])
 
-    monkeypatch.setattr(Contest, "__call__", judge)
-    monkeypatch.setattr(Trials, "measure", measure)
-    monkeypatch.setattr(Trials, "prepare", lambda *_: None)
-    monkeypatch.setattr(Trials, "against", lambda *_: Outcome(0))
+    monkeypatch.setattr(Tuner, "__call__", judge)
+    monkeypatch.setattr(Measurements, "measure", measure)
+    monkeypatch.setattr(Measurements, "prepare", lambda *_: None)
+    monkeypatch.setattr(Measurements, "against", lambda *_: Outcome(0))
     torch.manual_seed(0)
     model = nn.Sequential(GPT(kind), GPT(kind)).bfloat16()
     settings = Settings(target="sm_90a", cache_dir=str(tmp_path))
-    contest = Contest(settings, torch.device("cpu"), print)
+    tuner = Tuner(settings, torch.device("cpu"), print)
     capture(model, (torch.randn(4, 80, 64, dtype=torch.bfloat16),), {}, "train",
-            lambda graph: found.append(rewrite_for(graph, settings, contest)))  # fmt: skip
+            lambda graph: found.append(rewrite_for(graph, settings, tuner)))  # fmt: skip
     return found[0]
 
 
@@ -142,7 +142,7 @@ def test_a_maker_of_sums_that_loses_narrowly(
     """GELU's backward takes the sums of the norm's before it."""
     lost = set[str]()
 
-    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         lost.update(group.digests if makes else ())
         return 0.95 if makes else readers_win
 
@@ -153,9 +153,9 @@ def test_a_maker_of_sums_that_loses_narrowly(
 def test_who_shares_sums_is_judged_in_one_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where one is known from an earlier plan and the other is not: else a loser would be banned before its
     reader is measured."""
-    judge, chance, apart = Contest.judge, random.Random(3), [0, 0]
+    judge, chance, apart = Tuner.judge, random.Random(3), [0, 0]
 
-    def together_in(self: Contest, plan: Plan, candidates: list[list[Built]]) -> Verdict:
+    def together_in(self: Tuner, plan: Plan, candidates: list[list[Built]]) -> Limits:
         every = groups(plan, [build(plan, draft) for draft in plan.unique()])
         here = {i for i, members in enumerate(every) if mask(members) in map(mask, candidates)}
         apart[0] += 0 < len(here) < len(every)
@@ -164,7 +164,7 @@ def test_who_shares_sums_is_judged_in_one_go(monkeypatch: pytest.MonkeyPatch, tm
         apart[1] += any(readers(every)[i] for i in here)
         return judge(self, plan, candidates)
 
-    monkeypatch.setattr(Contest, "judge", together_in)
+    monkeypatch.setattr(Tuner, "judge", together_in)
     judged(monkeypatch, tmp_path, lambda trials, group, plan, makes: 0.5 if chance.random() < 0.15 else 2.0)
     assert min(apart) > 1
 
@@ -187,7 +187,7 @@ def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(
         given = [group.value(k) if isinstance(k, fx.Node) else group.made(k) for k in keys]
         return keys, fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
 
-    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         if group.taken:
             (built,) = group.builts
             found = run(plan, group, built)[1]
@@ -213,7 +213,7 @@ def test_which_loops_take_sums(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     attention. Whatever loses, both sides can be written."""
     taken, chance = set[str](), random.Random()
 
-    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         supplied = {n for draft in plan.unique() for n in draft.supplies}
         assert not supplied & {*group.taken}
         for node in group.taken:
@@ -235,7 +235,7 @@ def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pyte
     monkeypatch.setattr(benchmark, "_compile", lambda module, tensors: module)
     vectors = 0
 
-    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         nonlocal vectors
         if group.taken:
             (built,) = group.builts
@@ -255,7 +255,7 @@ def test_vectors_of_the_forward_are_there(monkeypatch: pytest.MonkeyPatch, tmp_p
     """A gain's and a bias's products with a weight are made once: the backward's contests find them."""
     spared = {False: 0, True: 0}
 
-    def look(trials: Trials, group: Group, plan: Plan, makes: bool) -> float:
+    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         late = all(plan.program.in_backward(b.draft.space) for b in group.builts)
         every, mine = ([c for b in group.builts for c in of(b)] for of in (computed, group.computed))
         spared[late] += len(every) - len(mine)

@@ -30,7 +30,7 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Conflict
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.beside import through
-from coda_inductor.tuning.verdicts import Verdict
+from coda_inductor.rewrite.limits import Limits
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 3, 8
 WIDTH = HEADS * SIZE
@@ -197,9 +197,9 @@ def test_why_a_product_does_without_is_said() -> None:
     """What is left to Inductor then was measured; its form was not the reason."""
     reports = list[Report]()
 
-    def slower(plan: Plan, builts: list[Built]) -> Verdict:
+    def slower(plan: Plan, builts: list[Built]) -> Limits:
         bits = [acc.bit for b in builts if b.region.half for acc in b.draft.space.accs]
-        return Verdict({bit: f"measured slower: {bit}" for bit in bits})
+        return Limits({bit: f"measured slower: {bit}" for bit in bits})
 
     def rewritten(graph: fx.Graph, settings: Settings) -> Report:
         reports.append(rewrite_for(graph, settings, slower))

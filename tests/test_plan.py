@@ -23,6 +23,7 @@ from coda_inductor.plan.draft import Conflict, Draft, cycle
 from coda_inductor.plan.plan import Plan
 from coda_inductor.plan.search import plan
 from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.limits import Limits
 
 ALL = frozenset(law.name for law in LAWS)
 
@@ -99,7 +100,7 @@ def test_a_banned_product_is_left_with_the_given_reason() -> None:
 
 
 def test_an_undeferred_product_reads_what_the_user_wrote() -> None:
-    made = planned(half, *half_inputs(), undeferred=0b10)
+    made = planned(half, *half_inputs(), limits=Limits(undeferred=0b10))
     assert not made.firings
 
 
@@ -171,8 +172,8 @@ def test_a_conflict_while_building_is_planned_around(monkeypatch: pytest.MonkeyP
             raised.append(draft)
             bits = [a.bit for a in draft.space.accs]
             if len(raised) == 1:
-                raise Conflict(undeferred=sum(1 << bit for bit in bits))
-            raise Conflict(banned=dict.fromkeys(bits, "it excludes another"))
+                raise Conflict(Limits(undeferred=sum(1 << bit for bit in bits)))
+            raise Conflict(Limits(dict.fromkeys(bits, "it excludes another")))
         return build(made, draft)
 
     whole = planned(half, *half_inputs())
@@ -187,4 +188,4 @@ def test_a_conflict_while_building_is_planned_around(monkeypatch: pytest.MonkeyP
 
 
 def _never(made: Plan, draft: Draft) -> Built:
-    raise Conflict(undeferred=1)
+    raise Conflict(Limits(undeferred=1))

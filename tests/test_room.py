@@ -116,16 +116,16 @@ def test_the_footprint_is_what_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """All tensors of one group's measurement, but for what the check of a kernel takes: no more than is said, and at
     least half of it."""
     pretend(monkeypatch, tmp_path)
-    whole, peaks, said = measurements.Trials.measure, list[int](), list[int]()
+    whole, peaks, said = measurements.Measurements.measure, list[int](), list[int]()
 
-    def measure(self: measurements.Trials, group: Any, plan: Any) -> Any:
+    def measure(self: measurements.Measurements, group: Any, plan: Any) -> Any:
         with Live() as live:
             found = whole(self, group, plan)
         peaks.append(live.peak)
         said.append(footprint(group, plan))
         return found
 
-    monkeypatch.setattr(measurements.Trials, "measure", measure)
+    monkeypatch.setattr(measurements.Measurements, "measure", measure)
     run(half(BF16), *streams(BF16, tokens=2048))
     assert len(said) == 2
     checked = 768 * 128 * 4 * 8

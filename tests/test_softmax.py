@@ -20,8 +20,9 @@ from coda_inductor.inductor.joint import rewrite
 from coda_inductor.patterns.graph import aten
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.softmax import shorten, written_out
-from coda_inductor.tuning.verdicts import Judges, Verdict
+from coda_inductor.tuning.verdicts import Decisions
 
 TOKENS, WIDTH, WORDS = 320, 64, 152
 LSE = aten.logsumexp.default
@@ -161,14 +162,14 @@ def test_a_region_that_loses_with_it_is_tried_without_it() -> None:
     """And the contest is asked again, about the graph as it was."""
     asked = list[set[str]]()
 
-    def decide(plan: Plan, builts: list[Built]) -> Verdict:
+    def decide(plan: Plan, builts: list[Built]) -> Limits:
         with_it = [b for b in builts if any(r.of == "logsumexp" for r in b.region.reductions)]
         asked.append({r.of for b in builts for r in b.region.reductions})
-        return Verdict({acc.bit: "slower" for b in with_it for acc in b.draft.space.accs})
+        return Limits({acc.bit: "slower" for b in with_it for acc in b.draft.space.accs})
 
     w = nn.Linear(64, 152).bfloat16()
     (graph,) = captured(lambda h: (F.log_softmax((z := w(h)).float(), -1), F.silu(z)), torch.randn(320, 64).bfloat16())
-    report = rewrite(graph.graph, Settings(), judges=Judges(decide=decide))
+    report = rewrite(graph.graph, Settings(), decisions=Decisions(decide=decide))
     assert asked == [{"logsumexp"}, set()] and len(report.sites) == 1
     assert LSE not in [n.target for n in graph.graph.nodes]
 

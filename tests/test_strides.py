@@ -52,13 +52,13 @@ RESIDUALS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("lying", RESIDUALS)
+@pytest.mark.parametrize("layouts", RESIDUALS)
 @pytest.mark.parametrize("f", FUNCTIONS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_outputs_lie_as_they_do_in_eager(
-    f: Callable[[Tensor, Tensor], Any], lying: Callable[[Tensor], Tensor], dynamic: bool
+    f: Callable[[Tensor, Tensor], Any], layouts: Callable[[Tensor], Tensor], dynamic: bool
 ) -> None:
-    x, r = torch.randn(2, 5, 8, dtype=torch.float64), lying(torch.randn(2, 5, 8, dtype=torch.float64))
+    x, r = torch.randn(2, 5, 8, dtype=torch.float64), layouts(torch.randn(2, 5, 8, dtype=torch.float64))
     for t in (x, r) if dynamic else ():
         torch._dynamo.mark_dynamic(t, 1)
     found, reports = compiled(f, x, r, run=not dynamic and f is FUNCTIONS[0])

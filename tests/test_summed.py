@@ -28,7 +28,8 @@ from coda_inductor.kernels import executable
 from coda_inductor.kernels.executable import Executable, Parts
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
-from coda_inductor.tuning.verdicts import Judges, Legal, Verdict
+from coda_inductor.rewrite.limits import Limits
+from coda_inductor.tuning.verdicts import Decisions, Legal
 
 STRICT = REFERENCE | {"strict": True}
 TILE = Config(128, 128, 1, 2, True)
@@ -186,12 +187,12 @@ def derived(
     """The Regions of each round in which `slower` ones lose, and what came of it."""
     rounds = list[list[Region]]()
 
-    def decide(plan: Plan, builts: list[Built]) -> Verdict:
+    def decide(plan: Plan, builts: list[Built]) -> Limits:
         rounds.append([b.region for b in builts])
-        return Verdict({acc.bit: "measured slower" for b in builts if b.added and slower(b) for acc in b.products})
+        return Limits({acc.bit: "measured slower" for b in builts if b.added and slower(b) for acc in b.products})
 
     (module,) = captured(function, *list(given().values())[:2], *both())
-    return rounds, rewrite(module.graph, Settings(target="reference"), judges=Judges(legal, decide))
+    return rounds, rewrite(module.graph, Settings(target="reference"), decisions=Decisions(legal, decide))
 
 
 def both() -> list[Tensor]:
@@ -267,6 +268,6 @@ def test_what_a_kernel_is_told_spans_both_tensors(
     weights = both[1]
     weights = weights.transpose(1, 2) if p.b_layout == "nk" else weights
     found = (both[0].float() @ weights.float()).sum(0)
-    bare = dataclasses.replace(region, operands=(), lets=(), stores=(), reductions=region.reductions[-1:])
-    bare = dataclasses.replace(bare, stores=(dataclasses.replace(region.stores[0], value="acc", dtype="f32"),))
-    torch.testing.assert_close(found, interpret(bare, inputs[: region.matrices])[0])
+    plain = dataclasses.replace(region, operands=(), lets=(), stores=(), reductions=region.reductions[-1:])
+    plain = dataclasses.replace(plain, stores=(dataclasses.replace(region.stores[0], value="acc", dtype="f32"),))
+    torch.testing.assert_close(found, interpret(plain, inputs[: region.matrices])[0])

@@ -24,14 +24,14 @@ from coda_inductor.kernels import library, prebuild
 from coda_inductor.measure import timing
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.extract import put_off, subgraph
 from coda_inductor.tuning.group import Group
-from coda_inductor.tuning.measurements import Trials, deferred
+from coda_inductor.tuning.measurements import Measurements, deferred
 from coda_inductor.tuning.outcome import FREE, SLOW, Outcome
-from coda_inductor.tuning.verdicts import Verdict
 
 pytestmark = pytest.mark.usefixtures("uncached")
-Measure = Callable[[Trials, Group, Plan], dict[str, Any]]
+Measure = Callable[[Measurements, Group, Plan], dict[str, Any]]
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[Group, Plan], float]) -> list[Any]:
@@ -40,7 +40,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[G
     pretend(monkeypatch, tmp_path)
     seen: list[Any] = []
 
-    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Measurements, group: Group, plan: Plan) -> dict[str, Any]:
         given = [n.meta["val"] for n in subgraph(group, plan)[1]]
         seen.append((plan.program.in_backward(group.builts[0].draft.space), given, put_off(group, plan)))
         monkeypatch.setattr(timing, "compared", partial(times, baseline(group, plan)))
@@ -50,8 +50,8 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: Callable[[G
         times = [1.0, theirs] if len(calls) == 2 else [1.0 + i for i in range(len(calls))]
         return [timing.Times(ms, ms) for ms in times]
 
-    whole: Measure = Trials.measure
-    monkeypatch.setattr(Trials, "measure", measure)
+    whole: Measure = Measurements.measure
+    monkeypatch.setattr(Measurements, "measure", measure)
     return seen
 
 
@@ -109,9 +109,9 @@ def test_without_the_exception_a_norm_stays_in_the_forward(monkeypatch: pytest.M
 def test_what_a_law_gains_is_timed_in_a_busy_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Unless it wins very clearly by turns: where it wins narrowly it is compared with the program without the law."""
     pretend(monkeypatch, tmp_path)
-    asked, law, whole = list[tuple[bool, list[bool]]](), [False], Trials.measure
+    asked, law, whole = list[tuple[bool, list[bool]]](), [False], Measurements.measure
 
-    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Measurements, group: Group, plan: Plan) -> dict[str, Any]:
         law[:] = [bool(deferred(plan, group.builts))]
         found = whole(self, group, plan)
         law[:] = [False]  # what follows may be a Sweep's
@@ -122,7 +122,7 @@ def test_what_a_law_gains_is_timed_in_a_busy_gpu(monkeypatch: pytest.MonkeyPatch
             asked.append((law[0], [how["decided"]([1.0, theirs]) for theirs in (1.01, 1.14, 1.16, 1.29, 1.31)]))
         return [timing.Times(1.0 + i, 1.0 + i) for i in range(len(calls))]
 
-    monkeypatch.setattr(Trials, "measure", measure)
+    monkeypatch.setattr(Measurements, "measure", measure)
     monkeypatch.setattr(timing, "compared", compared)
     trained("llama")
     laws, others = ({tuple(found) for law, found in asked if law is late} for late in (True, False))
@@ -158,16 +158,16 @@ def test_what_a_losing_law_takes_along_is_not_measured(
 
     timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if over_tokens(group) else 1.1)
     outcome = Outcome(0, SLOW, FREE) if loses else Outcome(0, FREE, SLOW)
-    monkeypatch.setattr(Trials, "against", lambda self, plan, members, other, parts: outcome)
+    monkeypatch.setattr(Measurements, "against", lambda self, plan, members, other, parts: outcome)
     changed = list[tuple[bool, bool]]()
-    whole: Measure = Trials.measure
+    whole: Measure = Measurements.measure
 
-    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
-        changed.append((bool(plan.program.banned), bool(plan.program.undeferred)))
+    def measure(self: Measurements, group: Group, plan: Plan) -> dict[str, Any]:
+        changed.append((bool(plan.program.limits.banned), bool(plan.program.undeferred)))
         assert self.key(plan, group) == group.key(plan)
         return whole(self, group, plan)
 
-    monkeypatch.setattr(Trials, "measure", measure)
+    monkeypatch.setattr(Measurements, "measure", measure)
     trained("llama")
     assert set(changed) == {(False, False), (True, True)} | (set() if loses else {(True, False)})
 
@@ -180,9 +180,9 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     """What loses without a law is known by then. Where the laws lose, no kernel is left to compile, but those of what
     is kept for weights in the other order."""
     timed(monkeypatch, tmp_path, lambda group, plan: 0.5 if late(group, plan) else 1.1)
-    monkeypatch.setattr(Trials, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
+    monkeypatch.setattr(Measurements, "against", lambda self, plan, members, other, parts: Outcome(0, SLOW, FREE))
     begun, before, turned = list[tuple[bool, int]](), list[tuple[bool, int]](), dict[str, bool]()
-    measured, begin = Trials.measure, prebuild.begin
+    measured, begin = Measurements.measure, prebuild.begin
 
     def late(group: Group, plan: Plan) -> bool:
         return plan.program.in_backward(group.builts[0].draft.space)
@@ -196,12 +196,12 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
             begun.append((over is not None, len(jobs)))
         return begin(jobs, cache_dir, over=over)
 
-    def measure(self: Trials, group: Group, plan: Plan) -> dict[str, Any]:
+    def measure(self: Measurements, group: Group, plan: Plan) -> dict[str, Any]:
         before.append((bool(deferred(plan, group.builts)), len(begun)))
         return measured(self, group, plan)
 
     monkeypatch.setattr(prebuild, "begin", counted)
-    monkeypatch.setattr(Trials, "measure", measure)
+    monkeypatch.setattr(Measurements, "measure", measure)
     trained("llama")
     assert [idle for idle, _ in begun] == [False, True, True]  # the first plan's, ahead, what losers changed
     assert before[0] == (False, 1) and {n for law, n in before if law} == {2, 3}
@@ -298,7 +298,7 @@ class Gpt(nn.Module):
 def test_no_more_is_kept_where_the_backward_is_left_to_inductor() -> None:
     """The forward's epilogue stores the product and its GELU, and no tanh that a loop of the backward can make."""
 
-    def forward_only(plan: Plan, builts: list[Built]) -> Verdict:
+    def forward_only(plan: Plan, builts: list[Built]) -> Limits:
         fired, banned, undeferred = {f.product for f in plan.firings}, dict[int, str](), 0
         for b in builts:
             for acc in b.draft.space.accs:
@@ -306,7 +306,7 @@ def test_no_more_is_kept_where_the_backward_is_left_to_inductor() -> None:
                     banned[acc.bit] = "lost"
                 elif acc.bit in fired:
                     undeferred |= 1 << acc.bit
-        return Verdict(banned, undeferred)
+        return Limits(banned, undeferred)
 
     ids = torch.zeros(4, 96, dtype=torch.long)
     rewrite = partial(rewrite_for, decide=forward_only)
@@ -319,12 +319,12 @@ def test_a_product_is_not_kept_with_its_bias_and_without() -> None:
     GELU's derivative with it: the forward stores it once."""
     stored = list[int]()
 
-    def undeferred(plan: Plan, builts: list[Built]) -> Verdict:
+    def undeferred(plan: Plan, builts: list[Built]) -> Limits:
         late = sum(1 << bit for bit in {f.product for f in plan.firings} - {-1} - set(plan.program.undeferred))
         if not late:
             mlp = [b for b in builts if b.region.n == 256 and not plan.program.in_backward(b.draft.space)]
             stored.extend(len(b.region.stores) for b in mlp)
-        return Verdict({}, late)
+        return Limits({}, late)
 
     ids = torch.zeros(4, 96, dtype=torch.long)
     rewrite = partial(rewrite_for, decide=undeferred)

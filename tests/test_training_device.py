@@ -21,7 +21,7 @@ from coda_inductor.kernels import launch, prebuild
 from coda_inductor.kernels.sweep_launch import SweepLaunch
 from coda_inductor.measure import timing
 from coda_inductor.plan.sweeps import Swept
-from coda_inductor.tuning.sweeps import SweepContest
+from coda_inductor.tuning.sweeps import SweepTuner
 
 WIDTH = 64
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -138,7 +138,7 @@ def test_a_sweep_is_kept_if_it_wins(ours: float, monkeypatch: pytest.MonkeyPatch
     """Its kernel has been compared with the user's operations by then; each of equal ones is measured once. The kernels
     of all are compiled by workers, not where they are measured."""
     pretend(monkeypatch, tmp_path)
-    measured, whole = list[str](), SweepContest.measure
+    measured, whole = list[str](), SweepTuner.measure
     ahead, begin = list[str](), prebuild.begin
 
     def begun(jobs: Iterable[prebuild.AnyJob], *rest: Any, **how: Any) -> Any:
@@ -148,12 +148,12 @@ def test_a_sweep_is_kept_if_it_wins(ours: float, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(prebuild, "begin", begun)
 
-    def measure(self: SweepContest, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
+    def measure(self: SweepTuner, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
         measured.append(made.sweep.digest)
         assert {*measured} <= {*ahead}
         return whole(self, made, kernel) | {"ms": ours, "busy_ms": ours, "baseline_ms": 1.5, "busy_baseline_ms": 1.5}
 
-    monkeypatch.setattr(SweepContest, "measure", measure)
+    monkeypatch.setattr(SweepTuner, "measure", measure)
     (report,) = trained("bert").reports
     assert bool(report.swept) == (ours == 1.0) and measured and len(set(measured)) == len(measured)
     assert sorted(ahead) == sorted(measured)

@@ -16,7 +16,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import rewrite
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
-from coda_inductor.tuning.verdicts import Judges, Verdict
+from coda_inductor.rewrite.limits import Limits
+from coda_inductor.tuning.verdicts import Decisions
 
 D, HEADS = 16, 2
 
@@ -68,13 +69,13 @@ def test_any_verdict_leaves_a_right_program(kind: str, norm: str, gated: bool) -
         chance = random.Random(seed)
         again = Graph(fx.GraphModule(torch.nn.Module(), copy.deepcopy(graph.graph)).graph, graph.inputs)
 
-        def decide(plan: Plan, builts: list[Built], chance: random.Random = chance) -> Verdict:
+        def decide(plan: Plan, builts: list[Built], chance: random.Random = chance) -> Limits:
             losers = [acc.bit for b in builts for acc in b.draft.space.accs if chance.random() < 0.3]
             fired = {f.product for f in plan.firings}
             kept = sum(1 << bit for bit in losers if bit in fired)
-            return Verdict({bit: "lost" for bit in losers if bit not in fired}, kept)
+            return Limits({bit: "lost" for bit in losers if bit not in fired}, kept)
 
-        report = rewrite(again.graph, Settings(), judges=Judges(decide=decide))
+        report = rewrite(again.graph, Settings(), decisions=Decisions(decide=decide))
         assert error(outputs(again)[0], wanted) < 1e-10, (seed, [s.outputs for s in report.sites])
 
 

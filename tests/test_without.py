@@ -19,10 +19,10 @@ from zoo import Norm
 from coda_inductor.measure import timing
 from coda_inductor.measure.timing import Times
 from coda_inductor.patterns.graph import aten
-from coda_inductor.tuning.baseline import Without
+from coda_inductor.tuning.baseline import WithoutLaw
 from coda_inductor.tuning.benchmark import Programs
 from coda_inductor.tuning.extract import goes_on_with, subgraph
-from coda_inductor.tuning.measurements import Trials
+from coda_inductor.tuning.measurements import Measurements
 from coda_inductor.tuning.outcome import Outcome
 
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -111,7 +111,7 @@ def by_a_vector(a: Tensor, b: Tensor) -> bool:
     return float((difference - difference.mean(0)).norm() / a.double().norm()) < 1e-2
 
 
-def checked(without: Without, programs: Programs, made: list[Callable[[], object]], exact: bool = True) -> int:
+def checked(without: WithoutLaw, programs: Programs, made: list[Callable[[], object]], exact: bool = True) -> int:
     """Runs the steps once more, where what Inductor's programs made is poisoned: equal tensors from equal ones, every
     product and every statistic once. The number of its programs."""
     for (nodes, _), piece in zip(without.wanted, without.pieces, strict=True):
@@ -125,7 +125,7 @@ def checked(without: Without, programs: Programs, made: list[Callable[[], object
     wanted = programs.compiled(graph, tensors)(*tensors)
     summed = {node for b in without.rival.builts for node in b.draft.totals}
     for node, value in zip(goes_on_with(without.group, without.plan), wanted, strict=True):
-        if without.stored_bare(node):
+        if without.stored_plain(node):
             tiles = [x for x in without.rival.values.values() if isinstance(x, Tensor)]
             assert not exact or any(by_a_vector(value, x) for x in tiles), node
         elif node not in summed:
@@ -143,14 +143,14 @@ def test_it_makes_what_the_group_stands_for(name: str, monkeypatch: pytest.Monke
     """(BERT's Regions make a normalised stream again from sums that are random here, where the user's graph reads
     another random stream.)"""
     narrow(monkeypatch, tmp_path, 1.0, inductor=name in ("half", "llama"))
-    seen, whole = list[int](), Without.steps
+    seen, whole = list[int](), WithoutLaw.steps
 
-    def steps(self: Without, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
+    def steps(self: WithoutLaw, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
         made = whole(self, programs, cache_dir)
         seen.append(checked(self, programs, made, exact=name != "bert"))
         return made
 
-    monkeypatch.setattr(Without, "steps", steps)
+    monkeypatch.setattr(WithoutLaw, "steps", steps)
     STEPS[name]()
     assert seen and min(seen) > 0  # the norm itself, at least
 
@@ -171,19 +171,19 @@ class Twice(torch.nn.Module):
 def test_what_one_program_makes_another_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where Regions of the rival lose, Inductor makes their products, each once, and what is read twice lies there."""
     narrow(monkeypatch, tmp_path, 1.0)
-    seen, whole = list[int](), Trials.against
+    seen, whole = list[int](), Measurements.against
 
-    def against(self: Trials, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
+    def against(self: Measurements, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
         for some in filter(None, (parts[:1], parts[1:], parts[::2])):
             group = self.group(plan, members)
             with torch.no_grad(), unset_fake_temporarily():
                 self.fused(group, plan)
-                without = Without(group, plan, self.group(other, some), other)
+                without = WithoutLaw(group, plan, self.group(other, some), other)
                 steps = without.steps(self._programs, self.settings.cache_dir)
                 seen.append(checked(without, self._programs, steps))
         return whole(self, plan, members, other, parts)
 
-    monkeypatch.setattr(Trials, "against", against)
+    monkeypatch.setattr(Measurements, "against", against)
     torch.manual_seed(0)
     run(Twice().bfloat16(), *streams(torch.bfloat16))
     assert max(seen) > 1
@@ -193,24 +193,24 @@ def test_what_one_program_makes_another_reads(monkeypatch: pytest.MonkeyPatch, t
 def test_both_programs_are_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Which Regions, and what is left to Inductor."""
     narrow(monkeypatch, tmp_path, 1.0)
-    whole, compared = Trials.against, list[int]()
+    whole, compared = Measurements.against, list[int]()
 
-    def against(self: Trials, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
+    def against(self: Measurements, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
         group = self.group(plan, members)
-        one, rival = Without(group, plan, self.group(other, parts), other), self.group(other, parts)
-        keys = {one.key(), Without(group, plan, rival, other).key()}
+        one, rival = WithoutLaw(group, plan, self.group(other, parts), other), self.group(other, parts)
+        keys = {one.key(), WithoutLaw(group, plan, rival, other).key()}
         assert len(keys) == 1
-        fewer = Without(group, plan, self.group(other, parts[:1]), other)
+        fewer = WithoutLaw(group, plan, self.group(other, parts[:1]), other)
         fewer.__dict__["pieces"] = one.pieces
         keys.add(fewer.key())
-        more = Without(group, plan, rival, other)
+        more = WithoutLaw(group, plan, rival, other)
         more.__dict__["pieces"] = [None for _ in one.pieces]
         keys.add(more.key())
         compared.append(len(parts))
         assert any(one.pieces) and len(keys) == 2 + (len(parts) > 1)
         return whole(self, plan, members, other, parts)
 
-    monkeypatch.setattr(Trials, "against", against)
+    monkeypatch.setattr(Measurements, "against", against)
     inferred()
     trained("llama")
     assert max(compared) > 1
@@ -234,23 +234,23 @@ def test_without_it_the_law_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     narrow(monkeypatch, tmp_path, 0.5)
     assert deferred(inferred()) == 0
 
-    def full(self: Without, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
+    def full(self: WithoutLaw, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch:
         seen = narrow(patch, tmp_path / "full", 0.5)
-        patch.setattr(Without, "steps", full)
+        patch.setattr(WithoutLaw, "steps", full)
         assert deferred(inferred()) > 0 and ("without",) not in seen
     with monkeypatch.context() as patch:
         seen = narrow(patch, tmp_path / "alone", 0.5)
-        whole = Trials.outcome
+        whole = Measurements.outcome
 
-        def outcome(self: Trials, plan: Any, members: Any) -> Outcome:
+        def outcome(self: Measurements, plan: Any, members: Any) -> Outcome:
             found = whole(self, plan, members)
             lost = not plan.firings
             return Outcome(found.mask, Times(2.0, 2.0), Times(1.0, 1.0)) if lost else found
 
-        patch.setattr(Trials, "outcome", outcome)
+        patch.setattr(Measurements, "outcome", outcome)
         assert deferred(inferred()) > 0 and ("without",) not in seen
 
 

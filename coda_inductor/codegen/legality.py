@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from coda_inductor.codegen.tiles import BARE, DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, SMALL, TINY, Config
+from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, PLAIN, SMALL, TINY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
 from coda_inductor.core.sweep import Sweep
@@ -48,7 +48,7 @@ def _large(region: Region) -> tuple[Config, ...]:
     p = region.products[0]
     if min(region.n, p.k * len(p.pairs)) < DEEP_LEAST:
         return LARGE
-    return BARE if region.is_bare else DEEP if is_legal(region, DEEP[1]) else LARGE
+    return PLAIN if region.is_plain else DEEP if is_legal(region, DEEP[1]) else LARGE
 
 
 def check(region: Region | Sweep) -> None:

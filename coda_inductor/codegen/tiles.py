@@ -52,7 +52,7 @@ DEEP = (
 DEEP_LEAST = 8192
 # Of DEEP_LEAST and more in all three sizes, with nothing beside: one of these takes 2 to 6 % less than cuBLAS to write
 # 16 bits, and about as long to 4 % less for 32 (H200, bench/results/tiles.jsonl).
-BARE = (Config(256, 192, 2, 1, False), Config(256, 192, 1, 2, False), Config(128, 192, 2, 1, True))
+PLAIN = (Config(256, 192, 2, 1, False), Config(256, 192, 1, 2, False), Config(128, 192, 2, 1, True))
 HEAVY = (  # two tile operands and more: the tiles that spill least come first
     Config(128, 128, 1, 2, True),
     Config(128, 128, 2, 1, True),
@@ -85,4 +85,4 @@ TINY = (  # up to 64 rows
     Config(64, 32, 1, 1, False),
     Config(64, 256, 1, 1, False),
 )
-ALL = tuple(dict.fromkeys((*LARGE, *DEEP, *BARE, *HEADS, *MIDDLE, *SMALL, *TINY)))
+ALL = tuple(dict.fromkeys((*LARGE, *DEEP, *PLAIN, *HEADS, *MIDDLE, *SMALL, *TINY)))

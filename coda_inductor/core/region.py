@@ -121,7 +121,7 @@ class Region(Record):
         return self.products[0].plus is not None
 
     @property
-    def is_bare(self) -> bool:
+    def is_plain(self) -> bool:
         """Does it only store one product?"""
         alone = len(self.products) == len(self.stores) == 1 and not self.summed
         return alone and not (self.operands or self.lets or self.reductions)

@@ -178,7 +178,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     stores = sum(rows * width * size[s.dtype] for s in region.stores)
     stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
     tiles = len(region.products) * rows * n * size[region.dtype]
-    bare = region.is_bare and not bytes_before  # it stores what the product stored
+    plain = region.is_plain and not bytes_before  # it stores what the product stored
     return {
         "id": site.name,
         "products": [
@@ -193,9 +193,9 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
         "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
         "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
-        "bare": bare,
+        "bare": plain,
         "bytes_before": bytes_before,
-        "bytes_after": 0 if bare else max(loads + stores - tiles, 0),
+        "bytes_after": 0 if plain else max(loads + stores - tiles, 0),
         "decision": "fused",
         "numerics": str(getattr(settings, "numerics", "default")),
         "source": site.source,

@@ -15,8 +15,9 @@ from coda_inductor.inductor.joint_pass import require_graph, require_options
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.group import without_sizes
-from coda_inductor.tuning.verdicts import NO_CONTEST, Decide, Judges, Verdict
+from coda_inductor.tuning.verdicts import UNTUNED, Decide, Decisions
 
 
 def target_of(settings: Settings) -> str:
@@ -24,18 +25,18 @@ def target_of(settings: Settings) -> str:
     return "sm_90a" if settings.target == "auto" else settings.target
 
 
-def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = NO_CONTEST) -> Report:
+def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -> Report:
     """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and wherever a
     compile leaves the graph to Inductor."""
     if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
         raise Unsupported("it has no matrix product")
     require_options(settings)
     if settings.target == "reference":
-        return rewrite(graph, settings, judges=Judges(decide=decide))
+        return rewrite(graph, settings, decisions=Decisions(decide=decide))
     require_graph(graph)
 
-    def measurable(plan: Plan, builts: list[Built]) -> Verdict:
+    def measurable(plan: Plan, builts: list[Built]) -> Limits:
         unknown = without_sizes(plan, builts)
-        return Verdict(unknown) if unknown else decide(plan, builts)
+        return Limits(unknown) if unknown else decide(plan, builts)
 
-    return rewrite(graph, settings, target_of(settings), Judges(legality.check, measurable))
+    return rewrite(graph, settings, target_of(settings), Decisions(legality.check, measurable))

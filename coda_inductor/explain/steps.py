@@ -23,18 +23,18 @@ from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, target_of
 from coda_inductor.inductor.joint import Report, is_joint
 from coda_inductor.ops.custom import REGION, SWEEP
-from coda_inductor.passes.plain import BARE
+from coda_inductor.passes.plain import PLAIN
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.plan.built import Built, Source, Weight
 from coda_inductor.plan.draft import Computed, Loaded
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.program import TRANSPOSES
 from coda_inductor.rewrite.space import Lane
 from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
-from coda_inductor.tuning.verdicts import Verdict
 
 PRODUCTS = MATRIX_PRODUCTS | {g.aten.mm.dtype}
 Facts = dict[str, Any]
@@ -61,9 +61,9 @@ def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
     before = Listing(graph).steps()
     seen: list[Derived] = []
 
-    def decide(plan: Plan, builts: list[Built]) -> Verdict:
+    def decide(plan: Plan, builts: list[Built]) -> Limits:
         seen[:] = [Derived.of(plan, builts)]
-        return Verdict()
+        return Limits()
 
     try:
         report = rewrite_for(graph, settings, decide)
@@ -338,7 +338,7 @@ def ordered(steps: list[Step]) -> list[Step]:
 
 def _is_region(node: fx.Node | None) -> bool:
     """Is it a Region that was derived?"""
-    return node is not None and node.target is REGION and BARE not in node.meta
+    return node is not None and node.target is REGION and PLAIN not in node.meta
 
 
 def _suffix(j: int, count: int) -> str:

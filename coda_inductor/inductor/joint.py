@@ -21,7 +21,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes import sweeps
 from coda_inductor.passes.casts import Cast, round_first, write_wide
-from coda_inductor.passes.plain import BARE, bare_products, write_bare
+from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.switches import CASTS, NAMES, REGION_KINDS, SWEEPS, TABLES, allowed
 from coda_inductor.passes.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
@@ -31,7 +31,7 @@ from coda_inductor.plan.draft import Refusal as Refused
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.rotate_half import OF_HEADS
 from coda_inductor.rewrite.sources import statistics
-from coda_inductor.tuning.verdicts import NOBODY, Judges
+from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.verifying import Before, verify, verify_kept
@@ -94,7 +94,7 @@ def rewrite(
     graph: fx.Graph,
     settings: Settings,
     target: str = "reference",
-    judges: Judges = NOBODY,
+    decisions: Decisions = ACCEPT_ALL,
 ) -> Report:
     """Rewrites the graph in place, as far as the judges let it pass. Raises BrokenInvariant for a bug; the owning
     module then has its graph back as it was."""
@@ -102,7 +102,7 @@ def rewrite(
     backup = g.copied(graph)
     guards = _guards(graph)
     try:
-        report = _rewrite(graph, settings, target, judges)
+        report = _rewrite(graph, settings, target, decisions)
         if _guards(graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
     except BaseException:
@@ -112,20 +112,21 @@ def rewrite(
     return dataclasses.replace(report, seconds=time.perf_counter() - start)
 
 
-def _rewrite(graph: fx.Graph, settings: Settings, target: str, judges: Judges) -> Report:
+def _rewrite(graph: fx.Graph, settings: Settings, target: str, decisions: Decisions) -> Report:
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
     before = Before.of(graph)
     casts = round_first(graph) if allowed(CASTS, NAMES, settings) else ()
     verify(graph, before, "casts that are rounded first")
-    made, builts, normalisers, unhalved = settled(graph, settings, judges)
+    found = settled(graph, settings, decisions)
+    made, builts = found.plan, found.plan.builts
     lifted = made.program.lifted
     names = {n.name: n for n in graph.nodes}
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
     nodes = {bit: product.node for bit, product in lifted.products.items()}
-    made.firings += [normaliser.firing(made.program) for normaliser in normalisers]
+    made.firings += [normaliser.firing(made.program) for normaliser in found.normalisers]
     fired = _fired(made)
-    refused = tuple(Refusal(r.node.name, _reason(made, r, unhalved), lines[r.node.name]) for r in made.refused)
+    refused = tuple(Refusal(r.node.name, _reason(made, r, found.whole_heads), lines[r.node.name]) for r in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
@@ -138,12 +139,12 @@ def _rewrite(graph: fx.Graph, settings: Settings, target: str, judges: Judges) -
     sites, slow = _absorb(sites, builts, gone, terms), tuple[Refusal, ...]()
     if device is not None:
         casts += write_wide(graph, device) if may_widen(settings, target) else ()
-        bare, slow = _bare(graph, settings, target, judges, device, len(sites))
-        sites += bare
+        plain, slow = _plain(graph, settings, target, decisions, device, len(sites))
+        sites += plain
     verify(graph, before, "plain products")
     swept = tuple[sweeps.Kept, ...]()
     if allowed(SWEEPS, NAMES, settings):
-        swept, apart = _sweeps(graph, settings, target, judges, before)
+        swept, apart = _sweeps(graph, settings, target, decisions, before)
         slow += apart
         assert graph.owning_module is not None
         graph = graph.owning_module.graph  # the one without Sweeps if they could not be written
@@ -161,22 +162,24 @@ def may_widen(settings: Settings, target: str) -> bool:
     return target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings) and not tuned
 
 
-def _bare(
+def _plain(
     graph: fx.Graph,
     settings: Settings,
     target: str,
-    judges: Judges,
+    decisions: Decisions,
     device: torch.device,
     count: int,
 ) -> tuple[list[Site], tuple[Refusal, ...]]:
     """What is left of the products as bare Regions, where none is slower: their sites, after `count` others, and the
     rest."""
-    found, losers = bare_products(graph, judges.legal, device) if allowed(BARE, REGION_KINDS, settings) else ({}, {})
-    losers |= judges.slower_bare(found)
+    found, losers = (
+        plain_products(graph, decisions.legal, device) if allowed(PLAIN, REGION_KINDS, settings) else ({}, {})
+    )
+    losers |= decisions.slower_plain(found)
     refused = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in losers.items())
     kept = {n: made for n, made in found.items() if n not in losers}
     places = [(str(n.meta["val"].shape[0]), n.name, g.source_line(n)) for n in kept]
-    outputs = write_bare(graph, target, kept)
+    outputs = write_plain(graph, target, kept)
     sites = [
         Site(f"r{i}", region, m, (), (name,), (out.name,), line)
         for i, ((region, _), (m, name, line), out) in enumerate(zip(kept.values(), places, outputs, strict=True), count)
@@ -185,11 +188,11 @@ def _bare(
 
 
 def _sweeps(
-    graph: fx.Graph, settings: Settings, target: str, judges: Judges, before: Before
+    graph: fx.Graph, settings: Settings, target: str, decisions: Decisions, before: Before
 ) -> tuple[tuple[sweeps.Kept, ...], tuple[Refusal, ...]]:
     """What stands beside attention as Sweeps, where none is slower, and the rest."""
-    found, refused = sweeps.found(graph, settings.numerics == "strict", judges.legal)
-    losers = judges.slower_sweeps(found)
+    found, refused = sweeps.found(graph, settings.numerics == "strict", decisions.legal)
+    losers = decisions.slower_sweeps(found)
     for i, why in losers.items():
         refused |= dict.fromkeys(found[i].outputs, why)
     apart = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in refused.items())
@@ -203,12 +206,12 @@ def _sweeps(
         return (), apart + tuple(Refusal(name, why.what, line) for name, line in lost)
 
 
-def _reason(made: Plan, refused: Refused, unhalved: dict[int, str]) -> str:
+def _reason(made: Plan, refused: Refused, whole_heads: dict[int, str]) -> str:
     """Why a node is refused. What heads are refused for whose product (by bit) is `unhalved` follows from why it is."""
     if refused.reason not in OF_HEADS:
         return refused.reason
     hosts = made.program.new[made.program.lifted.term[refused.node]].hosts
-    return unhalved.get(hosts.bit_length() - 1, refused.reason)
+    return whole_heads.get(hosts.bit_length() - 1, refused.reason)
 
 
 def _fired(made: Plan) -> dict[object, set[str]]:

@@ -43,10 +43,10 @@ from coda_inductor.passes.switches import NAMES
 from coda_inductor.passes.tracing import passes
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.schedule.hints import assumed
-from coda_inductor.tuning.plain_products import BareContest
-from coda_inductor.tuning.sweeps import SweepContest
-from coda_inductor.tuning.tuner import Contest
-from coda_inductor.tuning.verdicts import Judges, Legal
+from coda_inductor.tuning.plain_products import PlainTuner
+from coda_inductor.tuning.sweeps import SweepTuner
+from coda_inductor.tuning.tuner import Tuner
+from coda_inductor.tuning.verdicts import Decisions, Legal
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
 
@@ -106,14 +106,14 @@ class JointPass(CustomGraphPass):
         module = notes.owner(graph)  # its graph is the restored one after a failure
         try:
             name, legal = resolve(self.settings, graph)
-            contest = None if name == "reference" else self._contest(graph)
-            judges = Judges(legal)
-            if contest:
-                judges = Judges(legal, contest, BareContest(contest), SweepContest(contest))
-            with free_memory.given_back(contest.trials.device) if contest else contextlib.nullcontext():
-                report = rewrite(graph, self.settings, name, judges)
-            if contest:
-                report = replace(report, timings=tuple(contest.trials.rows), backward=contest.backward)
+            tuner = None if name == "reference" else self._tuner(graph)
+            decisions = Decisions(legal)
+            if tuner:
+                decisions = Decisions(legal, tuner, PlainTuner(tuner), SweepTuner(tuner))
+            with free_memory.given_back(tuner.trials.device) if tuner else contextlib.nullcontext():
+                report = rewrite(graph, self.settings, name, decisions)
+            if tuner:
+                report = replace(report, timings=tuple(tuner.trials.rows), backward=tuner.backward)
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
@@ -121,12 +121,12 @@ class JointPass(CustomGraphPass):
         REPORTS.append(report)
         return report
 
-    def _contest(self, graph: fx.Graph) -> Contest:
+    def _tuner(self, graph: fx.Graph) -> Tuner:
         def lost(error: Exception) -> None:
             self.unsettled = True
             self.failed(error, graph, "a region")
 
-        return Contest(self.settings, device_and_tokens(graph)[0], lost)
+        return Tuner(self.settings, device_and_tokens(graph)[0], lost)
 
     def failed(self, error: Exception, graph: fx.Graph, what: str) -> CodaError:
         """Raises the error under CODA_INDUCTOR_STRICT, else warns that `what` is left to Inductor. Says what happened,

@@ -80,7 +80,9 @@ def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
         for node in views:
             (base,) = node.all_input_nodes
             args = fx.map_arg(node.args, lambda n: n.meta["val"])
-            node.meta["val"] = lying_as(node, dtype) if viewed(node) is not base else node.target(*args, **node.kwargs)  # type: ignore[operator]
+            node.meta["val"] = (
+                laid_out_as(node, dtype) if viewed(node) is not base else node.target(*args, **node.kwargs)
+            )  # type: ignore[operator]
     return tuple(found)
 
 
@@ -158,11 +160,11 @@ def made(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], args: Any, 
     """A node of `like`'s sizes and origin, in float32."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
-    node.meta["val"] = lying_as(like, torch.float32)
+    node.meta["val"] = laid_out_as(like, torch.float32)
     return node
 
 
-def lying_as(node: fx.Node, dtype: Any) -> Tensor:
+def laid_out_as(node: fx.Node, dtype: Any) -> Tensor:
     """The fake value of a node, in another dtype. (That of a product only CUDA could compute.)"""
     value: Tensor = node.meta["val"]
     return value.new_empty_strided(value.shape, value.stride(), dtype=dtype)

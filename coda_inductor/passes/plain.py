@@ -28,12 +28,12 @@ Found = dict[fx.Node, tuple[Region, tuple[fx.Node, fx.Node]]]
 Slower = Callable[[Found], dict[fx.Node, str]]
 """Which of these products stay as they are, and why."""
 NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
-BARE = "bare"
+PLAIN = "bare"
 """The kind of these Regions; their nodes bear it as a mark."""
 PITCH = 8  # elements of 16 bits at whose multiples rows start
 
 
-def bare_products(
+def plain_products(
     graph: fx.Graph, legal: Callable[[Region], None], device: torch.device
 ) -> tuple[Found, dict[fx.Node, str]]:
     """The products on a device that may be bare Regions, and those of that size that may not, with the reason. `legal`
@@ -85,7 +85,7 @@ def in_rows(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def write_bare(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]:
+def write_plain(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]:
     """Puts the Regions in the products' place; their results."""
     outputs = []
     for node, (region, inputs) in found.items():
@@ -94,7 +94,7 @@ def write_bare(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]
             out = graph.call_function(operator.getitem, (made, 0))
         for new, value in ((made, [node.meta["val"]]), (out, node.meta["val"])):
             new.meta = {key: node.meta[key] for key in ORIGIN if key in node.meta} | {"val": value}
-        made.meta[BARE] = True
+        made.meta[PLAIN] = True
         node.replace_all_uses_with(out)
         graph.erase_node(node)
         outputs.append(out)

@@ -64,7 +64,7 @@ def found(graph: fx.Graph, rounding: bool, legal: Callable[[Sweep], None]) -> tu
         try:
             require_alone(lifted, group, backward)
             largest = max(elements(n) for w in group for n in late_tiles(lifted, w, backward))
-            made = swept(lifted, group, lying(largest // REPEATED))
+            made = swept(lifted, group, layouts(largest // REPEATED))
             require_one_time(made)
             legal(made.sweep)
             good.append(made)
@@ -96,7 +96,7 @@ def matrices(graph: fx.Graph) -> list[fx.Node]:
     return [*found]
 
 
-def lying(small: int) -> Callable[[fx.Node], bool]:
+def layouts(small: int) -> Callable[[fx.Node], bool]:
     """Does a tensor lie in memory whatever Inductor does? One of no more elements is put there for the Sweep."""
 
     def lies_there(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.passes.plain import BARE
+from coda_inductor.passes.plain import PLAIN
 from coda_inductor.rewrite.laws import LAWS
 
 LAW_NAMES = frozenset(law.name for law in LAWS)
@@ -14,7 +14,7 @@ KINDS = {
     "halves": "the halves of each head side by side, as for rotary embeddings",
     "statistic": "an epilogue that also sums, over its rows as for a norm or over the tokens",
     "pointwise": "any other epilogue",
-    BARE: "a large product with nothing beside it, where cuBLAS is slower",
+    PLAIN: "a large product with nothing beside it, where cuBLAS is slower",
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, SWEEPS, LAYOUTS = "casts", "tables", "sweeps", "layouts"

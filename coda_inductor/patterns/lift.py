@@ -56,7 +56,7 @@ class Lifted:
     """Where each node stands in the graph."""
     joint: bool = False
     """Is a backward part of it?"""
-    lying: dict[fx.Node, tuple[tuple[int, ...], bool]] = field(default_factory=dict)
+    layouts: dict[fx.Node, tuple[tuple[int, ...], bool]] = field(default_factory=dict)
     """How nodes lie, once somebody has asked: Program.lies."""
 
     def node(self, leaf: Term) -> fx.Node:

@@ -27,7 +27,7 @@ def addend(plan: Plan, draft: Draft) -> Term | None:
     """The product that the mainloop of a draft's may go on into, so that its accumulator is the sum of both; None if
     there is none."""
     acc, *others = draft.space.accs
-    if others or draft.space.heads is not None or acc.bit in plan.program.unsummed:
+    if others or draft.space.heads is not None or acc.bit in plan.program.limits.unaccumulated:
         return None
     if plan.program.lifted.terms.rounding:
         return None  # both products round before they are added up
@@ -61,7 +61,7 @@ def _fits(plan: Plan, draft: Draft, con: Term) -> bool:
     total, made = program.lifted.reading.axes.total, plan.drafts.get(con)
     if (other.rows, other.columns) != (mine.rows, mine.columns) or total(con.over) != total(acc.over):
         return False
-    if g.is_weight_gradient(other.node) or (made is not None and not plan.bare(made)):
+    if g.is_weight_gradient(other.node) or (made is not None and not plan.plain(made)):
         return False
     try:
         (b, layout), (d, other_layout) = weight_of(mine), weight_of(other)

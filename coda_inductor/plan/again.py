@@ -20,6 +20,7 @@ from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.draft import MAX_READ, SPARED, Conflict, Draft, Loaded, Stored
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.program import Program
 
 
@@ -29,7 +30,6 @@ class Demands(Protocol):
     program: Program
     drafts: dict[Term, Draft]
     kept: set[fx.Node]
-    crowded: int
 
     def unique(self) -> list[Draft]: ...
 
@@ -51,9 +51,8 @@ class Demands(Protocol):
 @dataclass(slots=True)
 class Again:
     """The tiles of the forward that operations of the backward ask for, until an epilogue makes them or none can.
-    `never` are those that may not be made again, `later` those that Inductor recomputes in the backward."""
+    `later` are those that Inductor recomputes in the backward."""
 
-    never: frozenset[fx.Node] = frozenset()
     waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     made: dict[fx.Node, Draft] = field(default_factory=dict)
     later: set[fx.Node] = field(default_factory=set)
@@ -64,7 +63,7 @@ class Again:
         if by is None or not g.is_backward(by):
             self.later.discard(node)
             return False
-        if node in self.never or node in self._given_up or node in plan.kept:
+        if node in plan.program.limits.never or node in self._given_up or node in plan.kept:
             return False
         if not _of_the_forward(plan, node):
             return False
@@ -125,7 +124,7 @@ class Again:
         size, best = min(fits, key=lambda f: f[0], default=(0, None))
         if best is None:
             return None
-        combined = bool(plan.crowded & best.draft.space.mask)
+        combined = bool(plan.program.limits.crowded & best.draft.space.mask)
         return best if size <= MAX_READ + (0 if combined else SPARED) else None
 
     def read(self, reader: fx.Node, node: fx.Node) -> fx.Node | Stored:
@@ -139,7 +138,7 @@ class Again:
         products = _products(plan) if self.made else set()
         for node, draft in self.made.items():
             if _downstream(self.waiting[node]) & (products | draft.supplies.keys()):
-                raise Conflict(never=frozenset({node}))
+                raise Conflict(Limits(never=frozenset({node})))
 
 
 @dataclass(frozen=True, slots=True)

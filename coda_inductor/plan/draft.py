@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.space import Lane, Space
 
 
@@ -93,16 +94,8 @@ class Refusal:
 
 
 class Conflict(Exception):
-    """Two decisions exclude each other; planning starts again with these products banned or undeferred, with heads left
-    `unhalved`, or with nodes that may `never` be made again."""
+    """Two decisions exclude each other; planning starts again with these limits as well."""
 
-    def __init__(
-        self,
-        *,
-        banned: dict[int, str] | None = None,
-        undeferred: int = 0,
-        unhalved: frozenset[int] = frozenset(),
-        never: frozenset[fx.Node] = frozenset(),
-    ) -> None:
-        super().__init__(str(banned or undeferred or unhalved or never))
-        self.banned, self.undeferred, self.unhalved, self.never = banned or {}, undeferred, unhalved, never
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(str(limits))
+        self.limits = limits

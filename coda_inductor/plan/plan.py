@@ -22,6 +22,7 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Refusal, Stored, cycle
 from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.derive import Firing
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.rotate_half import NOT_ROWS
 from coda_inductor.rewrite.sources import leaves, sources, statistics
@@ -41,18 +42,16 @@ class Plan:
     again: Again = field(default_factory=Again)
     combined: dict[Term, Axes] = field(default_factory=dict)
     """Sums of several per-token vectors that are computed outside epilogues, and their rows."""
-    crowded: int = 0
-    """Products, as a bit set, whose epilogues would read too many vectors if they combined them themselves."""
     builts: list[Built] = field(default_factory=list)
     """The Regions of its drafts, in their order, once it has settled (search.py)."""
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
 
     def unique(self) -> list[Draft]:
         """The drafts that do more than a bare product, in the order of the graph."""
-        drafts = {id(d): d for d in self.drafts.values() if not self.bare(d)}
+        drafts = {id(d): d for d in self.drafts.values() if not self.plain(d)}
         return sorted(drafts.values(), key=lambda d: d.space.accs[-1].bit)
 
-    def bare(self, draft: Draft) -> bool:
+    def plain(self, draft: Draft) -> bool:
         """Does the draft only store what its product computes anyway?"""
         return not draft.sums and all(s.term in self.program.wholes for s in draft.stores)
 
@@ -88,17 +87,19 @@ class Plan:
 
     def _settle(self) -> None:
         """Finds decisions that exclude each other."""
-        by_product, both, unhalved = dict[int, Draft](), dict[int, str](), set[int]()
+        by_product, both, whole_heads = dict[int, Draft](), dict[int, str](), dict[int, str]()
         for acc, draft in self.drafts.items():
             if (other := by_product.setdefault(acc.bit, draft)) is not draft:
                 if draft.space.heads or other.space.heads:
-                    unhalved.add(acc.bit)
+                    whole_heads[acc.bit] = ""
                 else:
                     both[acc.bit] = "its halves are needed as well as the whole"
-        if both or unhalved:
-            raise Conflict(banned=both, unhalved=frozenset(unhalved))
+        if both or whole_heads:
+            raise Conflict(Limits(both, whole_heads=whole_heads))
         if (late := cycle(self.unique())) is not None:
-            raise Conflict(banned={a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
+            raise Conflict(
+                Limits({a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
+            )
         self.again.check(self)
         supplied = {node for d in self.drafts.values() for node, s in d.supplies.items() if not s.again}
         undeferred, made = 0, supplied | self.again.later
@@ -106,7 +107,7 @@ class Plan:
             if any(n in self.kept and n not in made and not g.is_view(n) for n in self.operands(firing.product)):
                 undeferred |= 1 << firing.product
         if undeferred:
-            raise Conflict(undeferred=undeferred)
+            raise Conflict(Limits(undeferred=undeferred))
 
     def operands(self, product: int) -> list[fx.Node]:
         """The nodes that hold the left operand of a product (a bit) as the user wrote it."""
@@ -196,7 +197,7 @@ class Plan:
 
     def order(self, node: fx.Node) -> tuple[int, ...]:
         """The node's axes as they lie, major to minor."""
-        return self.program.lies(node)[0]
+        return self.program.layout(node)[0]
 
     def _draft(self, space: Space) -> Draft:
         """The draft of a space, united with those that already hold one of its accumulators."""
@@ -205,7 +206,7 @@ class Plan:
         if old and all(d.space.accs == tuple(accs) for d in old.values()):
             return next(iter(old.values()))
         if any(d.space.heads != space.heads for d in old.values()):
-            raise Conflict(unhalved=frozenset(a.bit for a in accs))
+            raise Conflict(Limits(whole_heads={a.bit: "" for a in accs}))
         if len(accs) > 2:
             raise Unsupported("more than two products would share one epilogue")
         draft = Draft(replace(space, accs=tuple(accs)))
@@ -218,7 +219,7 @@ class Plan:
             try:
                 self.program.check(t, draft.space)
             except Unsupported as why:
-                raise Conflict(banned={a.bit: why.what for a in draft.space.accs}) from why
+                raise Conflict(Limits({a.bit: why.what for a in draft.space.accs})) from why
         for a in accs:
             self.drafts[a] = draft
             self._operands(a)
@@ -248,7 +249,7 @@ class Plan:
                 raise Unsupported(NOT_ROWS)
             draft = self._draft(space)
         except Unsupported as why:
-            raise Conflict(undeferred=acc.hosts) from why
+            raise Conflict(Limits(undeferred=acc.hosts)) from why
         stored = Stored(x, DTYPE_NAMES[dtype])
         self.store(draft, stored)
         return stored
@@ -256,7 +257,7 @@ class Plan:
     def store(self, draft: Draft, stored: Stored) -> None:
         """Lets an epilogue store a value."""
         if stored.dtype not in DTYPES:
-            raise Conflict(banned={a.bit: f"it would store {stored.dtype}" for a in draft.space.accs})
+            raise Conflict(Limits({a.bit: f"it would store {stored.dtype}" for a in draft.space.accs}))
         if stored not in draft.stores:
             draft.stores.append(stored)
             self.loads(draft, stored.term)
@@ -301,7 +302,7 @@ class Plan:
         )
         if not summed and self.program.natural(x, self._axes(x, space)) is not None:
             return self._vector(x, space)
-        crowded = bool(self.crowded & space.mask) and x.kind in ("mul", "add")
+        crowded = bool(self.program.limits.crowded & space.mask) and x.kind in ("mul", "add")
         inline = 1 if crowded else MAX_INLINE if x.kind == "add" else len(sources(x))
         if (x.kind == "red" and not x.deps) or (summed and len(sources(x)) > inline):
             return self._computed(x, space)
@@ -315,7 +316,7 @@ class Plan:
         if extent == "scalar" and x.kind == "red" and not x.deps:
             extent = "feature"  # the same for all columns
         if extent == "scalar":
-            raise Conflict(banned={a.bit: "a number that it needs is not known before it runs" for a in space.accs})
+            raise Conflict(Limits({a.bit: "a number that it needs is not known before it runs" for a in space.accs}))
         for s in sources(x):
             if s.kind == "leaf":
                 read = [self.program.lifted.node(s)]
@@ -332,7 +333,7 @@ class Plan:
                 held = self.program.statistic(s, space.rows)
                 read, fits = [held[0]] if held else [], held is not None
             if not fits:
-                raise Conflict(banned={a.bit: f"no node holds {s}" for a in space.accs})
+                raise Conflict(Limits({a.bit: f"no node holds {s}" for a in space.accs}))
             for node in read:
                 self.need(node)
         if extent == "token" and x.kind == "add":
@@ -359,7 +360,7 @@ class Plan:
         node = self.program.natural(x, self._axes(x, space))
         if node is None:
             raise Conflict(
-                banned={a.bit: f"{x.name or 'a vector'} is not laid out as its rows or columns" for a in space.accs}
+                Limits({a.bit: f"{x.name or 'a vector'} is not laid out as its rows or columns" for a in space.accs})
             )
         self.need(node)
         return node

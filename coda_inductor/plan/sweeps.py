@@ -26,7 +26,7 @@ from coda_inductor.plan.statements import EXTENTS, Statements, Value
 from coda_inductor.rewrite.sources import leaves
 
 
-class Lying(NamedTuple):
+class InMemory(NamedTuple):
     """How an input lies: has it rows, how many columns (0: it is a vector over the rows), and of columns that lie head
     by head, how many lie together."""
 
@@ -68,7 +68,7 @@ def read_through(graph: fx.Graph, matrices: Collection[fx.Node], *, rounding: bo
 def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], bool]) -> Swept:
     """One Sweep that supplies all that is wanted, of tensors that are `there` in memory. Rows may be of several axes,
     as those of queries and of keys are; they are as many. Raises Unsupported with the first condition that fails."""
-    inputs, parts, outputs = dict[fx.Node, Lying](), list[Part](), list[Output]()
+    inputs, parts, outputs = dict[fx.Node, InMemory](), list[Part](), list[Output]()
     if len({lifted.reading.axes.total(sorted(w.rows)) for w in wanted}) > 1:
         raise Unsupported("it is of different numbers of tokens")
     for rows in dict.fromkeys(w.rows for w in wanted):
@@ -76,7 +76,7 @@ def swept(lifted: Lifted, wanted: Sequence[Wanted], there: Callable[[fx.Node], b
         parts += finder.find(mine, len(outputs))
         outputs += map(finder.output, mine)
     parts = _read_alike(parts, [*inputs])
-    read = tuple((DTYPE_NAMES[g.tensor(n).dtype], lying.width) for n, lying in inputs.items())  # type: ignore[union-attr]
+    read = tuple((DTYPE_NAMES[g.tensor(n).dtype], layouts.width) for n, layouts in inputs.items())  # type: ignore[union-attr]
     if any(dtype == "f64" for dtype, _ in read):
         outputs = [o if o.extent == "tile" else Output(o.extent, o.width, "f64") for o in outputs]
     if not any(r.input == 0 and r.extent in ("tile", "heads") for part in parts for r in part.reads):
@@ -109,7 +109,7 @@ class _Finder:
     lifted: Lifted
     rows: frozenset[int]
     there: Callable[[fx.Node], bool]
-    inputs: dict[fx.Node, Lying]
+    inputs: dict[fx.Node, InMemory]
     order: Ids = ()
     """The rows, as all tiles have them in memory."""
 
@@ -239,8 +239,8 @@ class _Finder:
     def input(self, node: fx.Node) -> int:
         """Which input the node is."""
         rows, columns, inner = self.split(node)
-        lying = Lying(bool(rows), self.total(columns) if columns else 0, inner)
-        if self.inputs.setdefault(node, lying) != lying:
+        where = InMemory(bool(rows), self.total(columns) if columns else 0, inner)
+        if self.inputs.setdefault(node, where) != where:
             raise Unsupported(f"{node} has rows that are others' columns")
         if not self.there(node):
             raise Unsupported(f"{node} does not lie in memory")

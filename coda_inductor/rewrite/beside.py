@@ -102,8 +102,8 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     product, extents = program.product(con), program.lifted.extents(over)
     reading = program.lifted.reading
     columns = reading.roots(product.x)[-1]
-    lying = (n for n in holding(program, z) if program.lies(n) == (product.rows + columns, True))
-    node = next((n for n in lying if reading.roots(n)[-1] == columns), None)
+    fitting = (n for n in holding(program, z) if program.layout(n) == (product.rows + columns, True))
+    node = next((n for n in fitting if reading.roots(n)[-1] == columns), None)
     if node is None:
         return None
     held = program.hold(node)

@@ -57,7 +57,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             law, after = moments(program, before, laws)
             if after is before and TRIANGLE.name in laws:
                 law, after = TRIANGLE.name, triangle(program, before, ADJOINT.name in laws)
-                program.read_bare(_read(after) if after is not before else set())
+                program.read_plain(_read(after) if after is not before else set())
             program.sums[before.args[0], t.over] = after
         for con in program.accumulators(after) if t.kind == "con" else ():
             program.products_of.setdefault((con.args[1], con.over), []).append(con)

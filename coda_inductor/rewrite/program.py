@@ -53,8 +53,8 @@ class Program(State):
         if not accs:
             raise Unsupported("no product feeds it directly")
         last = accs[-1]
-        if last.bit in self.banned:
-            raise Unsupported(self.banned[last.bit])
+        if last.bit in self.limits.banned:
+            raise Unsupported(self.limits.banned[last.bit])
         weight_of(self.product(last))
         if g.is_weight_gradient(self.product(last).node):
             raise Unsupported("a weight's gradient: its left operand lies column by column")
@@ -97,7 +97,7 @@ class Program(State):
         """Can acc and last be lanes of one product: same operand, shape, and layout of the weight, at one time?"""
         if acc.args[0] is not last.args[0] or acc.over != last.over or acc.bit not in self.lifted.products:
             return False
-        if acc.bit in self.banned or last.args[1].deps & acc.hosts:  # the weight waits for acc
+        if acc.bit in self.limits.banned or last.args[1].deps & acc.hosts:  # the weight waits for acc
             return False
         mine, theirs = self.product(acc), self.product(last)
         sizes = self.lifted.reading.axes
@@ -120,8 +120,8 @@ class Program(State):
         if space.heads is not None and space.heads.lane not in t.axes:
             raise Unsupported(MIXED)
         bit, added = space.accs[-1].bit, t.args if t.kind == "add" else (t,)
-        if bit in self.only_summed and any(a.kind != "con" for a in added):
-            raise Unsupported(self.only_summed[bit])
+        if bit in self.limits.only_accumulated and any(a.kind != "con" for a in added):
+            raise Unsupported(self.limits.only_accumulated[bit])
         seen, todo = set(space.accs), self.parts(t, space)
         while todo:
             if (x := todo.pop()) in seen:
@@ -184,12 +184,12 @@ class Program(State):
         whole = [(terms.mul(terms.const(w), a), w, a) for a, w in pairs]
         return [(s, Fraction(1)) if s in self.gradients else (a, w) for s, w, a in whole]
 
-    def read_bare(self, products: set[Term]) -> None:
+    def read_plain(self, products: set[Term]) -> None:
         """A backward's sums read these products without their biases: they are stored so, and what the graph computes
         with a bias is made of that, or the forward would store both."""
-        bare = {w for w in self.wholes if w.kind == "add" and not products.isdisjoint(w.args)}
-        if bare:
-            self.wholes -= bare
+        plain = {w for w in self.wholes if w.kind == "add" and not products.isdisjoint(w.args)}
+        if plain:
+            self.wholes -= plain
             self._bases.clear()
 
     def bases(self, x: Term, space: Space) -> frozenset[Term]:
@@ -251,7 +251,7 @@ class Program(State):
         for node in self.nodes.get(t, ()):
             deps = self.lifted.deps[node]
             late = deps & ~t.deps if mask is None else deps & mask
-            if self.lies(node) == (order, True) and not late:
+            if self.layout(node) == (order, True) and not late:
                 yield node
 
     def turn(self, node: fx.Node, space: Space) -> list[int] | None:

@@ -27,7 +27,7 @@ def heads(state: State, t: Term, last: Term) -> tuple[Heads, tuple[Term, Term]]:
     Raises Unsupported."""
     product, terms = state.product(last), state.lifted.terms
     inside = {axis for acc in state.accumulators(t) if acc.bit == last.bit for axis, _ in acc.lanes}
-    if last.bit in state.unhalved or len(inside) != 1 or not inside <= set(product.columns):
+    if last.bit in state.limits.whole_heads or len(inside) != 1 or not inside <= set(product.columns):
         raise Unsupported(MIXED)
     (inner,) = inside
     lane = t.over[0] if t.kind == "lanes" and inner not in t.axes else inner
@@ -52,12 +52,12 @@ def lanes(state: State, rows: Axes, of: Heads) -> dict[Term, Lane]:
     for t, nodes in state.nodes.items():
         if t.hosts or not t.axes.issuperset(of.minor):
             continue
-        fitting = [n for n in nodes if _fits(*state.lies(n), rows, of)]
+        fitting = [n for n in nodes if _fits(*state.layout(n), rows, of)]
         if not fitting:
             continue
         node = next((n for n in fitting if not n.users.keys() <= set(nodes)), fitting[0])
         node = g.root(node, g.is_view) if g.root(node, g.is_view) in fitting else node
-        axis = next((i for i in state.lies(node)[0] if i in (of.lane, of.inner)), None)
+        axis = next((i for i in state.layout(node)[0] if i in (of.lane, of.inner)), None)
         if axis is None:
             found.setdefault(t, Lane(node, None))
             continue

@@ -11,24 +11,16 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Lifted, Product
 from coda_inductor.patterns.terms import Term
+from coda_inductor.rewrite.limits import NONE, Limits
 from coda_inductor.rewrite.space import Axes
 
 
 @dataclass(slots=True)
 class State:
-    """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it.
-
-    `banned` are products (by bit) that may not become Regions, with the reason; `undeferred` those whose operand
-    stays as the user wrote it; `unhalved` those whose heads are not halved, `unsummed` those to whose sums no other
-    product is added, and `only_summed` those whose epilogues do nothing else, with the reason.
-    """
+    """`new` maps each lifted term to its derived form, `nodes` each derived form to the graph's nodes that hold it."""
 
     lifted: Lifted
-    banned: dict[int, str] = field(default_factory=dict)
-    undeferred: frozenset[int] = frozenset()
-    unhalved: frozenset[int] = frozenset()
-    unsummed: frozenset[int] = frozenset()
-    only_summed: dict[int, str] = field(default_factory=dict)
+    limits: Limits = NONE
     new: dict[Term, Term] = field(default_factory=dict)
     nodes: dict[Term, list[fx.Node]] = field(default_factory=dict)
     products_of: dict[tuple[Term, tuple[int, ...]], list[Term]] = field(default_factory=dict)
@@ -43,6 +35,11 @@ class State:
     """Sums before and after the adjoint, in the order of its uses."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)
     """Every sum of the graph as it was derived, by what is summed and the axes."""
+
+    @property
+    def undeferred(self) -> frozenset[int]:
+        """The products whose operands stay as the user wrote them."""
+        return frozenset(i for i in self.lifted.products if self.limits.undeferred >> i & 1)
 
     def hold(self, node: fx.Node) -> Term:
         """The node's tensor as a term without arguments."""
@@ -88,9 +85,9 @@ class State:
         """Is the product's weight [N, K]?"""
         return weight_of(product)[1] == "nk"
 
-    def lies(self, node: fx.Node) -> tuple[Axes, bool]:
+    def layout(self, node: fx.Node) -> tuple[Axes, bool]:
         """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
-        known = self.lifted.lying  # a graph is planned many times
+        known = self.lifted.layouts  # a graph is planned many times
         if node not in known:
             known[node] = tuple(i for d in self.lifted.reading.roots(node) for i in d), g.dense(node)
         return known[node]

@@ -27,7 +27,7 @@ from coda_inductor.schedule.fusion import Fusion, Group, parts_read
 from coda_inductor.schedule.hints import Path
 from coda_inductor.schedule.kinds import Extern, elements, is_tensor, itemsize, lower, owner
 
-log = logging.getLogger("coda_inductor.contest")
+log = logging.getLogger("coda_inductor.tuning")
 
 PARTS = descriptors.SubclassGetAttrAOTOutput, descriptors.SubclassSizeAOTOutput, descriptors.SubclassStrideAOTOutput
 LATE = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from coda_inductor.plan.plan import Plan
-from coda_inductor.tuning.benchmark import Programs, rehearse
+from coda_inductor.tuning.benchmark import Programs, benchmarked
 from coda_inductor.tuning.extract import Program, described, goes_on_with, on_the_way, piece, read, waits
 from coda_inductor.tuning.group import Group
 from coda_inductor.tuning.key import key_of
@@ -22,7 +22,7 @@ Wanted = tuple[list[fx.Node], frozenset[fx.Node]]
 
 
 @dataclass(frozen=True)
-class Without:
+class WithoutLaw:
     """A group of one plan, and of the `other` plan, of the same graph, the Regions that make a part of the same
     nodes."""
 
@@ -40,7 +40,7 @@ class Without:
         way = functools.partial(on_the_way, self.group, self.plan)
         supplied = [b.draft.nodes for b in self.rival.builts]
         asked = [read(b, self.other, self.rival, self.group.mask) for b in self.rival.builts]
-        asked.append([n for n in goes_on_with(self.group, self.plan) if not self.stored_bare(n)])
+        asked.append([n for n in goes_on_with(self.group, self.plan) if not self.stored_plain(n)])
         for i, names in enumerate(asked):
             wanted = [n for n in names if n not in done]
             there = done.union(wanted, *supplied)
@@ -51,7 +51,7 @@ class Without:
             done = done.union(wanted, *supplied[i : i + 1])
         return found
 
-    def stored_bare(self, node: fx.Node) -> bool:
+    def stored_plain(self, node: fx.Node) -> bool:
         """Is the node a product with its bias, which a Region of the rival stores without, to be made of that later?"""
         program = self.other.program
         if not any(p.node is node for p in program.lifted.products.values()):
@@ -91,5 +91,5 @@ class Without:
                 break
             built = self.rival.builts[i]
             steps += programs.computations(self.other, self.rival, built)
-            steps.append(rehearse(self.rival, built, cache_dir, anew=made))
+            steps.append(benchmarked(self.rival, built, cache_dir, anew=made))
         return steps

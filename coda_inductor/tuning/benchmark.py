@@ -21,7 +21,7 @@ from coda_inductor.plan.plan import Plan
 from coda_inductor.schedule.hints import hint
 from coda_inductor.tuning.extract import Program, described, small, subgraph
 from coda_inductor.tuning.group import Group, outputs
-from coda_inductor.tuning.unmeasured import foreseen
+from coda_inductor.tuning.outcome import foreseen
 
 PLAINLY = {"joint_custom_pre_pass": None, "max_autotune": False, "coordinate_descent_tuning": False,
            "triton.cudagraphs": False}  # fmt: skip
@@ -31,7 +31,7 @@ memory were timed (H200: 12 ms for a group of four layers of BERT-large, which t
 
 SAID = 200  # characters of an error of Inductor's
 
-log = logging.getLogger("coda_inductor.contest")
+log = logging.getLogger("coda_inductor.tuning")
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
     return store.as_strided(sizes, strides)
 
 
-def rehearse(
+def benchmarked(
     group: Group, built: Built, cache_dir: str | None, anew: AbstractSet[fx.Node] = frozenset()
 ) -> Callable[[], None]:
     """Tunes one Region on its real inputs, leaves its outputs in the group's values, also those of the nodes that they

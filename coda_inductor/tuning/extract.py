@@ -104,7 +104,7 @@ def subgraph(group: Group, plan: Plan) -> Program:
     return _program(plan, *_stood_for(group, plan))
 
 
-def lying(group: Group, plan: Plan) -> set[fx.Node]:
+def layouts(group: Group, plan: Plan) -> set[fx.Node]:
     """The tensors that are in memory before it runs, or lie there meanwhile."""
     needed, given, left = _stood_for(group, plan)
     return given | {n for n in needed if group.memory.holds(n)} | {*left}

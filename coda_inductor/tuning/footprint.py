@@ -15,13 +15,13 @@ from coda_inductor.plan.built import Source, Table, Weight
 from coda_inductor.plan.draft import Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.schedule.hints import hint
-from coda_inductor.tuning.extract import lying
+from coda_inductor.tuning.extract import layouts
 from coda_inductor.tuning.group import Group
 
 
 def footprint(group: Group, plan: Plan) -> int:
     """Bytes that measuring a group takes. Raises Unsupported for sizes that are not known."""
-    nodes, apart = lying(group, plan), 0
+    nodes, apart = layouts(group, plan), 0
     for built in group.builts:
         region = built.region
         apart += stored(region, group.tokens)

@@ -28,8 +28,8 @@ from coda_inductor.plan.plan import Plan
 from coda_inductor.schedule.memory import Memory
 from coda_inductor.schedule.model import saved_names
 from coda_inductor.tuning import around
-from coda_inductor.tuning.baseline import Without
-from coda_inductor.tuning.benchmark import Programs, rehearse
+from coda_inductor.tuning.baseline import WithoutLaw
+from coda_inductor.tuning.benchmark import Programs, benchmarked
 from coda_inductor.tuning.extract import put_off
 from coda_inductor.tuning.footprint import footprint
 from coda_inductor.tuning.group import Group, sizes, tokens
@@ -42,19 +42,19 @@ from coda_inductor.tuning.outcome import (
     fully_timed,
     in_bursts,
     outcome_of,
+    passing_over,
     recorded,
     sure,
     timed,
     wins,
 )
-from coda_inductor.tuning.unmeasured import passing_over
 
-log = logging.getLogger("coda_inductor.contest")
+log = logging.getLogger("coda_inductor.tuning")
 
 ROUNDS = 25
 
 
-class Trials:
+class Measurements:
     """Those of one graph, whose derivation may change between them."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -215,7 +215,7 @@ class Trials:
             self.group(plan, members),
             dataclasses.replace(self.group(other, parts), taken=[], loops=set(), after=set()),
         )
-        without = Without(group, plan, rival, other)
+        without = WithoutLaw(group, plan, rival, other)
         key = without.key()
         found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
         if found is None:
@@ -248,7 +248,7 @@ class Trials:
         steps = self._programs.passes(group, first, before)
         for built in group.builts:
             steps += self._programs.computations(plan, group, built)
-            steps.append(rehearse(group, built, self.settings.cache_dir, anew={*first}))
+            steps.append(benchmarked(group, built, self.settings.cache_dir, anew={*first}))
         steps += self._programs.passes(group, last, after)
         # What the forward is spared is written by a pass of the backward that reads the same anyway.
         return in_order([*steps, *(group.like(node).zero_ for node in put_off(group, plan))])

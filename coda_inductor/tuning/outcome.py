@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import fx
+
+from coda_inductor.core.errors import Unsupported, forget_frames
+from coda_inductor.measure.free_memory import HINT
 from coda_inductor.measure.timing import LONG_MS, Times
+from coda_inductor.patterns import graph as g
+
+log = logging.getLogger("coda_inductor.tuning")
 
 WIN = 1.02  # Inductor's time over ours by turns, at least
 # Of long calls, under a load that lasts: such a ratio is off by 0.3 to 0.7 % in one pass (timing.py), and by 1.2 % from
@@ -135,3 +145,36 @@ def outcome_of(mask: int, found: dict[str, Any]) -> Outcome:
     ms, baseline_ms = (found[name] for name in TURNS)
     busy_ms, busy_baseline_ms = (found.get(name, turns) for name, turns in zip(BUSY, (ms, baseline_ms), strict=True))
     return Outcome(mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms))
+
+
+# ---- what keeps a group from being measured, beside which the others are measured all the same
+
+
+def unmeasured(error: Exception, product: fx.Node) -> Unsupported:
+    """Why a group could not be measured, at which line of the user's, and what to do."""
+    if isinstance(error, Unsupported):
+        return Unsupported(error.what, where=error.where or g.source_line(product), hint=error.hint)
+    return Unsupported("out of memory while it was measured", where=g.source_line(product), hint=HINT)
+
+
+@contextlib.contextmanager
+def passing_over() -> Iterator[None]:
+    """Goes on where one group fails in a way that is foreseen."""
+    try:
+        yield
+    except Exception as error:
+        if not foreseen(error):
+            raise
+        log.info("not measured: %s", error)
+        forget_frames(error)
+
+
+def foreseen(error: Exception) -> bool:
+    """May a group fail so, and the others be measured all the same?"""
+    return isinstance(error, Unsupported) or out_of_memory(error)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Torch has a class for it, which Inductor wraps; the driver and cuBLAS say it in words."""
+    full = isinstance(error, RuntimeError) and any(said in str(error) for said in ("out of memory", "ALLOC_FAILED"))
+    return full or isinstance(error, torch.OutOfMemoryError)

@@ -20,17 +20,17 @@ from coda_inductor.tuning.footprint import of_nodes, stored
 from coda_inductor.tuning.group import sample
 from coda_inductor.tuning.measurements import ROUNDS
 from coda_inductor.tuning.outcome import recorded, sure, timed, wins
-from coda_inductor.tuning.tuner import Contest
+from coda_inductor.tuning.tuner import Tuner
 
 Pair = tuple[fx.Node, fx.Node]
 
 
-class BareContest:
+class PlainTuner:
     """Times bare products against cuBLAS. What was found is kept on disk by content, as by every contest."""
 
-    def __init__(self, contest: Contest) -> None:
+    def __init__(self, tuner: Tuner) -> None:
         """`contest` decided on the graph's other Regions; the rows are added to its."""
-        self.contest, self.settings = contest, contest.settings
+        self.tuner, self.settings = tuner, tuner.settings
         self._ahead = Ahead(self.settings.cache_dir)
 
     def __call__(self, found: Found) -> dict[fx.Node, str]:
@@ -51,7 +51,7 @@ class BareContest:
             def row(name: str = name, region: Region = region, inputs: Pair = inputs) -> dict[str, Any]:
                 return known[name] or store.write_record(directory, name, self.measure(region, inputs), timed)
 
-            if loses := self.contest.loses(nodes[0], region.digest, row):
+            if loses := self.tuner.loses(nodes[0], region.digest, row):
                 losers |= dict.fromkeys(nodes, loses)
         return losers
 
@@ -59,9 +59,9 @@ class BareContest:
         """Tunes the kernel, then times both."""
         self._ahead.wait(jobs(region))
         tokens = int(inputs[0].meta["val"].numel() // region.products[0].k)
-        free_memory.require(self.contest.trials.device, of_nodes(inputs) + 2 * stored(region, tokens))
-        with self.contest.trials.real_tensors():
-            given = [sample(n, self.contest.trials.device) for n in inputs]
+        free_memory.require(self.tuner.trials.device, of_nodes(inputs) + 2 * stored(region, tokens))
+        with self.tuner.trials.real_tensors():
+            given = [sample(n, self.tuner.trials.device) for n in inputs]
             kernel = tune.tuned(region, given, self.settings.cache_dir)
             outs = tune.outputs(region, given)
             calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]
@@ -72,9 +72,9 @@ class BareContest:
 
 def key(region: Region, inputs: Pair) -> str:
     """What the outcome depends on."""
-    lying = [(tuple(n.meta["val"].shape), n.meta["val"].stride()) for n in inputs]
+    layouts = [(tuple(n.meta["val"].shape), n.meta["val"].stride()) for n in inputs]
     where = record.device_name(), record.sources_digest(), sorted(target.versions().items())
-    parts = repr((region.text, lying, where))
+    parts = repr((region.text, layouts, where))
     return "bare-" + hashlib.sha256(parts.encode()).hexdigest()[:24]
 
 

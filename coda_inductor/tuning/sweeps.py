@@ -27,18 +27,18 @@ from coda_inductor.tuning.footprint import of_nodes
 from coda_inductor.tuning.group import sample
 from coda_inductor.tuning.measurements import ROUNDS
 from coda_inductor.tuning.outcome import recorded, sure, timed, wins
-from coda_inductor.tuning.tuner import Contest
+from coda_inductor.tuning.tuner import Tuner
 
 CHECKED = 1024  # rows that are compared at a time
 ROUNDED = 2e-2  # relative: bfloat16 rounds by 2e-3 at most, and the user's operations do so at each step
 
 
-class SweepContest:
+class SweepTuner:
     """Times Sweeps. What was found is kept on disk by content, as by every contest."""
 
-    def __init__(self, contest: Contest) -> None:
+    def __init__(self, tuner: Tuner) -> None:
         """`contest` decided on the graph's Regions; the rows are added to its."""
-        self.contest, self.settings = contest, contest.settings
+        self.tuner, self.settings = tuner, tuner.settings
         self._programs = Programs()
 
     def __call__(self, found: list[Swept]) -> dict[int, str]:
@@ -48,7 +48,7 @@ class SweepContest:
             try:
                 alike.setdefault(key(made.sweep, program(made)[0]), []).append(i)
             except Unsupported as why:  # of a size that is not known
-                losers[i] = self.contest.left(made.outputs[0], why)
+                losers[i] = self.tuner.left(made.outputs[0], why)
         self.begin({name: found[i].sweep for name, (i, *_) in alike.items()})
         for name, places in alike.items():
             made = found[places[0]]
@@ -56,7 +56,7 @@ class SweepContest:
             def row(name: str = name, made: Swept = made) -> dict[str, Any]:
                 return self.row(name, made)
 
-            if loses := self.contest.loses(made.outputs[0], f"sweep {made.sweep.digest}", row):
+            if loses := self.tuner.loses(made.outputs[0], f"sweep {made.sweep.digest}", row):
                 losers |= dict.fromkeys(places, loses)
         return losers
 
@@ -64,7 +64,7 @@ class SweepContest:
         """Begins to compile the kernels of those that nothing on disk tells of, by name."""
         if self.settings.measures:
             new = [sweep for name, sweep in sweeps.items() if self.known(name) is None]
-            self.contest.trials.ahead.begin(map(prebuild.SweepJob, new))
+            self.tuner.trials.ahead.begin(map(prebuild.SweepJob, new))
 
     def known(self, name: str) -> dict[str, Any] | None:
         """What was measured before."""
@@ -82,11 +82,11 @@ class SweepContest:
     def measure(self, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
         """Checks the kernel, which workers compile while Inductor compiles what it stands for, then times both."""
         graph, given = program(made)
-        free_memory.require(self.contest.trials.device, of_nodes(given) + 3 * of_nodes(made.outputs))
-        with self.contest.trials.real_tensors():
-            tensors = [sample(n, self.contest.trials.device) for n in given]
+        free_memory.require(self.tuner.trials.device, of_nodes(given) + 3 * of_nodes(made.outputs))
+        with self.tuner.trials.real_tensors():
+            tensors = [sample(n, self.tuner.trials.device) for n in given]
             run = self._programs.compiled(graph, tensors)
-            self.contest.trials.ahead.wait([prebuild.SweepJob(made.sweep)])
+            self.tuner.trials.ahead.wait([prebuild.SweepJob(made.sweep)])
             kernel.build()
             held = dict(zip(given, tensors, strict=True))
             inputs = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,28 +28,27 @@ from coda_inductor.passes.switches import laws_of
 from coda_inductor.plan import search
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.group import groups, mask, readers, tied
-from coda_inductor.tuning.measurements import Trials, deferred
-from coda_inductor.tuning.outcome import Outcome, borne, outcome_of
-from coda_inductor.tuning.unmeasured import foreseen, passing_over, unmeasured
-from coda_inductor.tuning.verdicts import Verdict
+from coda_inductor.tuning.measurements import Measurements, deferred
+from coda_inductor.tuning.outcome import Outcome, borne, foreseen, outcome_of, passing_over, unmeasured
 
-log = logging.getLogger("coda_inductor.contest")
+log = logging.getLogger("coda_inductor.tuning")
 
 CLOSE = 1.15  # below, a law that wins is compared with the program without it
 
 
-class Contest:
+class Tuner:
     """Decides for one graph; called again whenever the derivation has changed, until nothing loses."""
 
     def __init__(self, settings: Settings, device: torch.device, failed: Callable[[Exception], None]) -> None:
         self.settings, self.failed = settings, failed
-        self.trials = Trials(settings, device)
+        self.trials = Measurements(settings, device)
         self._compared, self._foreseen = 0, False
         self._derived: list[int] | None = None  # the products of each Region of the backward, as it was first derived
         self._covered = 0  # the products in Regions now
 
-    def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
+    def __call__(self, plan: Plan, builts: list[Built]) -> Limits:
         """The verdict on all Regions of a plan. What was measured for an earlier one comes first: its verdict may spare
         the measurement of what was derived beside it. What is found on disk does not, or a second process would go
         another way."""
@@ -62,10 +62,10 @@ class Contest:
         if known:
             self.trials.begin(plan, fresh, idle=True)
         verdict = self.judge(plan, known)
-        if verdict.settled:
+        if not verdict:
             self.trials.prepare(plan, fresh)
             verdict = self.judge(plan, fresh)
-        if verdict.settled:
+        if not verdict:
             self.trials.ahead.end()
             self.trials.ahead.begin(self.trials.turned(plan, builts), idle=True)
         return verdict
@@ -77,7 +77,7 @@ class Contest:
         derived = self._derived or []
         return sum(not m & ~self._covered for m in derived), len(derived)
 
-    def judge(self, plan: Plan, candidates: list[list[Built]]) -> Verdict:
+    def judge(self, plan: Plan, candidates: list[list[Built]]) -> Limits:
         """The verdict on some groups of a plan."""
         failed, outcomes = dict[int, str](), dict[int, Outcome]()
         for i, members in enumerate(candidates):
@@ -119,7 +119,7 @@ class Contest:
 
     def decide(
         self, plan: Plan, candidates: list[list[Built]], outcomes: dict[int, Outcome], failed: dict[int, str]
-    ) -> Verdict:
+    ) -> Limits:
         """What follows from the outcomes of the candidates."""
         lawless = [i for i, o in outcomes.items() if o.loses and not deferred(plan, candidates[i])]
         kept = borne(outcomes, lawless, readers(candidates))
@@ -135,7 +135,7 @@ class Contest:
         banned = failed | lost(outcomes[i] for i in lawless if i not in kept)
         if close and not banned and not undeferred:
             undeferred = self.better_undeferred(plan, close)
-        return Verdict(banned, undeferred)
+        return Limits(banned, undeferred)
 
     def foresee(self, plan: Plan, banned: dict[int, str]) -> None:
         """Begins to compile the program that no law defers, for narrow winners to be compared with: what loses without
@@ -149,10 +149,8 @@ class Contest:
     def replanned(self, plan: Plan, banned: dict[int, str], undeferred: int) -> Plan:
         """The plan with more products banned, and more (a bit set) undeferred."""
         program = plan.program
-        before = sum(1 << bit for bit in program.undeferred)
-        laws = laws_of(self.settings)
-        alike = program.unhalved, program.unsummed, program.only_summed
-        return search.plan(program.lifted, laws, program.banned | banned, before | undeferred, *alike)
+        limits = replace(program.limits, never=frozenset(), crowded=0) | Limits(banned, undeferred)
+        return search.plan(program.lifted, laws_of(self.settings), limits)
 
     def better_undeferred(self, plan: Plan, close: dict[int, list[Built]]) -> int:
         """The deferred products (a bit set) of narrow winners that take less as the user wrote their operands: a norm

@@ -68,7 +68,7 @@ EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, summed, summed_norm_backward,
     swiglu_backward, bias_sums, weight_gradient, turned_left,
 )  # fmt: skip
-TILES = tuple(dict.fromkeys(tiles.LARGE + tiles.DEEP + tiles.BARE))
+TILES = tuple(dict.fromkeys(tiles.LARGE + tiles.DEEP + tiles.PLAIN))
 
 
 @pytest.fixture(scope="module")

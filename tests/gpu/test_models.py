@@ -24,8 +24,9 @@ from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.kernels import launch
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
-from coda_inductor.tuning.tuner import Contest
-from coda_inductor.tuning.verdicts import NO_CONTEST, Verdict
+from coda_inductor.rewrite.limits import Limits
+from coda_inductor.tuning.tuner import Tuner
+from coda_inductor.tuning.verdicts import UNTUNED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,7 +103,7 @@ class Ran:
 
     size: tuple[int, int]
     cache_dir: str
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[Limits] = field(default_factory=list)
     launched: dict[int, Counter[str]] = field(default_factory=dict)
     errors: dict[int, tuple[float, float]] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
@@ -122,8 +123,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     length, batches = WAYS[request.param]
     ran = Ran((batches[0], length), str(tmp_path_factory.mktemp("store") / "kernels"))
 
-    class Watched(Contest):
-        def __call__(self, plan: Plan, builts: list[Built]) -> Verdict:
+    class Watched(Tuner):
+        def __call__(self, plan: Plan, builts: list[Built]) -> Limits:
             ran.verdicts.append(super().__call__(plan, builts))
             return ran.verdicts[-1]
 
@@ -133,7 +134,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch.no_grad(),
     ):
-        patch.setattr(joint_pass, "Contest", Watched)
+        patch.setattr(joint_pass, "Tuner", Watched)
         everything(ran, length, batches)
     yield ran
 
@@ -185,7 +186,7 @@ def test_what_runs_is_what_explain_derives_without_the_losers(ran: Ran) -> None:
     assert all(why.startswith(said) and " us by Inductor" in why for why in lost)
 
 
-def derived(ran: Ran, decide: Any = NO_CONTEST) -> Counter[str]:
+def derived(ran: Ran, decide: Any = UNTUNED) -> Counter[str]:
     """What explain says of the same model and sizes."""
     model = llama().bfloat16()
     rewrite = partial(rewrite_for, decide=decide)

@@ -32,16 +32,16 @@ from coda_inductor.kernels.prebuild import Job, prebuild
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing() or "none")]
 
 
-def bare(n: int, k: int) -> Region:
+def plain(n: int, k: int) -> Region:
     return Region(n, "bf16", (Product("acc", 0, 1, k, "nk"),), (), (), (Store("acc", "bf16"),), ())
 
 
 DEEP = 1 << 16
 LINES = {  # Regions that stand side by side: the first takes long, or the last, or they leave sums
     "queries, keys, values": [rotary(2048, 512), rotary(512, 512), token_scale(512, 512)],
-    "the first takes long": [bare(4096, 4096), bare(128, 64), token_scale(64, 512)],
-    "the first runs on few multiprocessors": [bare(128, DEEP), token_scale(4096, 64), bare(128, 64)],
-    "the last takes long": [token_scale(64, 64), bare(128, 64), bare(4096, 4096)],
+    "the first takes long": [plain(4096, 4096), plain(128, 64), token_scale(64, 512)],
+    "the first runs on few multiprocessors": [plain(128, DEEP), token_scale(4096, 64), plain(128, 64)],
+    "the last takes long": [token_scale(64, 64), plain(128, 64), plain(4096, 4096)],
     "with sums": [bias_sums(1000, 520), norm_producer(1000, 520), scores(1000, 64), swiglu(1000, 520)],
     "gradients of weights": [weight_gradient(1000, 520), weight_gradient(2056, 520)],
 }
@@ -120,7 +120,7 @@ def test_a_line_reads_what_the_kernel_before_it_writes(k: int, cache_dir: str) -
 def test_what_comes_behind_a_line_waits_for_all_of_it(cache_dir: str) -> None:
     """The first takes long, on few multiprocessors, the last ends at once; the kernel behind reads what the first
     writes."""
-    slow, quick, reader = bare(128, DEEP), bare(128, 64), bare(64, 128)
+    slow, quick, reader = plain(128, DEEP), plain(128, 64), plain(64, 128)
     for seed in range(10):
         work = [*given([slow], 100, seed), *given([quick], 37, seed)]
         (_, read, (out,)), _ = work
