@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coda_inductor.codegen import target
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import launch
 from coda_inductor.measure import timing
 

@@ -22,8 +22,8 @@ from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
 from coda_inductor.core.sweep import Sweep, interpret_sweep
 from coda_inductor.inductor import joint_pass
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import launch, prebuild, sweep_launch
 from coda_inductor.kernels.executable import Parts, Run
 from coda_inductor.measure import timing

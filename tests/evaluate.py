@@ -20,8 +20,8 @@ from zoo import CASES
 import coda_inductor.inductor.compile
 from coda_inductor.core.ops import OPS
 from coda_inductor.inductor import joint_pass
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.lift import Lifted, lift
 from coda_inductor.patterns.terms import Term
 

@@ -17,15 +17,15 @@ from torch import Tensor, fx, nn
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for
-from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.records import Report
 from coda_inductor.measure.timing import Times
 from coda_inductor.plan.build import build
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning import benchmark
-from coda_inductor.tuning.extract import computed, small, subgraph
-from coda_inductor.tuning.group import Group, groups, mask, readers, tied
+from coda_inductor.tuning.extract import small, subgraph
+from coda_inductor.tuning.group import Group, computed, groups, mask, readers, tied
 from coda_inductor.tuning.measurements import Measurements, deferred
 from coda_inductor.tuning.outcome import Outcome, borne, recorded, together
 from coda_inductor.tuning.tuner import Tuner

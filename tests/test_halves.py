@@ -24,7 +24,7 @@ from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 from coda_inductor.explain import explain
 from coda_inductor.explain.offline import rewrite_for
-from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.terms import Terms
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Conflict

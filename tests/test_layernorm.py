@@ -10,7 +10,7 @@ from evaluate import compiled
 from test_verdicts import Block, D
 from torch import Tensor, nn
 
-from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.records import Report
 from coda_inductor.rewrite import derive
 
 

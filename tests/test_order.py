@@ -14,7 +14,7 @@ from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for
-from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.effects import Effects, ordered
 from coda_inductor.write.order import sort
 

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 import coda_inductor.inductor.compile
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 
 EXACT = 1e-10
 pytestmark = pytest.mark.usefixtures("uncached")

@@ -23,7 +23,8 @@ from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
-from coda_inductor.inductor.joint import Report, rewrite
+from coda_inductor.inductor.joint import rewrite
+from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import executable
 from coda_inductor.kernels.executable import Executable, Parts
 from coda_inductor.plan.built import Built

@@ -15,8 +15,8 @@ from compiling import Ran, pretend, run
 from torch import Tensor, nn
 from zoo import Attention, Mlp, Norm
 
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import launch, prebuild
 from coda_inductor.kernels.sweep_launch import SweepLaunch
 from coda_inductor.measure import timing

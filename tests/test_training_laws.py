@@ -16,8 +16,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from zoo import WIDTH, Attention, Mlp, Norm
 
 from coda_inductor.inductor import joint_pass
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.terms import Term, Terms
 from coda_inductor.rewrite import beside, triangle
 from coda_inductor.rewrite.derive import derive

@@ -20,8 +20,8 @@ from odd import ODD, random_program, rms
 from torch import Tensor, nn
 from zoo import CASES, Case, Decoder, Shape, token_ids
 
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 
 EXACT = 1e-10
 

@@ -48,8 +48,8 @@ def installed(package: str) -> str | None:
 
 
 version_of = functools.cache(version)
-"""Read once (3 ms; the keys of 16 layers' contests ask 2000 times): what is imported stays. One that is missing may yet
-be installed."""
+"""Read once (3 ms; the keys of the tuning of 16 layers ask 2000 times): what is imported stays. One that is missing
+may yet be installed."""
 
 
 def versions() -> dict[str, str]:

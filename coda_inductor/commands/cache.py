@@ -26,7 +26,7 @@ Facts = dict[str, Any]
 
 PREFIX = "coda_epilogue_"
 SHORTEST = 4  # digits that name an entry
-BUSY = ("busy_ms", "busy_baseline_ms")  # of a contest's record, unless turns decided
+BUSY = ("busy_ms", "busy_baseline_ms")  # of a measurement's record, unless turns decided
 
 
 @dataclass(frozen=True, slots=True)

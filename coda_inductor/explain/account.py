@@ -25,7 +25,7 @@ class Absorbing(Protocol):
 
 
 class Site(Absorbing, Protocol):
-    """One region of a rewritten graph: joint.Site."""
+    """One region of a rewritten graph: records.Site."""
 
     @property
     def region(self) -> Region: ...

@@ -41,7 +41,7 @@ TOTALS = (
 
 
 class Refusal(Protocol):
-    """One thing that was not rewritten: joint.Refusal."""
+    """One thing that was not rewritten: records.Refusal."""
 
     @property
     def node(self) -> str: ...
@@ -52,7 +52,7 @@ class Refusal(Protocol):
 
 
 class Report(Protocol):
-    """What a rewriting did: joint.Report."""
+    """What a rewriting did: records.Report."""
 
     @property
     def sites(self) -> Sequence[Site]: ...

@@ -10,8 +10,9 @@ from torch import fx
 from coda_inductor.codegen import legality
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.joint import Report, rewrite
+from coda_inductor.inductor.joint import rewrite
 from coda_inductor.inductor.joint_pass import require_graph, require_options
+from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan

@@ -21,7 +21,8 @@ from coda_inductor.core.sweep import parse_sweep
 from coda_inductor.core.text import left, right, show_sweep
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, target_of
-from coda_inductor.inductor.joint import Report, is_joint
+from coda_inductor.inductor.joint import is_joint
+from coda_inductor.inductor.records import Report
 from coda_inductor.ops.custom import REGION, SWEEP
 from coda_inductor.passes.plain import PLAIN
 from coda_inductor.patterns import graph as g
@@ -31,8 +32,8 @@ from coda_inductor.plan.built import Built, Source, Weight
 from coda_inductor.plan.draft import Computed, Loaded
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.limits import Limits
-from coda_inductor.rewrite.program import TRANSPOSES
 from coda_inductor.rewrite.space import Lane
+from coda_inductor.rewrite.state import TRANSPOSES
 from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
 

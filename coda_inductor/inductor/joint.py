@@ -1,23 +1,23 @@
-"""The joint pass: read, derive, write. All of it or nothing: an error leaves the graph as it was.
+"""The pipeline: what happens to a joint graph, stage by stage; after an error the graph is as it was.
 
 Dynamo's graph arrives here after AOTAutograd and Inductor's decompositions, before partitioning and before Inductor's
-own patterns; the no_grad graph passes the same place.
+own patterns; the no_grad graph passes the same place. STAGES is the order. After each stage one verifier looks at what
+the graph overwrites, draws and shares.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
-from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes import sweeps
 from coda_inductor.passes.casts import Cast, round_first, write_wide
@@ -37,57 +37,129 @@ from coda_inductor.write.kept import keep, store
 from coda_inductor.write.verifying import Before, verify, verify_kept
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One Region in the graph. `absorbed` are the original nodes whose work now happens in it, `outputs` what it
-    supplies."""
-
-    name: str
-    region: Region
-    m: str
-    laws: tuple[str, ...]
-    absorbed: tuple[str, ...]
-    outputs: tuple[str, ...]
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A node that follows a product but stays with Inductor: the first condition that failed, and the user's line."""
-
-    node: str
-    reason: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a rewrite did."""
-
-    sites: tuple[Site, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-    opaque: tuple[Refusal, ...] = ()
-    """Operations that were not understood at all."""
-    tables: tuple[Table, ...] = ()
-    """What is computed once for many elements."""
-    casts: tuple[Cast, ...] = ()
-    """What was cast elsewhere than it is now."""
-    swept: tuple[sweeps.Kept, ...] = ()
-    """What stands beside attention in one kernel of ours."""
-    seconds: float = 0.0
-    backward: tuple[int, int] = (0, 0)
-    """Of a contest: how many of the backward's Regions, as they were first derived, are kept, and how many there were.
-    (One counts as kept if all its products are in Regions, whichever.)"""
-    timings: tuple[dict[str, Any], ...] = ()
-    """What the contest measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
-    and, unless these decided, the same two with "busy_" before them: what they add to a busy GPU, or, of long calls,
-    the same again (timing.Times). Where it says "against", the other side is not Inductor but the program without a
-    law, with these Regions."""
-
-
 def is_joint(graph: fx.Graph) -> bool:
     """Does the graph hold a forward and its backward?"""
     return any(map(g.is_tangent, graph.nodes))
+
+
+@dataclass(slots=True)
+class Work:
+    """One graph on its way through the stages: what they share, and what they leave for the report."""
+
+    module: fx.GraphModule
+    settings: Settings
+    target: str
+    decisions: Decisions
+    before: Before
+    device: torch.device | None
+    """Where the graph's products run; None if it has none."""
+    sites: list[Site] = field(default_factory=list)
+    refused: tuple[Refusal, ...] = ()
+    opaque: tuple[Refusal, ...] = ()
+    tables: tuple[Table, ...] = ()
+    casts: tuple[Cast, ...] = ()
+    swept: tuple[sweeps.Kept, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph as it is now."""
+        return self.module.graph
+
+    def may(self, name: str) -> bool:
+        """Is a pass switched on?"""
+        return allowed(name, NAMES, self.settings)
+
+
+# ---- the stages, in order
+
+
+def casts_first(work: Work) -> None:
+    """Needs the graph as it came. What is copied and then rounded is rounded first."""
+    if work.may(CASTS):
+        work.casts = round_first(work.graph)
+
+
+def regions(work: Work) -> None:
+    """Derives Regions from the graph's terms by the laws, has them accepted, and writes them: one operation for each
+    Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines."""
+    graph = work.graph
+    found = settled(graph, work.settings, work.decisions)
+    made, lifted = found.plan, found.plan.program.lifted
+    lines = {n.name: g.source_line(n) for n in graph.nodes}
+    terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
+    nodes = {bit: product.node for bit, product in lifted.products.items()}
+    made.firings += [normaliser.firing(made.program) for normaliser in found.normalisers]
+    fired = _fired(made)
+    work.refused = tuple(
+        Refusal(x.node.name, _reason(made, x, found.whole_heads), lines[x.node.name]) for x in made.refused
+    )
+    reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
+    work.opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
+    sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(made.builts)]
+    emit(made, made.builts, work.target, work.before)
+    left = {n.name for n in graph.nodes}
+    gone = [name for name in lines if name in terms and name not in left]
+    work.sites = _absorb(sites, made.builts, gone, terms)
+
+
+def tables(work: Work) -> None:
+    """Sines and cosines that many elements read are stored once."""
+    if work.may(TABLES):
+        work.tables = store_tables(work.graph)
+
+
+def wide_products(work: Work) -> None:
+    """What is left of the products leaves in float32 where that is read."""
+    if work.device is not None and may_widen(work.settings, work.target):
+        work.casts += write_wide(work.graph, work.device)
+
+
+def plain(work: Work) -> None:
+    """Products with nothing beside them that cuBLAS is slower at become Regions of their own."""
+    if work.device is None:
+        return
+    on = allowed(PLAIN, REGION_KINDS, work.settings)
+    found, losers = plain_products(work.graph, work.decisions.legal, work.device) if on else ({}, {})
+    losers |= work.decisions.slower_plain(found)
+    work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in losers.items())
+    kept = {n: made for n, made in found.items() if n not in losers}
+    places = [(str(n.meta["val"].shape[0]), n.name, g.source_line(n)) for n in kept]
+    outputs, count = write_plain(work.graph, work.target, kept), len(work.sites)
+    work.sites += [
+        Site(f"r{i}", region, m, (), (name,), (out.name,), line)
+        for i, ((region, _), (m, name, line), out) in enumerate(zip(kept.values(), places, outputs, strict=True), count)
+    ]
+
+
+def one_pass_sweeps(work: Work) -> None:
+    """What stands beside attention in one kernel, where that is not slower. Where they cannot be written the module has
+    the graph without them."""
+    if not work.may(SWEEPS):
+        return
+    graph = work.graph
+    found, refused = sweeps.found(graph, work.settings.numerics == "strict", work.decisions.legal)
+    losers = work.decisions.slower_sweeps(found)
+    for i, why in losers.items():
+        refused |= dict.fromkeys(found[i].outputs, why)
+    work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in refused.items())
+    kept, backup = [made for i, made in enumerate(found) if i not in losers], g.copied(graph) if found else graph
+    try:
+        work.swept = sweeps.write(graph, work.target, kept, work.before)
+    except Unsupported as why:  # collectives in another order, a size that no node holds: the Regions stay
+        work.module.graph = backup
+        lost = ((n.name, g.source_line(n)) for made in kept for n in made.outputs)
+        work.refused += tuple(Refusal(name, why.what, line) for name, line in lost)
+
+
+def copies(work: Work) -> None:
+    """The backward, and what Inductor computes late, read copies of what is overwritten before."""
+    keep(work.graph)
+    store(work.graph)
+
+
+Stage = Callable[[Work], None]
+STAGES: tuple[Stage, ...] = (casts_first, regions, tables, wide_products, plain, one_pass_sweeps, copies)
+"""The order, which is meant: a plain product is what no Region took, and copies are made of the finished graph."""
 
 
 def rewrite(
@@ -96,114 +168,31 @@ def rewrite(
     target: str = "reference",
     decisions: Decisions = ACCEPT_ALL,
 ) -> Report:
-    """Rewrites the graph in place, as far as the judges let it pass. Raises BrokenInvariant for a bug; the owning
-    module then has its graph back as it was."""
-    start = time.perf_counter()
-    backup = g.copied(graph)
-    guards = _guards(graph)
+    """Rewrites the graph in place, as far as it is accepted. Raises BrokenInvariant for a bug; the owning module then
+    has its graph back as it was."""
+    start, module = time.perf_counter(), graph.owning_module
+    assert module is not None
+    backup, guards = g.copied(graph), _guards(graph)
     try:
-        report = _rewrite(graph, settings, target, decisions)
+        device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
+        work = Work(module, settings, target, decisions, Before.of(graph), device)
+        for stage in STAGES:
+            stage(work)
+            verify(work.graph, work.before, stage.__name__)
+        verify_kept(work.graph)
         if _guards(graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
     except BaseException:
-        assert graph.owning_module is not None
-        graph.owning_module.graph = backup
+        module.graph = backup
         raise
-    return dataclasses.replace(report, seconds=time.perf_counter() - start)
-
-
-def _rewrite(graph: fx.Graph, settings: Settings, target: str, decisions: Decisions) -> Report:
-    device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
-    before = Before.of(graph)
-    casts = round_first(graph) if allowed(CASTS, NAMES, settings) else ()
-    verify(graph, before, "casts that are rounded first")
-    found = settled(graph, settings, decisions)
-    made, builts = found.plan, found.plan.builts
-    lifted = made.program.lifted
-    names = {n.name: n for n in graph.nodes}
-    lines = {n.name: g.source_line(n) for n in graph.nodes}
-    terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
-    nodes = {bit: product.node for bit, product in lifted.products.items()}
-    made.firings += [normaliser.firing(made.program) for normaliser in found.normalisers]
-    fired = _fired(made)
-    refused = tuple(Refusal(r.node.name, _reason(made, r, found.whole_heads), lines[r.node.name]) for r in made.refused)
-    reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
-    opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
-    sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(builts)]
-    emit(made, builts, target, before)
-    verify(graph, before, "Regions")
-    left = {n.name for n in graph.nodes}
-    gone = [n for n in names if n in terms and n not in left]
-    tables = store_tables(graph) if allowed(TABLES, NAMES, settings) else ()
-    verify(graph, before, "tables")
-    sites, slow = _absorb(sites, builts, gone, terms), tuple[Refusal, ...]()
-    if device is not None:
-        casts += write_wide(graph, device) if may_widen(settings, target) else ()
-        plain, slow = _plain(graph, settings, target, decisions, device, len(sites))
-        sites += plain
-    verify(graph, before, "plain products")
-    swept = tuple[sweeps.Kept, ...]()
-    if allowed(SWEEPS, NAMES, settings):
-        swept, apart = _sweeps(graph, settings, target, decisions, before)
-        slow += apart
-        assert graph.owning_module is not None
-        graph = graph.owning_module.graph  # the one without Sweeps if they could not be written
-    verify(graph, before, "sweeps")
-    keep(graph)
-    store(graph)
-    verify(graph, before, "copies for the backward")
-    verify_kept(graph)
-    return Report(tuple(sites), refused + slow, opaque, tables, casts, swept)
+    seconds = time.perf_counter() - start
+    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.swept, seconds)
 
 
 def may_widen(settings: Settings, target: str) -> bool:
     """May products leave in float32? None does on the CPU, and of cuBLAS's rivals under max_autotune none can."""
     tuned = inductor_config.max_autotune or inductor_config.max_autotune_gemm
     return target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings) and not tuned
-
-
-def _plain(
-    graph: fx.Graph,
-    settings: Settings,
-    target: str,
-    decisions: Decisions,
-    device: torch.device,
-    count: int,
-) -> tuple[list[Site], tuple[Refusal, ...]]:
-    """What is left of the products as bare Regions, where none is slower: their sites, after `count` others, and the
-    rest."""
-    found, losers = (
-        plain_products(graph, decisions.legal, device) if allowed(PLAIN, REGION_KINDS, settings) else ({}, {})
-    )
-    losers |= decisions.slower_plain(found)
-    refused = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in losers.items())
-    kept = {n: made for n, made in found.items() if n not in losers}
-    places = [(str(n.meta["val"].shape[0]), n.name, g.source_line(n)) for n in kept]
-    outputs = write_plain(graph, target, kept)
-    sites = [
-        Site(f"r{i}", region, m, (), (name,), (out.name,), line)
-        for i, ((region, _), (m, name, line), out) in enumerate(zip(kept.values(), places, outputs, strict=True), count)
-    ]
-    return sites, refused
-
-
-def _sweeps(
-    graph: fx.Graph, settings: Settings, target: str, decisions: Decisions, before: Before
-) -> tuple[tuple[sweeps.Kept, ...], tuple[Refusal, ...]]:
-    """What stands beside attention as Sweeps, where none is slower, and the rest."""
-    found, refused = sweeps.found(graph, settings.numerics == "strict", decisions.legal)
-    losers = decisions.slower_sweeps(found)
-    for i, why in losers.items():
-        refused |= dict.fromkeys(found[i].outputs, why)
-    apart = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in refused.items())
-    kept, backup = [made for i, made in enumerate(found) if i not in losers], g.copied(graph) if found else graph
-    try:
-        return sweeps.write(graph, target, kept, before), apart
-    except Unsupported as why:  # collectives in another order, a size that no node holds: the Regions stay
-        assert graph.owning_module is not None
-        graph.owning_module.graph = backup
-        lost = ((n.name, g.source_line(n)) for made in kept for n in made.outputs)
-        return (), apart + tuple(Refusal(name, why.what, line) for name, line in lost)
 
 
 def _reason(made: Plan, refused: Refused, whole_heads: dict[int, str]) -> str:

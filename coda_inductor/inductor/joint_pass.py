@@ -35,7 +35,8 @@ from coda_inductor.core.errors import (
 )
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import notes
-from coda_inductor.inductor.joint import Report, rewrite
+from coda_inductor.inductor.joint import rewrite
+from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import store
 from coda_inductor.measure import free_memory
 from coda_inductor.ops import lowering, sweep_lowering

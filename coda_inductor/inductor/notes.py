@@ -17,7 +17,7 @@ from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported, w
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
-from coda_inductor.inductor.joint import Report
+from coda_inductor.inductor.records import Report
 
 log = logging.getLogger("coda_inductor")
 

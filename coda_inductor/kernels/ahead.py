@@ -1,4 +1,4 @@
-"""The kernels that a contest asks for, each compiled once, and those that it may yet ask for, in idle time."""
+"""The kernels that tuning asks for, each compiled once, and those that it may yet ask for, in idle time."""
 
 from __future__ import annotations
 

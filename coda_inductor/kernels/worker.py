@@ -95,6 +95,6 @@ def build(directory: str, text: str, fields: list[Any] | None, swapped: bool) ->
         reason = ""
     except Unsupported as refusal:
         reason = " ".join(str(refusal).split())
-    except Exception as error:  # it happens again, and is judged, where the kernel is used
+    except Exception as error:  # it happens again, and is decided on, where the kernel is used
         reason = f"{type(error).__name__}: {error}"
     return reason, time.perf_counter() - start

@@ -1,5 +1,5 @@
-"""How long calls take on the current stream, compared fairly: by turns, and beside other work in a GPU that is as busy
-as a step of training keeps it; long calls under a load of their own that lasts."""
+"""How long calls take on the current stream, compared fairly: interleaved, and beside other work in a GPU that is as
+busy as a step of training keeps it; long calls under a load of their own that lasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("coda_inductor.timing")
 
 Call = Callable[[], object]
 Decided = Callable[[Sequence[float]], bool]
-"""Given the ms of the calls by turns: True if they are all that is asked for. (The rest takes 1 s or more.)"""
+"""Given the ms of the calls interleaved: True if they are all that is asked for. (The rest takes 1 s or more.)"""
 
 CYCLES = 2_000_000_000  # of the GPU in a second, at most (1.98 GHz, H200)
 MAX_AHEAD = 0.02  # seconds that the GPU idles before a rotation; a host that is slower than that is timed
@@ -33,7 +33,7 @@ PAUSE_S, REST_S = 0.1, 0.5
 SETTLING = 0.6  # of a call's share of a burst: the clocks follow what runs; the rest counts
 LEVEL, TRIES = 0.03, 3  # how far a call's times may lie apart
 KEEPS_AHEAD = 0.8  # of the time on the GPU, at most, for the host to launch it, or its own time would be counted
-# Of longer calls too few fit into a burst, and by turns they have their neighbours' clocks: in a layer of width 8192
+# Of longer calls too few fit into a burst, and interleaved they have their neighbours' clocks: in a layer of width 8192
 # (calls of 3 to 20 ms, H200) a call's two times in a burst lay up to 14 % apart. Under a load that lasts longer than
 # the fall above they settle, but slowly: of 8 to 20 ratios of a Region of that layer and Inductor's program, each of a
 # share of 400 ms for either, of which the last quarter counts, the standard deviation was 0.3 to 0.7 % (three Regions);
@@ -71,8 +71,8 @@ def compared(
     decided: Decided = lambda turns: False,
 ) -> list[Times]:
     """The times of each call. A busy GPU runs other work beside it, as long again or, if the host would else fall
-    behind, longer: products that draw all the power that it may have. Those that by turns take more than `slack` times
-    as long as the fastest are not timed so (infinite), and none if the turns have `decided`. Where the host cannot keep
+    behind, longer: products that draw all the power that it may have. Those that interleaved take more than `slack`
+    times as long as the fastest are not timed so (infinite), and none if the turns have `decided`. Where the host cannot keep
     ahead of the GPU, turns count for both. Without `ratios` the order is all that is asked for: the other work's own
     time, which is taken from all alike, may then be off.
 
@@ -250,7 +250,7 @@ def by_turns(calls: Sequence[Call], rounds: int, launching_s: Sequence[float]) -
     """The median ms of each call in rotation, so that clock changes hit all alike.
 
     The GPU first idles for longer than the host takes to launch a rotation: else that would be timed. (One side of a
-    contest of ViT-L took the host 60-640 us, beside an H200.)"""
+    measurement of ViT-L took the host 60-640 us, beside an H200.)"""
     ahead = int(CYCLES * min(2 * sum(launching_s), MAX_AHEAD)) + 50_000 * len(calls)
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     for r in range(rounds):

@@ -25,8 +25,8 @@ from coda_inductor.measure import timing
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
 # By turns, unless calls are long: of 13 Regions in 8 to 15 tiles each (H200, bench/tiles.py), the tile with the least
-# mean of both times took at most 1.03 times as long by turns as the fastest. What else is in a burst only shortens its
-# shares.
+# mean of both times took at most 1.03 times as long interleaved as the fastest. What else is in a burst only
+# shortens its shares.
 SLACK = 1.04
 # A tile's two times in a burst lay up to 5.5 % apart in each of three tries (H200, bursts of six tiles): each runs
 # once after one neighbour and once after the other, who had drawn more power or less. (With the end of
@@ -81,7 +81,7 @@ def measure(
     max_stack: int = MAX_STACK,
 ) -> list[dict[str, Any]]:
     """A row for each configuration: "why" if it is out, or "turns_ms" and "busy_ms" (timing.Times) and "ms", their
-    mean; of one that has no rival by turns no "busy_ms". `beside` are timed alike, among them; their ms are every
+    mean; of one that has no rival interleaved no "busy_ms". `beside` are timed alike, among them; their ms are every
     row's "beside"."""
     outs = outputs(kernel.region, inputs)
     rows = [examine(kernel, config, inputs, outs, max_stack) for config in configs]

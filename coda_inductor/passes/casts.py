@@ -6,8 +6,8 @@ first: an epilogue can store that, and the numbers are the same.
 A product that is only read widened to float32, as the gradient of a float32 weight, leaves so: cuBLAS writes what it
 has accumulated, where it would round it to 16 bits and a pass of its own would widen that again.
 
-(H200, 16384 tokens, by turns: of a gradient [11008, 4096] the product in float32 takes 2.15 ms, in bfloat16 2.13, with
-the pass 2.27; of one [5504, 2048] 0.51, 0.51 and 0.54. bench/results/tiles.jsonl.)
+(H200, 16384 tokens, interleaved: of a gradient [11008, 4096] the product in float32 takes 2.15 ms, in bfloat16 2.13,
+with the pass 2.27; of one [5504, 2048] 0.51, 0.51 and 0.54. bench/results/tiles.jsonl.)
 """
 
 from __future__ import annotations

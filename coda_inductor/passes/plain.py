@@ -1,7 +1,7 @@
 """Products with nothing beside them, of DEEP_LEAST and more in all three sizes, as Regions: there a generated kernel
 may multiply faster than cuBLAS, weights' gradients among them, whose left operand lies as [K, M].
 
-They are looked for when all other Regions are in the graph, and where one loses its contest (bare_contest.py) the
+They are looked for when all other Regions are in the graph, and where one loses (tuning/plain_products.py) the
 product stays.
 """
 
@@ -20,7 +20,7 @@ from coda_inductor.core.verify import verify
 from coda_inductor.ops.custom import REGION
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
-from coda_inductor.rewrite.program import TRANSPOSES
+from coda_inductor.rewrite.state import TRANSPOSES
 from coda_inductor.write.writing import ORIGIN
 
 Found = dict[fx.Node, tuple[Region, tuple[fx.Node, fx.Node]]]
@@ -36,7 +36,7 @@ PITCH = 8  # elements of 16 bits at whose multiples rows start
 def plain_products(
     graph: fx.Graph, legal: Callable[[Region], None], device: torch.device
 ) -> tuple[Found, dict[fx.Node, str]]:
-    """The products on a device that may be bare Regions, and those of that size that may not, with the reason. `legal`
+    """The products on a device that may be plain Regions, and those of that size that may not, with the reason. `legal`
     raises Unsupported for one that the target cannot run."""
     found, refused = Found(), dict[fx.Node, str]()
     for node in graph.nodes:
@@ -51,7 +51,7 @@ def plain_products(
 
 
 def as_region(node: fx.Node) -> tuple[Region, tuple[fx.Node, fx.Node]] | None:
-    """A product as a bare Region and the tensors that it reads. None if it is smaller, or if these are none that a
+    """A product as a plain Region and the tensors that it reads. None if it is smaller, or if these are none that a
     kernel can load."""
     if node.target not in (aten.mm.default, aten.mm.dtype):
         return None

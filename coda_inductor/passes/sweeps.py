@@ -2,7 +2,7 @@
 
 Together go the sums and gradients that read what one operation of the backward left, attention's, if nothing else
 reads that as loops: then a Sweep reads what Inductor's kernels would read between them, and once. Where it loses its
-contest (sweep_contest.py) the graph stays as it is.
+tuning (tuning/sweeps.py) the graph stays as it is.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Plan:
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
 
     def unique(self) -> list[Draft]:
-        """The drafts that do more than a bare product, in the order of the graph."""
+        """The drafts that do more than a plain product, in the order of the graph."""
         drafts = {id(d): d for d in self.drafts.values() if not self.plain(d)}
         return sorted(drafts.values(), key=lambda d: d.space.accs[-1].bit)
 

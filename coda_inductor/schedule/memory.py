@@ -1,4 +1,4 @@
-"""Which tensors lie in memory when Inductor runs a graph: what a contest gives to the operations that it times, and
+"""Which tensors lie in memory when Inductor runs a graph: what tuning gives to the operations that it times, and
 what it asks of them.
 
 A pointwise value is a tensor only where a product or another operation that is no loop takes it, or where reading it

@@ -2,7 +2,7 @@
 
 Inductor fuses loops, so what a Region takes out of one may have cost little there: a residual is added in the norm's
 own kernel, which then still reads what the Region stored. And what no tensor holds, because each loop makes it again,
-must be written before an epilogue can read it. So a contest runs, on both sides, the loops that read what the group
+must be written before an epilogue can read it. So tuning runs, on both sides, the loops that read what the group
 makes and, on ours, first those that write what its epilogues read. (Without them groups of ViT-L under autocast won by
 up to 27 %, and the kernels of its step took 0.4 % longer: H200, torch 2.11, 8274 tokens, 07741af.)
 """

@@ -1,5 +1,5 @@
-"""Both sides of a contest as functions without arguments: kernels, small computations, and what Inductor makes of the
-same nodes of the user's graph."""
+"""The fused program and the baseline as functions without arguments: kernels, small computations, and what
+Inductor makes of the same nodes of the user's graph."""
 
 from __future__ import annotations
 

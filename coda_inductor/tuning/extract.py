@@ -1,4 +1,4 @@
-"""The programs that a contest times, cut out of the graph: what a group of Regions stands for in the user's graph, and
+"""The programs that tuning times, cut out of the graph: what a group of Regions stands for in the user's graph, and
 the small computations beside the Regions."""
 
 from __future__ import annotations

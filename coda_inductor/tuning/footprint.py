@@ -1,5 +1,5 @@
-"""What the tensors of a contest take: those that both sides read, those that ours stores, and those that lie in memory
-on the other side. A little too much, as nothing counts as given back before the end."""
+"""What the tensors of a measurement take: those that both sides read, those that ours stores, and those that lie in
+memory on the other side. A little too much, as nothing counts as given back before the end."""
 
 from __future__ import annotations
 

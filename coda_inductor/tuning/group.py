@@ -1,4 +1,4 @@
-"""Regions that a contest times together, and the real tensors on which it does."""
+"""Regions that tuning times together, and the real tensors on which it does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTHING = Rest(frozenset(), frozenset(), frozenset(), frozenset())
 
 @dataclass(slots=True)
 class Group:
-    """Regions tied by laws, in running order, and the values of one rehearsal (real tensors by node, store or sum)."""
+    """Regions tied by laws, in running order, and the tensors of one measurement (by node, store or sum)."""
 
     builts: list[Built]
     device: torch.device
@@ -191,7 +191,7 @@ def readers(every: Sequence[list[Built]]) -> list[set[int]]:
 
 
 def tied(readers: Sequence[AbstractSet[int]], some: AbstractSet[int]) -> AbstractSet[int]:
-    """Some groups, and all that read sums of one of them, or make sums for one: they are judged together."""
+    """Some groups, and all that read sums of one of them, or make sums for one: they are decided together."""
     found, before = some, None
     while found != before:
         before = found
@@ -220,7 +220,7 @@ def sizes(plan: Plan, builts: Iterable[Built]) -> list[tuple[Region, int]]:
 
 
 def without_sizes(plan: Plan, builts: list[Built]) -> dict[int, str]:
-    """The products, by bit, of groups that no contest can measure: how many rows they have is known only when the model
+    """The products, by bit, of groups that cannot be measured: how many rows they have is known only when the model
     runs."""
     lost = dict[int, str]()
     for members in groups(plan, builts):

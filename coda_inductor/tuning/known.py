@@ -1,4 +1,4 @@
-"""What a contest has found out about a plan: all that its groups are made of but the tensors."""
+"""What tuning has found out about a plan: all that its groups are made of but the tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The loops that take the sums which a Region needs beside it. Inductor fuses a sum over a tensor into the loop that
-writes or reads that tensor, where it costs what it reads beside; so a contest runs that loop on both sides. (Alone the
+writes or reads that tensor, where it costs what it reads beside; so tuning runs that loop on both sides. (Alone the
 sums over the gradients of q, k and v took 100 us in GPT-2 XL's backward, of Regions that take 200, H200.)"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a contest measures: each group of Regions, as generated kernels, against what Inductor compiles of the same
+"""What tuning measures: each group of Regions, as generated kernels, against what Inductor compiles of the same
 nodes of the user's graph, or against the program that is derived without a law; on real tensors of the graph's sizes.
 
 What they need is compiled ahead, on all cores. Results are kept on disk by content and never change.

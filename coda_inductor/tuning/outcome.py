@@ -1,4 +1,4 @@
-"""What a contest measured, and what wins it."""
+"""What tuning measured, and what wins it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from coda_inductor.patterns import graph as g
 
 log = logging.getLogger("coda_inductor.tuning")
 
-WIN = 1.02  # Inductor's time over ours by turns, at least
+WIN = 1.02  # Inductor's time over ours interleaved, at least
 # Of long calls, under a load that lasts: such a ratio is off by 0.3 to 0.7 % in one pass (timing.py), and by 1.2 % from
 # compile to compile, as GPUs and tiles differ (94 ratios of 28 groups, bench/results/training.jsonl since 5ebe41e).
 # Where one lay between 1.005 and 1.01, the others of the same groups had means of 1.004, 1.023 and 1.035; where between
 # 1 and 1.005, of 0.998, 1.002 and 1.018.
 LONG_WIN = 1.005
-COSTS = 0.01  # of Inductor's time in a busy GPU, at most: six equal calls lay 0.2 to 1.3 % apart (bench/clocks.py)
-# Of 186 groups that won so by turns none lost in a busy GPU: Inductor took at least 1.028 times as long there, too
+COSTS = 0.01  # of Inductor's time under load, at most: six equal calls lay 0.2 to 1.3 % apart (bench/clocks.py)
+# Of 186 groups that won so interleaved none lost under load: Inductor took at least 1.028 times as long there, too
 # (H200; the groups of bench/results with times of both kinds, 409 in all).
 SURE = 1.15
-# How narrowly a law wins matters, up to 1.15 (contest.py). Of 67 groups that won so by turns Inductor took at least
-# 1.147 times as long in a busy GPU, too (of 798 in bench/results at 92634f0).
+# How narrowly a law wins matters, up to 1.15 (tuner.py). Of 67 groups that won so interleaved Inductor took at least
+# 1.147 times as long under load, too (of 798 in bench/results at 92634f0).
 SURE_OF_LAWS = 1.3
 # What a burst says of a busy GPU is off by up to 4 %, and the mean by half of it: a group of four Regions took 1.228 ms
 # in one and 1.281 in the next, where the program without its law took 1.231 (H200, the forward of rotary-2048 in
@@ -52,13 +52,13 @@ class Outcome:
 
     @property
     def loses(self) -> str:
-        """Why the group is not kept; empty if it wins: by turns, and in a busy GPU it may cost hardly more."""
+        """Why the group is not kept; empty if it wins: interleaved, and under load it may cost hardly more."""
         fused, baseline, where = self.fused.turns, self.baseline.turns, ""
         if wins((fused, baseline)):
             fused, baseline, where = self.fused.busy, self.baseline.busy, " in a busy GPU"
             if fused - baseline <= COSTS * abs(baseline):
                 return ""
-        slower = "slower" if fused >= baseline else "hardly faster"  # by less than a contest asks for
+        slower = "slower" if fused >= baseline else "hardly faster"  # by less than tuning asks for
         return f"measured {slower}{where}: {fused * 1e3:.0f} us fused, {baseline * 1e3:.0f} us by Inductor"
 
     @property
@@ -95,7 +95,7 @@ def borne(outcomes: Mapping[int, Outcome], losers: Iterable[int], readers: Seque
 
 
 def wins(turns: Sequence[float]) -> bool:
-    """Is our time by turns, the first of the two, enough less than Inductor's?"""
+    """Is our time interleaved, the first of the two, enough less than Inductor's?"""
     fused, baseline = turns
     return baseline >= (LONG_WIN if fused >= LONG_MS else WIN) * fused
 
@@ -108,7 +108,7 @@ def sure(turns: Sequence[float], *, lawless: bool = True) -> bool:
 
 def in_bursts(burst: Callable[[], Sequence[Times]], margin: float) -> Sequence[Times]:
     """Both sides' times in a burst; if ours cost narrowly more than the margin, those of the median ratio of several.
-    (What was timed by turns alone, or under a load that lasts, would hardly change.)"""
+    (What was timed interleaved alone, or under a load that lasts, would hardly change.)"""
 
     def ratio(times: Sequence[Times]) -> float:
         return times[0].mean / times[1].mean
@@ -120,7 +120,7 @@ def in_bursts(burst: Callable[[], Sequence[Times]], margin: float) -> Sequence[T
 
 
 def timed(found: dict[str, Any]) -> bool:
-    """Is this the record of a contest? Only one that turns decided may have no times in a busy GPU."""
+    """Is this the record of a measurement? Only one that turns decided may have no times under load."""
     if "regions" not in found or not all(isinstance(found.get(name), float) for name in TURNS):
         return False
     turns = [found[name] for name in TURNS]
@@ -134,7 +134,7 @@ def fully_timed(found: dict[str, Any]) -> bool:
 
 
 def recorded(regions: Sequence[str], times: Sequence[Times]) -> dict[str, Any]:
-    """The record of a contest: the digests of our Regions, and both sides' times as far as they were taken."""
+    """The record of a measurement: the digests of our Regions, and both sides' times as far as they were taken."""
     ours, theirs = times
     found = {name: ms for name, ms in zip(TIMED, (*ours, *theirs), strict=True) if math.isfinite(ms)}
     return {"regions": list(regions), **found}

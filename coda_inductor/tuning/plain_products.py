@@ -1,4 +1,4 @@
-"""The contest of bare products, by the rules of every contest: each against the product as Inductor calls it."""
+"""Tuning of plain products, by the rules of outcome.py: each against the product as Inductor calls it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Pair = tuple[fx.Node, fx.Node]
 
 
 class PlainTuner:
-    """Times bare products against cuBLAS. What was found is kept on disk by content, as by every contest."""
+    """Times plain products against cuBLAS. What was found is kept on disk by content, as of all measurements."""
 
     def __init__(self, tuner: Tuner) -> None:
-        """`contest` decided on the graph's other Regions; the rows are added to its."""
+        """`tuner` decided on the graph's other Regions; the rows are added to its."""
         self.tuner, self.settings = tuner, tuner.settings
         self._ahead = Ahead(self.settings.cache_dir)
 

@@ -1,4 +1,4 @@
-"""The contest of Sweeps, by the rules of every contest: each against what Inductor compiles of the same nodes."""
+"""Tuning of Sweeps, by the rules of outcome.py: each against what Inductor compiles of the same nodes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ ROUNDED = 2e-2  # relative: bfloat16 rounds by 2e-3 at most, and the user's oper
 
 
 class SweepTuner:
-    """Times Sweeps. What was found is kept on disk by content, as by every contest."""
+    """Times Sweeps. What was found is kept on disk by content, as of all measurements."""
 
     def __init__(self, tuner: Tuner) -> None:
-        """`contest` decided on the graph's Regions; the rows are added to its."""
+        """`tuner` decided on the graph's Regions; the rows are added to its."""
         self.tuner, self.settings = tuner, tuner.settings
         self._programs = Programs()
 

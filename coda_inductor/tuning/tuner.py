@@ -1,13 +1,13 @@
-"""The contest: before a Region enters a graph, it is timed against the operations that it replaces.
+"""Tuning: before a Region enters a graph, it is timed against the operations that it replaces.
 
 Regions that a law ties together (one reads another's sum, or a store that no node of the graph equals) stand or fall
 as a group. The group runs as generated kernels, and the same nodes of the user's graph as Inductor compiles them, on
-real tensors of the graph's sizes: by turns and, unless turns decide, in a GPU that is busy with other work; long ones
+real tensors of the graph's sizes: interleaved and, unless turns decide, in a GPU under load; long ones
 under a load of their own that lasts. What does not win by 2 % (of long calls by 0.5 %), or costs more than 1 % in a
 busy GPU, is derived again without the law, and if that loses too it is left to Inductor, unless groups that read its
 sums win more than it loses; a law that wins narrowly must also cost at most 1 % more than the program derived without
 it, and nothing more if it leaves work to the backward. The other side is always Inductor's default mode. (What is
-measured, and kept on disk: trials.py.)
+measured, and kept on disk: measurements.py.)
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Tuner:
         measured then."""
         try:
             found = row()
-        except Exception as error:  # as in judge
+        except Exception as error:  # as above
             if not foreseen(error):
                 raise
             return self.left(node, error)

@@ -19,8 +19,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor import joint_pass
-from coda_inductor.inductor.joint import Report
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import launch
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan

@@ -1,0 +1,59 @@
+"""What a rewriting did, as records: for reports, `explain` and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from coda_inductor.core.region import Region
+from coda_inductor.passes import sweeps
+from coda_inductor.passes.casts import Cast
+from coda_inductor.passes.tables import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One Region in the graph. `absorbed` are the original nodes whose work now happens in it, `outputs` what it
+    supplies."""
+
+    name: str
+    region: Region
+    m: str
+    laws: tuple[str, ...]
+    absorbed: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node that follows a product but stays with Inductor: the first condition that failed, and the user's line."""
+
+    node: str
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rewrite did."""
+
+    sites: tuple[Site, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    opaque: tuple[Refusal, ...] = ()
+    """Operations that were not understood at all."""
+    tables: tuple[Table, ...] = ()
+    """What is computed once for many elements."""
+    casts: tuple[Cast, ...] = ()
+    """What was cast elsewhere than it is now."""
+    swept: tuple[sweeps.Kept, ...] = ()
+    """What stands beside attention in one kernel of ours."""
+    seconds: float = 0.0
+    backward: tuple[int, int] = (0, 0)
+    """Of tuning: how many of the backward's Regions, as they were first derived, are kept, and how many there were.
+    (One counts as kept if all its products are in Regions, whichever.)"""
+    timings: tuple[dict[str, Any], ...] = ()
+    """What was measured, in its order: the digests of a group's Regions, "ms" and Inductor's "baseline_ms",
+    and, unless these decided, the same two with "busy_" before them: what they add to a busy GPU, or, of long calls,
+    the same again (timing.Times). Where it says "against", the other side is not Inductor but the program without a
+    law, with these Regions."""

@@ -1,0 +1,29 @@
+"""The worked example of architecture.md: attention's output projection and residual, RMSNorm, gate and up."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Half(nn.Module):
+    """From attention's result to the input of the down projection: [M, width] bfloat16 twice to [M, inner]."""
+
+    def __init__(self, width: int = 1024, inner: int = 2816) -> None:
+        super().__init__()
+        self.o = nn.Linear(width, width, bias=False)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+
+    def forward(self, attended: Tensor, stream: Tensor) -> Tensor:
+        h = stream + self.o(attended)
+        n = self.norm(h)
+        return F.silu(self.gate(n)) * self.up(n)
+
+
+def build(tokens: int = 4096, device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """(model, args) for `coda-inductor graph docs.norm:build`."""
+    torch.manual_seed(0)
+    x = torch.randn(2, tokens, 1024, dtype=torch.bfloat16, device=device)
+    return Half().to(device, torch.bfloat16), (x[0], x[1])
