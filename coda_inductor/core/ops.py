@@ -1,7 +1,7 @@
 """The scalar vocabulary of an epilogue: one row per operation, with its meaning and its spelling on the device.
 
-Rows are the only place that knows an operation: the interpreter calls `torch`, code generation formats `cute`, the
-verifier reads `arity`. A new operation is one new row.
+Rows are the only place that knows an operation: graphs are read by `aten`, the interpreter calls `torch`, code
+generation formats `cute`, the verifier reads `arity`. A new operation is one new row.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ class Op:
 
     `at_zero` is the value where every argument is 0 (None: not finite or not defined); it decides which sums need a
     mask where a tile hangs over the edge of the matrix, since hardware fills those places with 0.
+
+    `aten` names the ATen operations that compute it of tensors, the one that small computations are written with first;
+    empty where terms say it otherwise, as powers say `sqrt`.
     """
 
     arity: int
     torch: Callable[..., Tensor]
     cute: str
     at_zero: float | None
+    aten: tuple[str, ...] = ()
 
 
 def _round(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -42,14 +46,16 @@ OPS: dict[str, Op] = {
     "rcp":     Op(1, torch.reciprocal,                "cute.arch.rcp_approx({0})",             None),
     "sqrt":    Op(1, torch.sqrt,                      "cute.math.sqrt({0}, fastmath=True)",    0.0),
     "rsqrt":   Op(1, torch.rsqrt,                     "cute.math.rsqrt({0}, fastmath=True)",   None),
-    "exp":     Op(1, torch.exp,                       "cute.math.exp({0}, fastmath=True)",     1.0),
-    "log":     Op(1, torch.log,                       "cute.math.log({0})",                    None),
-    "tanh":    Op(1, torch.tanh,                      "tanh({0})",                             0.0),
-    "erf":     Op(1, torch.erf,                       "erf({0})",                              0.0),
+    "exp":     Op(1, torch.exp,                       "cute.math.exp({0}, fastmath=True)",     1.0, ("exp.default",)),
+    "log":     Op(1, torch.log,                       "cute.math.log({0})",                    None, ("log.default",)),
+    "tanh":    Op(1, torch.tanh,                      "tanh({0})",                             0.0, ("tanh.default",)),
+    "erf":     Op(1, torch.erf,                       "erf({0})",                              0.0, ("erf.default",)),
     "sigmoid": Op(1, torch.sigmoid,                   "sigmoid({0})",                          0.5),
-    "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0),
-    "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1}, nan=True)", 0.0),
-    "min":     Op(2, lambda a, b: _pairwise(torch.minimum, a, b), "cute.arch.fmin({0}, {1}, nan=True)", 0.0),
+    "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0, ("abs.default",)),
+    "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1}, nan=True)", 0.0,
+                  ("maximum.default", "clamp_min.default")),
+    "min":     Op(2, lambda a, b: _pairwise(torch.minimum, a, b), "cute.arch.fmin({0}, {1}, nan=True)", 0.0,
+                  ("minimum.default", "clamp_max.default")),
     "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a pair
     "second":  Op(1, lambda t: t[..., 1],             "{0}.b",                                 0.0),
     "bf16":    Op(1, _round(torch.bfloat16),          "Float32({0}).to(BFloat16).to(Float32)", 0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
+from coda_inductor.core.ops import OPS
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.terms import Term, Terms
 
@@ -41,6 +42,14 @@ def _fn(name: str) -> Meaning:
     return lambda ts, *args: ts.fn(name, *args)
 
 
+def _aten(name: str) -> object:
+    packet, overload = name.split(".")
+    return getattr(getattr(aten, packet), overload)
+
+
+FUNCTIONS = {name: tuple(map(_aten, op.aten)) for name, op in OPS.items() if op.aten}
+"""The operations of an epilogue that ATen has under a name of its own."""
+
 # fmt: off
 POINTWISE: dict[object, Meaning] = {
     aten.add.Tensor:            Terms.add,
@@ -60,16 +69,7 @@ POINTWISE: dict[object, Meaning] = {
     aten.pow.Tensor_Scalar:     _power,
     aten.sigmoid.default:       _sigmoid,
     aten.silu.default:          lambda ts, x: ts.mul(x, _sigmoid(ts, x)),
-    aten.exp.default:           _fn("exp"),
-    aten.log.default:           _fn("log"),
-    aten.tanh.default:          _fn("tanh"),
-    aten.erf.default:           _fn("erf"),
-    aten.abs.default:           _fn("abs"),
     aten.relu.default:          lambda ts, x: ts.fn("max", x, ts.const(0.0)),
-    aten.maximum.default:       _fn("max"),
-    aten.minimum.default:       _fn("min"),
-    aten.clamp_min.default:     _fn("max"),
-    aten.clamp_max.default:     _fn("min"),
     prims.convert_element_type.default: lambda ts, x, _=None: x,
-}
+} | {op: _fn(name) for name, ops in FUNCTIONS.items() for op in ops}
 # fmt: on

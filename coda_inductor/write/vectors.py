@@ -17,6 +17,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import ROUNDINGS, Lifted
+from coda_inductor.patterns.pointwise import FUNCTIONS
 from coda_inductor.patterns.sizes import size_of
 from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.plan.draft import Computed
@@ -24,11 +25,6 @@ from coda_inductor.rewrite.beside import Pair
 
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
 Order = tuple[int, ...]
-
-FUNCTIONS: dict[str, object] = {
-    "exp": aten.exp.default, "log": aten.log.default, "tanh": aten.tanh.default, "erf": aten.erf.default,
-    "abs": aten.abs.default, "max": aten.maximum.default, "min": aten.minimum.default,
-}  # fmt: skip
 
 REDUCTIONS: dict[str, object] = {
     "sum": aten.sum.dim_IntList, "max": aten.amax.default, "logsumexp": aten.logsumexp.default,
@@ -102,7 +98,7 @@ class Vectors:
             if t.name in ROUNDED:
                 narrow = self.call(args[0], prims.convert_element_type.default, args[0], ROUNDED[t.name])
                 return self.call(narrow, prims.convert_element_type.default, narrow, self.compute), order
-            return self.call(args[0], FUNCTIONS[t.name], *args, *numbers), order
+            return self.call(args[0], FUNCTIONS[t.name][0], *args, *numbers), order
         if t.kind == "lanes":
             args, order = self._aligned(t.args, rows)
             sizes = self.lifted.extents(order)
