@@ -20,7 +20,7 @@ def quick() -> None:
     torch._dynamo.config.run_gc_after_compile = False
     assert hasattr(torch._dynamo.guards, "profile_guard_manager")
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-    # pytest's handlers, which it also gives to loggers that pass nothing on: torch writes every graph out for them.
+    # pytest gives its handlers to loggers that pass nothing on, too: torch would write every graph out for them.
     trace = logging.getLogger("torch.__trace")
-    trace.handlers.clear()
-    trace.addHandler = lambda hdlr: None  # type: ignore[method-assign]
+    add = trace.addHandler
+    trace.addHandler = lambda hdlr: None if type(hdlr).__module__.startswith("_pytest") else add(hdlr)  # type: ignore[method-assign]
