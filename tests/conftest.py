@@ -70,6 +70,38 @@ LONG = (
 TOGETHER = dict.fromkeys(("laws", "lift", "verdicts"), "laws")  # one worker captures their graphs once: 80 s
 
 
+SLOW = (
+    "test_training_bf16.py::test_a_model_learns",
+    "test_codegen_compile.py::test_the_compiling_process_may_end",
+    "test_codegen_compile.py::test_a_fork_of_the_owner",
+    "test_codegen_compile.py::test_an_interpreter_may_end",
+    "test_codegen_compile.py::test_what_is_printed_is_no_answer",
+    "test_codegen_compile.py::test_a_worker_may_die",
+    "test_caches.py::test_kernel_compiled_by_two_processes_and_broken",
+    "test_explain_models.py::test_llama_of_16_layers",
+    "test_contest.py::test_a_deeper_model",
+    "test_generate.py::test_generate[whole]",
+    "test_generate.py::test_generate[each_layer]",
+    "test_generate.py::test_generate[layer_within]",
+    "test_generate.py::test_generate_with_inductors_code",
+    "test_without.py::test_it_makes_what_the_group_stands_for[gpt]",
+    "test_without.py::test_it_makes_what_the_group_stands_for[bert]",
+    "test_coverage.py::test_full_depth",
+    "test_coverage.py::test_passes_of_a_layer_left_in_training[vit",
+    "test_sweeps.py::test_one_sequence",
+    "test_training_device.py::test_any_losses_leave_a_right_program[bert]",
+    "test_training_device.py::test_any_losses_leave_a_right_program[gpt]",
+    "test_training_contest.py::test_what_a_losing_law_takes_along_is_not_measured[False]",
+    "test_training_contest.py::test_the_backwards_regions_are_counted[False]",
+    "test_training_models.py::test_no_more_is_kept_or_multiplied_than_by_inductor[vit]",
+    "test_training_models.py::test_no_more_is_kept_or_multiplied_than_by_inductor[gpt2]",
+    "test_schedule.py::test_agrees_where_sums_are_mixed",
+    "test_determinism.py::test_processes_give_the_same_bits",
+)
+"""Tests of 5 to 40 seconds of which others are the short form: `-m slow` runs them, for who changes what they are about
+and before a release. Without it they are left out, so that the suite takes less than 15 minutes on two cores."""
+
+
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 NOT_BY_OLD = {
     "test_distributed.py::test_losses_and_gradients": "tensors without data reach kernels, and as below",
@@ -80,6 +112,7 @@ NOT_BY_OLD = {
     "test_training_models.py::test_gradients_equal_eagers[llama]": "as above",
     "test_training_models.py::test_gradients_equal_eagers[checkpointed, dropout]": "as above",
     "test_repeats.py::test_compiled_gradients_are_eagers": "as above",
+    "test_summed.py::test_gradients_of_what_two_layers_read_meet_in_one_accumulator": "as above",
     "test_training_laws.py::test_the_adjoint_keeps_no_tensor": "as above",
     "test_effects.py::test_through_inductor[drawn_into_a_state-infer]": "draws other numbers than eager",
     "test_random_effects.py::test_a_random_program_is_eagers[83]": "a copy_ within a graph is refused",
@@ -91,10 +124,14 @@ NOT_BY_OLD = {
 model's, which is held to torch 2.13 and 2.15."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of half a minute and more come first: a worker that meets one last leaves the others without work."""
     first = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: first.get(item.path.stem, len(LONG)))
+    for item in items:
+        if f"{item.path.name}::{item.name}".startswith(SLOW):
+            item.add_marker("slow")
     for item in items if OLD else []:
         for name, why in NOT_BY_OLD.items():
             if f"{item.path.name}::{item.name}".startswith(name):

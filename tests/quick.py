@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch._dynamo.config
 import torch._dynamo.guards
@@ -18,3 +20,7 @@ def quick() -> None:
     torch._dynamo.config.run_gc_after_compile = False
     assert hasattr(torch._dynamo.guards, "profile_guard_manager")
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    # pytest gives its handlers to loggers that pass nothing on, too: torch would write every graph out for them.
+    trace = logging.getLogger("torch.__trace")
+    add = trace.addHandler
+    trace.addHandler = lambda hdlr: None if type(hdlr).__module__.startswith("_pytest") else add(hdlr)  # type: ignore[method-assign]

@@ -35,12 +35,10 @@ SIZES = frozenset({
     aten.sym_storage_offset.default,
 })  # fmt: skip
 """Operations that read no element of their input."""
-FUNCTIONAL = frozenset({
-    torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2,
-    torch.ops.higher_order.triton_kernel_wrapper_functional,
-})  # fmt: skip
-"""How AOTAutograd writes operations of users that overwrite their inputs. Inductor lets them do so, in place, where
-nobody reads the inputs any more."""
+FUNCTIONAL = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
+TRITON = "triton_kernel_wrapper_mutation"
+"""Operators of higher order, by name: not all exist before Inductor is imported. FUNCTIONAL are AOTAutograd's forms of
+operations of users that overwrite their inputs. Inductor lets them do so where nobody reads the inputs any more."""
 VIEWED = frozenset({aten._unsafe_view.default})
 """Views whose schema does not say so."""
 
@@ -78,11 +76,16 @@ def aliases(op: torch._ops.OpOverload) -> bool:
     return bool(schema.arguments) and any(r.alias_info is not None for r in schema.returns)
 
 
+def higher_order(node: fx.Node) -> str:
+    """The name of a node's operator of higher order."""
+    return node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The inputs that an operation overwrites."""
     if node.op != "call_function":
         return []
-    if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
+    if higher_order(node) == TRITON:
         return [n for n in tree_leaves([node.kwargs["kwargs"]]) if isinstance(n, fx.Node)]
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
@@ -104,7 +107,7 @@ def overwritten_after(graph: fx.Graph) -> list[fx.Node]:
 
 def mutating(node: fx.Node) -> list[fx.Node]:
     """The inputs that an operation of a user's overwrites, or may once Inductor has made it one that does."""
-    if node.op == "call_function" and node.target in FUNCTIONAL:
+    if higher_order(node) in FUNCTIONAL:
         return node.all_input_nodes
     torchs = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ALONE
     return [] if torchs else written(node)
