@@ -72,9 +72,9 @@ def compared(
 ) -> list[Times]:
     """The times of each call. A busy GPU runs other work beside it, as long again or, if the host would else fall
     behind, longer: products that draw all the power that it may have. Those that interleaved take more than `slack`
-    times as long as the fastest are not timed so (infinite), and none if the turns have `decided`. Where the host cannot
-    keep ahead of the GPU, turns count for both. Without `ratios` the order is all that is asked for: the other work's own
-    time, which is taken from all alike, may then be off.
+    times as long as the fastest are not timed so (infinite), and none if the turns have `decided`. Where the host
+    cannot keep ahead of the GPU, turns count for both. Without `ratios` the order is all that is asked for: the other
+    work's own time, which is taken from all alike, may then be off.
 
     At its power limit a GPU lowers its clocks for all that it runs, within some 50 ms (bench/sustained.py): what draws
     more power slows the rest of a step down, which neither a rotation of milliseconds nor a call repeated alone

@@ -79,10 +79,11 @@ def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
             views[0].replace_input_with(source, cast)
         for node in views:
             (base,) = node.all_input_nodes
-            args = fx.map_arg(node.args, lambda n: n.meta["val"])
-            node.meta["val"] = (
-                laid_out_as(node, dtype) if viewed(node) is not base else node.target(*args, **node.kwargs)
-            )  # type: ignore[operator]
+            if viewed(node) is base:
+                args = fx.map_arg(node.args, lambda n: n.meta["val"])
+                node.meta["val"] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+            else:
+                node.meta["val"] = laid_out_as(node, dtype)
     return tuple(found)
 
 
