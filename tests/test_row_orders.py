@@ -14,6 +14,7 @@ from evaluate import error, flat, strict_reference
 from odd import R, rms
 from torch import Tensor
 
+from coda_inductor.core.versions import numbers
 from coda_inductor.inductor.joint_pass import REPORTS
 
 B, H, W, C, EXACT = 3, 4, 6, 8, 1e-10
@@ -124,6 +125,11 @@ def step(f: Callable[..., Any], args: list[Tensor]) -> list[Tensor]:
     return [*(o.detach() for o in outputs), *(a.grad for a in args if a.grad is not None)]
 
 
+NEW = numbers(torch.__version__)[:2] >= (2, 14)
+SINCE_2_14 = {"norm_behind_windows": 1, "norm_before_windows": 1}
+"""Of symbolic sizes: torch 2.15 writes those of windows as quotients of quotients, of which we see no two as equal."""
+
+
 @pytest.mark.parametrize("sizes", [(), (0, 1, 2)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_another_order(name: str, sizes: tuple[int, ...]) -> None:
@@ -134,7 +140,8 @@ def test_rows_in_another_order(name: str, sizes: tuple[int, ...]) -> None:
     with strict_reference(run=False):
         REPORTS.clear()
         found = step(torch.compile(function, backend="coda"), marked(args, sizes))
-        assert [len(report.sites) for report in REPORTS] == [counts[bool(sizes)]]
+        wanted_regions = SINCE_2_14.get(name, counts[1]) if sizes and NEW else counts[bool(sizes)]
+        assert [len(report.sites) for report in REPORTS] == [wanted_regions]
         with torch.no_grad():
             inferred = flat(torch.compile(function, backend="coda")(*marked(args, sizes)))
     for mine, eager in zip([*found, *inferred], [*wanted, *wanted[: len(inferred)]], strict=True):
