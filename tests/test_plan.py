@@ -94,7 +94,7 @@ def test_without_the_gauge_an_operand_of_two_readers_stays() -> None:
 
 
 def test_a_banned_product_is_left_with_the_given_reason() -> None:
-    made = planned(half, *half_inputs(), banned={0: "it lost"})
+    made = planned(half, *half_inputs(), limits=Limits({0: "it lost"}))
     assert all(0 not in {a.bit for a in d.space.accs} for d in made.unique())
     assert "it lost" in {r.reason for r in made.refused}
 
