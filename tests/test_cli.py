@@ -83,9 +83,9 @@ class Calls:
             return switches
         functions: dict[str, dict[str, Callable[..., Any]]] = {
             "explain": {"explain": self.explain, "render": self.render},
-            "inductor.program": {"program": self.program},
-            "inductor.listing": {"render": self.list_program},
-            "inductor.capture": {"load": self.load},
+            "explain.steps": {"program": self.program},
+            "explain.listing": {"render": self.list_program},
+            "explain.capture": {"load": self.load},
         }
         return SimpleNamespace(**functions[name.removeprefix("coda_inductor.")])
 
