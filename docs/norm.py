@@ -19,7 +19,8 @@ class Half(nn.Module):
     def forward(self, attended: Tensor, stream: Tensor) -> Tensor:
         h = stream + self.o(attended)
         n = self.norm(h)
-        return F.silu(self.gate(n)) * self.up(n)
+        out: Tensor = F.silu(self.gate(n)) * self.up(n)
+        return out
 
 
 def build(tokens: int = 4096, device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, Tensor]]:
