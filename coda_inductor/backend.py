@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch._inductor
 
-from coda_inductor.core.errors import QUIETLY, STRICTLY, Unsupported, forget_frames, warn
+from coda_inductor.core.errors import QUIETLY, STRICTLY, CodaError, Unsupported, forget_frames, warn
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.versions import behind, check_torch, missing
 
@@ -91,11 +91,11 @@ def prepared(
             raise Unsupported(LOADED.what, hint=LOADED.hint)
         return LOADED.prepared(gm, example_inputs, settings, inductor)  # type: ignore[no-any-return]
     except Unsupported as error:
-        why = error
+        why: CodaError = error
     except (ImportError, AttributeError) as error:
         why = missing(error)
     hint = STRICTLY if settings.strict else QUIETLY
-    failure = Unsupported(why.what, where=why.where, hint=why.hint or hint)
+    failure = type(why)(why.what, where=why.where, hint=why.hint or hint)
     if settings.strict:
         raise failure from why
     log.info("every graph is left to Inductor", exc_info=why)

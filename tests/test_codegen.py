@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import stat
 import threading
 import time
@@ -40,6 +41,7 @@ from coda_inductor.codegen import legality, source, target, tiles
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
+from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.kernels import launch, library, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
@@ -65,9 +67,8 @@ def as_float(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def standin() -> dict[str, Any]:
     """The names a generated module imports, on torch. Sinks and loads are strings; the decorator keeps them."""
-    math = types.SimpleNamespace(
-        **{name: as_float(getattr(torch, name)) for name in ("sqrt", "rsqrt", "exp", "exp2", "log", "tanh", "erf")}
-    )
+    used = {name for op in OPS.values() for name in re.findall(r"cute\.math\.(\w+)", op.cute)}
+    math = types.SimpleNamespace(**{name: as_float(getattr(torch, name)) for name in {*used, "exp2", "tanh", "erf"}})
     arch = types.SimpleNamespace(
         fmax=as_float(torch.maximum), fmin=as_float(torch.minimum), rcp_approx=as_float(torch.reciprocal)
     )

@@ -142,7 +142,7 @@ def test_a_maker_of_sums_that_loses_narrowly(
     """GELU's backward takes the sums of the norm's before it."""
     lost = set[str]()
 
-    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
+    def look(measurements: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         lost.update(group.digests if makes else ())
         return 0.95 if makes else readers_win
 
@@ -153,7 +153,7 @@ def test_a_maker_of_sums_that_loses_narrowly(
 def test_who_shares_sums_is_judged_in_one_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where one is known from an earlier plan and the other is not: else a loser would be banned before its
     reader is measured."""
-    judge, chance, apart = Tuner.judge, random.Random(3), [0, 0]
+    judge, chance, apart = Tuner.verdict_on, random.Random(3), [0, 0]
 
     def together_in(self: Tuner, plan: Plan, candidates: list[list[Built]]) -> Limits:
         every = groups(plan, [build(plan, draft) for draft in plan.unique()])
@@ -164,8 +164,8 @@ def test_who_shares_sums_is_judged_in_one_go(monkeypatch: pytest.MonkeyPatch, tm
         apart[1] += any(readers(every)[i] for i in here)
         return judge(self, plan, candidates)
 
-    monkeypatch.setattr(Tuner, "judge", together_in)
-    judged(monkeypatch, tmp_path, lambda trials, group, plan, makes: 0.5 if chance.random() < 0.15 else 2.0)
+    monkeypatch.setattr(Tuner, "verdict_on", together_in)
+    judged(monkeypatch, tmp_path, lambda measurements, group, plan, makes: 0.5 if chance.random() < 0.15 else 2.0)
     assert min(apart) > 1
 
 
@@ -187,7 +187,7 @@ def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(
         given = [group.value(k) if isinstance(k, fx.Node) else group.made(k) for k in keys]
         return keys, fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
 
-    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
+    def look(measurements: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         if group.taken:
             (built,) = group.builts
             found = run(plan, group, built)[1]
@@ -213,7 +213,7 @@ def test_which_loops_take_sums(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     attention. Whatever loses, both sides can be written."""
     taken, chance = set[str](), random.Random()
 
-    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
+    def look(measurements: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         supplied = {n for draft in plan.unique() for n in draft.supplies}
         assert not supplied & {*group.taken}
         for node in group.taken:
@@ -235,7 +235,7 @@ def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pyte
     monkeypatch.setattr(benchmark, "_compile", lambda module, tensors: module)
     vectors = 0
 
-    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
+    def look(measurements: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         nonlocal vectors
         if group.taken:
             (built,) = group.builts
@@ -255,7 +255,7 @@ def test_vectors_of_the_forward_are_there(monkeypatch: pytest.MonkeyPatch, tmp_p
     """A gain's and a bias's products with a weight are made once: the backward's contests find them."""
     spared = {False: 0, True: 0}
 
-    def look(trials: Measurements, group: Group, plan: Plan, makes: bool) -> float:
+    def look(measurements: Measurements, group: Group, plan: Plan, makes: bool) -> float:
         late = all(plan.program.in_backward(b.draft.space) for b in group.builts)
         every, mine = ([c for b in group.builts for c in of(b)] for of in (computed, group.computed))
         spared[late] += len(every) - len(mine)

@@ -279,7 +279,7 @@ MALFORMED: list[tuple[str, Region, str]] = [
     ("not a number", with_let(Let("z", "mul", (math.nan, "y"))), "literals are Python floats, not [nan]"),
     ("let name", with_let(Let("y", "neg", ("y",))), "name 'y' is taken"),
     ("let identifier", with_let(Let("3", "neg", ("y",))), "name '3' is taken or no identifier"),
-    ("operation", with_let(Let("z", "cos", ("y",))), "unknown operation 'cos'"),
+    ("operation", with_let(Let("z", "gamma", ("y",))), "unknown operation 'gamma'"),
     ("arity", with_let(Let("z", "mul", ("y",))), "mul takes 2 arguments, found 1"),
     ("constant", with_let(Let("z", "mul", (1.0, 2.0))), "z is a constant"),
     ("undefined", with_let(Let("z", "mul", ("y", "w"))), "uses what is not defined before it"),

@@ -1,5 +1,5 @@
 """What quack 0.6.5 lacks: launches that overlap, sums finished and masked, a feature vector for two lanes, two products
-in one tile or in one accumulator, rotate-half pairs.
+in one tile or in one accumulator, halves of heads.
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """
@@ -89,7 +89,7 @@ class LaneVector(RowVecLoad):  # type: ignore[misc]
 
 
 class HalfVector(RowVecLoad):  # type: ignore[misc]
-    """A feature vector [2n] f32 beside the rotate-half pairs: it is read in their order."""
+    """A feature vector [2n] f32 beside the halves of heads: it is read in their order."""
 
     def __init__(self, name: str, half: int) -> None:
         super().__init__(name)

@@ -59,7 +59,7 @@ HEAVY = (  # two tile operands and more: the tiles that spill least come first
     Config(128, 160, 2, 1, True),
     *(c for c in LARGE if (c.tile_m, c.tile_n) not in ((128, 128), (128, 160))),
 )
-HEADS = (  # rotate-half pairs: 128x256 took 7 to 20 % longer (bench/results/rotary.jsonl), 192 rows -1 to +13 %
+HEADS = (  # halves of heads: 128x256 took 7 to 20 % longer (bench/results/rotary.jsonl), 192 rows -1 to +13 %
     Config(128, 128, 1, 2, True),
     Config(128, 128, 2, 1, True),
     Config(192, 128, 1, 2, True),

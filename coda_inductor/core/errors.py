@@ -8,7 +8,8 @@ import warnings
 
 STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
 QUIETLY = "CODA_INDUCTOR=0 does so without a warning"
-"""What to do about a failure that has no better hint: if it was raised, and if it was warned about."""
+BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"
+"""What to do about a failure that has no better hint: if it was raised, if it was warned about, and if it is ours."""
 
 
 class CodaError(Exception):

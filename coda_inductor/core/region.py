@@ -94,8 +94,8 @@ class Reduction:
 class Region(Record):
     """products -> lets -> stores and reductions, all over one [M, N].
 
-    With `half`, the two products are the rotate-half pairs: of one weight [2 * N, K], whose rows are blocks of `half`,
-    the first takes the even blocks and the second the odd ones (as rotary embeddings pair features).
+    With `half`, the two products are the two halves of each head: of one weight [2 * N, K], whose rows are blocks of
+    `half`, the first takes the even blocks and the second the odd ones (as rotary embeddings pair features).
 
     The operation's inputs are the matrices (as many as the products index), then the operands, in this order; its
     outputs are the stores, then the reductions. `dtype` is that of all matrices.

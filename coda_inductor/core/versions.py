@@ -10,7 +10,7 @@ import re
 from importlib import import_module
 from types import ModuleType
 
-from coda_inductor.core.errors import Unsupported, forget_frames
+from coda_inductor.core.errors import BUG, BrokenInvariant, CodaError, Unsupported, forget_frames
 
 TORCH = ((2, 11), (2, 15))
 """The first and the last minor release of torch that the tests pass on."""
@@ -45,12 +45,13 @@ def behind(module: str) -> ModuleType:
         raise missing(error) from None
 
 
-def missing(error: ImportError | AttributeError) -> Unsupported:
-    """What to say of a name that is not there. The frames that the error came through are let go of."""
+def missing(error: ImportError | AttributeError) -> CodaError:
+    """What to say of a name that is not there: a bug if it should be one of ours. The frames that the error came
+    through are let go of."""
     forget_frames(error)
     owner = error.obj if isinstance(error, AttributeError) else None
-    if "coda_inductor" in str(getattr(owner, "__module__", getattr(owner, "__name__", ""))):
-        return Unsupported(f"{error} (a bug of ours, please report it)")
+    if str(getattr(owner, "__module__", getattr(owner, "__name__", ""))).startswith("coda_inductor"):
+        return BrokenInvariant(str(error), hint=BUG)
     return Unsupported(f"{PLACE.sub('', str(error))}, with torch {_torch()}; {TESTED}")
 
 

@@ -90,13 +90,11 @@ def regions(work: Work) -> None:
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     made.firings += [normaliser.firing(made.program) for normaliser in found.normalisers]
     fired = _fired(made)
-    work.refused = tuple(
-        Refusal(x.node.name, _reason(made, x, found.whole_heads), lines[x.node.name]) for x in made.refused
-    )
+    work.refused = tuple(Refusal(x.node.name, _reason(made, x), lines[x.node.name]) for x in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     work.opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(made.builts)]
-    emit(made, made.builts, work.target, work.before)
+    emit(made, work.target, work.before)
     left = {n.name for n in graph.nodes}
     gone = [name for name in lines if name in terms and name not in left]
     work.sites = _absorb(sites, made.builts, gone, terms)
@@ -195,12 +193,12 @@ def may_widen(settings: Settings, target: str) -> bool:
     return target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings) and not tuned
 
 
-def _reason(made: Plan, refused: Refused, whole_heads: dict[int, str]) -> str:
-    """Why a node is refused. What heads are refused for whose product (by bit) is `unhalved` follows from why it is."""
+def _reason(made: Plan, refused: Refused) -> str:
+    """Why a node is refused: of heads that are not divided into halves, why they are not, where a limit says it."""
     if refused.reason not in OF_HEADS:
         return refused.reason
     hosts = made.program.new[made.program.lifted.term[refused.node]].hosts
-    return whole_heads.get(hosts.bit_length() - 1, refused.reason)
+    return made.program.limits.whole_heads.get(hosts.bit_length() - 1) or refused.reason
 
 
 def _fired(made: Plan) -> dict[object, set[str]]:

@@ -24,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import legality, target
 from coda_inductor.core.errors import (
+    BUG,
     QUIETLY,
     STRICTLY,
     BrokenInvariant,
@@ -64,7 +65,6 @@ MANY = 1000  # nodes; three layers of Llama have 934 and take 3 s, of which one 
 FROZEN = 10_000  # objects; Python 3.12 itself freezes 375 when it starts
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16)
-BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"
 
 
 def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
@@ -111,10 +111,10 @@ class JointPass(CustomGraphPass):
             decisions = Decisions(legal)
             if tuner:
                 decisions = Decisions(legal, tuner, PlainTuner(tuner), SweepTuner(tuner))
-            with free_memory.given_back(tuner.trials.device) if tuner else contextlib.nullcontext():
+            with free_memory.given_back(tuner.measurements.device) if tuner else contextlib.nullcontext():
                 report = rewrite(graph, self.settings, name, decisions)
             if tuner:
-                report = replace(report, timings=tuple(tuner.trials.rows), backward=tuner.backward)
+                report = replace(report, timings=tuple(tuner.measurements.rows), backward=tuner.backward)
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure

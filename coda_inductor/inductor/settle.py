@@ -23,12 +23,10 @@ from coda_inductor.tuning.verdicts import Decisions, Legal
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A plan of which nothing is illegal or loses, and the normalisers that its Regions take. `whole_heads` says why
-    products (by bit) do without the halves of their heads."""
+    """A plan of which nothing is illegal or loses, and the normalisers that its Regions take."""
 
     plan: Plan
     normalisers: list[Normaliser]
-    whole_heads: dict[int, str]
 
 
 def settled(graph: fx.Graph, settings: Settings, decisions: Decisions) -> Settled:
@@ -52,7 +50,7 @@ def settled(graph: fx.Graph, settings: Settings, decisions: Decisions) -> Settle
             lifted = lift(graph, rounding=settings.numerics == "strict")
             continue  # without it a Region may be legal, or win
         if not verdict:
-            return Settled(made, normalisers, {bit: why for bit, why in limits.whole_heads.items() if why})
+            return Settled(made, normalisers)
         if limits.holds(verdict):
             raise BrokenInvariant("the verdicts do not settle")
         limits |= verdict

@@ -64,7 +64,7 @@ def found(graph: fx.Graph, rounding: bool, legal: Callable[[Sweep], None]) -> tu
         try:
             require_alone(lifted, group, backward)
             largest = max(elements(n) for w in group for n in late_tiles(lifted, w, backward))
-            made = swept(lifted, group, layouts(largest // REPEATED))
+            made = swept(lifted, group, in_memory(largest // REPEATED))
             require_one_time(made)
             legal(made.sweep)
             good.append(made)
@@ -96,7 +96,7 @@ def matrices(graph: fx.Graph) -> list[fx.Node]:
     return [*found]
 
 
-def layouts(small: int) -> Callable[[fx.Node], bool]:
+def in_memory(small: int) -> Callable[[fx.Node], bool]:
     """Does a tensor lie in memory whatever Inductor does? One of no more elements is put there for the Sweep."""
 
     def lies_there(node: fx.Node) -> bool:
@@ -201,13 +201,11 @@ def waits_for(made: Swept, other: Swept) -> fx.Node | None:
 
 def work(made: Swept) -> set[fx.Node]:
     """What runs in the graph between its inputs and its outputs, both apart."""
-    found, todo = set[fx.Node](), [a for node in made.outputs for a in node.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found and node not in made.inputs:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+
+    def inner(node: fx.Node) -> list[fx.Node]:
+        return [a for a in node.all_input_nodes if a not in made.inputs]
+
+    return g.reached((a for node in made.outputs for a in inner(node)), inner)
 
 
 def write(graph: fx.Graph, target: str, made: list[Swept], before: Before) -> tuple[Kept, ...]:

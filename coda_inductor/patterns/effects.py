@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import fx
@@ -60,6 +59,13 @@ def viewed(node: fx.Node) -> fx.Node | None:
     if node.target in PERHAPS:
         return source if storage(node) == storage(source) is not None else None
     return source if node.target in VIEWED or aliases(node.target) else None
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node in whose memory the node's result lies: what it is a view of, through any chain of views."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
 
 
 def may_view(node: fx.Node) -> bool:
@@ -247,10 +253,6 @@ def effects(graph: fx.Graph) -> Effects:
 
 def behind_tangents(graph: fx.Graph) -> set[fx.Node]:
     """What waits for the gradient of an output, in whatever order the graph stands."""
-    todo, found = list[Any](filter(g.is_tangent, graph.nodes)), set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [user for user in node.users if user.op != "output"]
-    return found
+    return g.reached(
+        filter(g.is_tangent, graph.nodes), lambda node: [user for user in node.users if user.op != "output"]
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -197,6 +197,17 @@ def root(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
     while through(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes to start from, and all to which others lead `onward`."""
+    todo, found = list(start), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += onward(node)
+    return found
 
 
 def is_tangent(node: fx.Node) -> bool:

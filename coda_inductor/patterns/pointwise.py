@@ -71,6 +71,6 @@ POINTWISE: dict[object, Meaning] = {
     aten.silu.default:          lambda ts, x: ts.mul(x, _sigmoid(ts, x)),
     aten.relu.default:          lambda ts, x: ts.fn("max", x, ts.const(0.0)),
     prims.convert_element_type.default: lambda ts, x, _=None: x,
+    **{op: _fn(name) for name, ops in FUNCTIONS.items() for op in ops},
 }
-POINTWISE |= {op: _fn(name) for name, ops in FUNCTIONS.items() for op in ops}
 # fmt: on

@@ -175,10 +175,4 @@ def _products(plan: Demands) -> set[fx.Node]:
 
 def _downstream(readers: list[fx.Node]) -> set[fx.Node]:
     """What is computed from what the readers compute."""
-    seen, todo = set[fx.Node](), [user for node in readers for user in node.users]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.users
-    return seen
+    return g.reached((user for node in readers for user in node.users), lambda node: node.users)

@@ -87,7 +87,7 @@ class _Writer(Statements):
         return self.reached[t]
 
     def store(self, stored: Stored) -> Store:
-        """Of rotate-half pairs, both values."""
+        """Where the accumulators are halves of heads, both values."""
         value, *second = (str(self.value(part)) for part in self.plan.program.parts(stored.term, self.draft.space))
         return Store(value, stored.dtype, *second)
 

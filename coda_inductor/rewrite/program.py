@@ -72,13 +72,13 @@ class Program(State):
         return Space(tuple(shared), self.product(last).rows, columns.pop())
 
     def parts(self, t: Term, space: Space) -> list[Term]:
-        """t as the epilogue of `space` makes it: where that has rotate-half pairs, both halves of t."""
+        """t as the epilogue of `space` makes it: where that has halves of heads, both halves of t."""
         if space.heads is None or space.heads.lane not in t.axes:
             return [t]
         return [self.lifted.terms.select(t, space.heads.lane, i) for i in (0, 1)]
 
     def lane(self, x: Term, space: Space) -> Lane | None:
-        """Where an epilogue of rotate-half pairs reads an early vector over features, or a table."""
+        """Where an epilogue of halves of heads reads an early vector over features, or a table."""
         assert space.heads is not None
         key = space.rows, space.heads
         if key not in self._lanes:
@@ -256,7 +256,7 @@ class Program(State):
 
     def turn(self, node: fx.Node, space: Space) -> list[int] | None:
         """The node's dimensions in the order in which `space` stores its axes, as attention has heads before tokens.
-        None if they are other axes, or lie otherwise; of rotate-half pairs attention alone is the reader, in any
+        None if they are other axes, or lie otherwise; of halves of heads attention alone is the reader, in any
         order."""
         dims, order = self.lifted.reading.roots(node), space.order
         if tuple(i for d in dims for i in d) == order:

@@ -19,7 +19,7 @@ from coda_inductor.rewrite.state import State
 MIXED = "it combines features that are not two halves of the columns, nor of each head"
 NOT_ROWS = "a tile that it needs is not laid out as rows of tokens"
 OF_HEADS = frozenset({MIXED, NOT_ROWS})
-"""What a rotary embedding is refused for where its product does without the rotate-half pairs."""
+"""What a rotary embedding is refused for where its product does not divide heads into halves."""
 
 
 def heads(state: State, t: Term, last: Term) -> tuple[Heads, tuple[Term, Term]]:
@@ -46,7 +46,7 @@ def heads(state: State, t: Term, last: Term) -> tuple[Heads, tuple[Term, Term]]:
 
 
 def lanes(state: State, rows: Axes, of: Heads) -> dict[Term, Lane]:
-    """What an epilogue can read beside rotate-half pairs, by term: vectors over all features, and tables over tokens
+    """What an epilogue can read beside halves of heads, by term: vectors over all features, and tables over tokens
     and a head (or half of one). Of nodes that differ by a cast the first with which the user's program goes on."""
     found, terms = dict[Term, Lane](), state.lifted.terms
     for t, nodes in state.nodes.items():

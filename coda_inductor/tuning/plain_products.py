@@ -59,9 +59,9 @@ class PlainTuner:
         """Tunes the kernel, then times both."""
         self._ahead.wait(jobs(region))
         tokens = int(inputs[0].meta["val"].numel() // region.products[0].k)
-        free_memory.require(self.tuner.trials.device, of_nodes(inputs) + 2 * stored(region, tokens))
-        with self.tuner.trials.real_tensors():
-            given = [sample(n, self.tuner.trials.device) for n in inputs]
+        free_memory.require(self.tuner.measurements.device, of_nodes(inputs) + 2 * stored(region, tokens))
+        with self.tuner.measurements.real_tensors():
+            given = [sample(n, self.tuner.measurements.device) for n in inputs]
             kernel = tune.tuned(region, given, self.settings.cache_dir)
             outs = tune.outputs(region, given)
             calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]

@@ -64,7 +64,7 @@ class SweepTuner:
         """Begins to compile the kernels of those that nothing on disk tells of, by name."""
         if self.settings.measures:
             new = [sweep for name, sweep in sweeps.items() if self.known(name) is None]
-            self.tuner.trials.ahead.begin(map(prebuild.SweepJob, new))
+            self.tuner.measurements.ahead.begin(map(prebuild.SweepJob, new))
 
     def known(self, name: str) -> dict[str, Any] | None:
         """What was measured before."""
@@ -82,11 +82,11 @@ class SweepTuner:
     def measure(self, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
         """Checks the kernel, which workers compile while Inductor compiles what it stands for, then times both."""
         graph, given = program(made)
-        free_memory.require(self.tuner.trials.device, of_nodes(given) + 3 * of_nodes(made.outputs))
-        with self.tuner.trials.real_tensors():
-            tensors = [sample(n, self.tuner.trials.device) for n in given]
+        free_memory.require(self.tuner.measurements.device, of_nodes(given) + 3 * of_nodes(made.outputs))
+        with self.tuner.measurements.real_tensors():
+            tensors = [sample(n, self.tuner.measurements.device) for n in given]
             run = self._programs.compiled(graph, tensors)
-            self.tuner.trials.ahead.wait([prebuild.SweepJob(made.sweep)])
+            self.tuner.measurements.ahead.wait([prebuild.SweepJob(made.sweep)])
             kernel.build()
             held = dict(zip(given, tensors, strict=True))
             inputs = [

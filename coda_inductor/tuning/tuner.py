@@ -43,7 +43,7 @@ class Tuner:
 
     def __init__(self, settings: Settings, device: torch.device, failed: Callable[[Exception], None]) -> None:
         self.settings, self.failed = settings, failed
-        self.trials = Measurements(settings, device)
+        self.measurements = Measurements(settings, device)
         self._compared, self._foreseen = 0, False
         self._derived: list[int] | None = None  # the products of each Region of the backward, as it was first derived
         self._covered = 0  # the products in Regions now
@@ -56,18 +56,20 @@ class Tuner:
             self._derived = [b.mask for b in builts if plan.program.in_backward(b.draft.space)]
         self._covered = mask(builts)
         every = groups(plan, builts)
-        unknown = tied(readers(every), {i for i, members in enumerate(every) if not self.trials.known(plan, members)})
+        unknown = tied(
+            readers(every), {i for i, members in enumerate(every) if not self.measurements.known(plan, members)}
+        )
         known = [members for i, members in enumerate(every) if i not in unknown]
         fresh = sorted((every[i] for i in sorted(unknown)), key=lambda members: bool(deferred(plan, members)))
         if known:
-            self.trials.begin(plan, fresh, idle=True)
-        verdict = self.judge(plan, known)
+            self.measurements.begin(plan, fresh, idle=True)
+        verdict = self.verdict_on(plan, known)
         if not verdict:
-            self.trials.prepare(plan, fresh)
-            verdict = self.judge(plan, fresh)
+            self.measurements.prepare(plan, fresh)
+            verdict = self.verdict_on(plan, fresh)
         if not verdict:
-            self.trials.ahead.end()
-            self.trials.ahead.begin(self.trials.turned(plan, builts), idle=True)
+            self.measurements.ahead.end()
+            self.measurements.ahead.begin(self.measurements.turned(plan, builts), idle=True)
         return verdict
 
     @property
@@ -77,7 +79,7 @@ class Tuner:
         derived = self._derived or []
         return sum(not m & ~self._covered for m in derived), len(derived)
 
-    def judge(self, plan: Plan, candidates: list[list[Built]]) -> Limits:
+    def verdict_on(self, plan: Plan, candidates: list[list[Built]]) -> Limits:
         """The verdict on some groups of a plan."""
         failed, outcomes = dict[int, str](), dict[int, Outcome]()
         for i, members in enumerate(candidates):
@@ -86,7 +88,7 @@ class Tuner:
                 with passing_over():
                     self.foresee(plan, failed | lost(o for o in outcomes.values() if o.loses))
             try:
-                outcomes[i] = self.trials.outcome(plan, members)
+                outcomes[i] = self.measurements.outcome(plan, members)
             except Exception as error:  # a kernel that cannot be built or is wrong, or no memory to try it in
                 if not foreseen(error):
                     raise
@@ -100,14 +102,14 @@ class Tuner:
         measured then."""
         try:
             found = row()
-        except Exception as error:  # as above
+        except Exception as error:  # as in verdict_on
             if not foreseen(error):
                 raise
             return self.left(node, error)
         if not found:
             return ""
         log.info("%s: %s", name, ", ".join(f"{k} {v:.4f}" for k, v in found.items() if k.endswith("ms")))
-        self.trials.rows.append(found)
+        self.measurements.rows.append(found)
         return outcome_of(1, found).loses
 
     def left(self, node: fx.Node, error: Exception) -> str:
@@ -141,10 +143,10 @@ class Tuner:
         """Begins to compile the program that no law defers, for narrow winners to be compared with: what loses without
         a law is `banned` by now (also what its readers will keep), and while laws are measured the cores have nothing
         else to do."""
-        if self.trials.ahead.made:
+        if self.measurements.ahead.made:
             other = self.replanned(plan, banned, sum(1 << bit for bit in {f.product for f in plan.firings} - {-1}))
             every = groups(other, other.builts)
-            log.info("%d kernels to compile meanwhile", self.trials.begin(other, every, idle=True))
+            log.info("%d kernels to compile meanwhile", self.measurements.begin(other, every, idle=True))
 
     def replanned(self, plan: Plan, banned: dict[int, str], undeferred: int) -> Plan:
         """The plan with more products banned, and more (a bit set) undeferred."""
@@ -162,16 +164,18 @@ class Tuner:
         alike, rest = list[list[Built]](), list[list[Built]]()
         for members in groups(other, other.builts):
             (alike if mask(members) & covered else rest).append(members)
-        self.trials.prepare(other, alike, rest)
+        self.measurements.prepare(other, alike, rest)
         kept, found = list[list[Built]](), 0
         for members in alike:
             with passing_over():  # without this group, then
-                kept += [] if self.trials.outcome(other, members).loses else [members]
+                kept += [] if self.measurements.outcome(other, members).loses else [members]
         for late, members in close.items():
             parts = [b for m in kept if mask(m) & ~mask(members) == 0 for b in m]
             parts.sort(key=lambda b: b.draft.space.accs[-1].bit)  # as they run
             with passing_over():
-                if parts and self.trials.against(plan, members, other, parts).costs(self.trials.margin(plan, members)):
+                if parts and self.measurements.against(plan, members, other, parts).costs(
+                    self.measurements.margin(plan, members)
+                ):
                     found |= late
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from coda_inductor.patterns.effects import Memory, viewed
+from coda_inductor.patterns.effects import Memory, base, viewed
 from coda_inductor.patterns.graph import aten
 
 Call = Callable[..., fx.Node]
@@ -60,31 +60,23 @@ def part(graph: fx.Graph, before: Sharing, call: Call) -> None:
             owner[where] = found
         if owner.setdefault(where, wanted) == wanted:
             continue
-        base = chain(node)[-1]
+        whole = base(node)
         if (where, wanted) not in copies:
-            copies[where, wanted] = call(base, aten.clone.default, base)
-        values[i] = again(node, base, copies[where, wanted], call)
+            copies[where, wanted] = call(whole, aten.clone.default, whole)
+        values[i] = again(node, whole, copies[where, wanted], call)
     give_back(graph, values)
 
 
-def chain(node: fx.Node) -> list[fx.Node]:
-    """The node, what it is a view of, and so on to what has memory of its own."""
-    found = [node]
-    while (source := viewed(found[-1])) is not None:
-        found.append(source)
-    return found
-
-
-def again(node: fx.Node, base: fx.Node, new: fx.Node, call: Call) -> fx.Node:
-    """The node's views of `base`, of `new` in its place."""
-    if node is base:
+def again(node: fx.Node, whole: fx.Node, new: fx.Node, call: Call) -> fx.Node:
+    """The node's views of `whole`, of `new` in its place."""
+    if node is whole:
         return new
     source = viewed(node)
     assert source is not None
     if node.target is operator.getitem:  # of several views at once
         several, item = node.args
         assert isinstance(several, fx.Node)
-        args = fx.map_arg(several.args, lambda a: again(source, base, new, call) if a is source else a)
+        args = fx.map_arg(several.args, lambda a: again(source, whole, new, call) if a is source else a)
         return call(node, operator.getitem, call(several, several.target, *args, **several.kwargs), item)
-    args = fx.map_arg(node.args, lambda a: again(source, base, new, call) if a is source else a)
+    args = fx.map_arg(node.args, lambda a: again(source, whole, new, call) if a is source else a)
     return call(node, node.target, *args, **node.kwargs)

@@ -164,10 +164,10 @@ class Emission(Writing):
                 self.redirect(user, self.call(new, user.target, *args, **user.kwargs), readers)
 
 
-def emit(plan: Plan, builts: Sequence[Built], target: str, before: Before) -> None:
-    """Writes all Regions, each where the last of its products stood, sorts, and drops what nobody reads any more.
-    Raises Unsupported as `sort` does, and where no node holds a symbolic size."""
-    graph = plan.program.lifted.graph
+def emit(plan: Plan, target: str, before: Before) -> None:
+    """Writes all Regions of a plan, each where the last of its products stood, sorts, and drops what nobody reads any
+    more. Raises Unsupported as `sort` does, and where no node holds a symbolic size."""
+    graph, builts = plan.program.lifted.graph, plan.builts
     if not builts:
         return
     output = graph.output_node()

@@ -18,8 +18,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.ops.custom import KEPT, REGION, STORED, SWEEP
-from coda_inductor.patterns.effects import Memory, behind_tangents, mutating, overwritten_after, viewed, written
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, dense, tensor
+from coda_inductor.patterns.effects import Memory, base, behind_tangents, mutating, overwritten_after, viewed, written
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, dense, reached, tensor
 from coda_inductor.write.aliases import returned
 from coda_inductor.write.writing import Writing, stored
 
@@ -29,7 +29,7 @@ OURS = (KEPT, REGION, SWEEP)
 """Operations that no partitioner computes again."""
 COPIES = (aten.clone.default, aten.copy.default)
 """Operations that Inductor drops where their result lies as what they copy."""
-IN_MEMORY = frozenset({*OURS, STORED, *MATRIX_PRODUCTS})
+AT_ONCE = frozenset({*OURS, STORED, *MATRIX_PRODUCTS})
 """Operations whose result Inductor computes where they stand."""
 
 
@@ -58,7 +58,7 @@ def keep(graph: fx.Graph) -> None:
             node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_SAVE)
     memory = Memory(graph)
     for node in readers:
-        for source in [a for a in node.all_input_nodes if memory.of(copied(a)) in names]:
+        for source in [a for a in node.all_input_nodes if memory.of(original(a)) in names]:
             if source not in copies:
                 copies[source] = copy_of(graph, source)
             node.replace_input_with(source, copies[source])
@@ -70,7 +70,7 @@ def part_copies(graph: fx.Graph) -> None:
     first = dict[fx.Node, fx.Node]()
     for result in returned(graph):
         copy = base(result) if isinstance(result, fx.Node) else None
-        if copy is not None and copy.target in COPIES and first.setdefault(copied(copy), copy) is not copy:
+        if copy is not None and copy.target in COPIES and first.setdefault(original(copy), copy) is not copy:
             (source,) = copy.all_input_nodes
             if not copy.kwargs or dense(source):
                 copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
@@ -86,7 +86,7 @@ def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[f
     def reads(node: fx.Node) -> bool:
         if not memory.read(node) or written(node) or node.target is KEPT:
             return False
-        return any(memory.of(copied(a)) in names for a in node.all_input_nodes)
+        return any(memory.of(original(a)) in names for a in node.all_input_nodes)
 
     readers = [n for n in graph.nodes if reads(n)]
     forward = needed(graph, backward) if backward else {*graph.nodes}
@@ -110,18 +110,11 @@ def users(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def copied(node: fx.Node) -> fx.Node:
+def original(node: fx.Node) -> fx.Node:
     """What is read in place of the node once Inductor has dropped copies."""
     while (source := base(node)).target in COPIES:
         node = source.args[0]  # type: ignore[assignment]
     return source
-
-
-def base(node: fx.Node) -> fx.Node:
-    """The node that a view is one of."""
-    while (source := viewed(node)) is not None:
-        node = source
-    return node
 
 
 def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
@@ -129,13 +122,7 @@ def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     todo: list[fx.Node] = [n for n in graph.output_node().all_input_nodes if n not in backward]
     calls = (n for n in graph.nodes if n.op == "call_function" and n not in backward)
     todo += [n for n in calls if n.is_impure() and in_forward(n)]
-    found = set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    return reached(todo, lambda node: node.all_input_nodes)
 
 
 def copy_of(graph: fx.Graph, source: fx.Node) -> fx.Node:
@@ -162,11 +149,11 @@ def unstored(graph: fx.Graph) -> list[fx.Node]:
     waiting, found = dict[fx.Node, frozenset[str]](), dict[fx.Node, None]()
     for node in graph.nodes:
         names = frozenset(memory.of(n) for n in mutating(node))
-        for value, read in waiting.items():
-            late = (u.op == "output" or place[u] > place[node] for u in users(value))
-            if read & names and tensor(value) is not None and (value in backward) == (node in backward) and any(late):
+        for value in [v for v, read in waiting.items() if read & names] if names else ():
+            late = any(u.op == "output" or place[u] > place[node] for u in users(value))
+            if late and tensor(value) is not None and (value in backward) == (node in backward):
                 found[value] = None
-        if viewed(node) is None and node.op == "call_function" and node.target not in IN_MEMORY:
+        if viewed(node) is None and node.op == "call_function" and node.target not in AT_ONCE:
             behind = (waiting.get(base(n), frozenset[str]()) for n in node.all_input_nodes)
             waiting[node] = memory.read(node).union(*behind)
     return [*found]

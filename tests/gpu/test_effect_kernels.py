@@ -11,6 +11,7 @@ import torch
 from alias_programs import ALIASES
 from effect_programs import EFFECTS
 from effect_reads import matrix
+from late_programs import LATE
 from programs import Program, Seen, off, seen
 
 from coda_inductor.inductor.joint_pass import REPORTS
@@ -29,7 +30,12 @@ NORMAL: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "sizes": SI
 READS = {n: p for n, p in matrix().items() if p.infer and "normal_" not in n}  # whose draws depend on the dtype
 STATES: tuple[str, ...] = ("momentum_inside", "teacher", "cache_shifted", "zeroed_with_gradient", "read_between_writes")
 STATES += ("operations_between", "exchanged_by_an_operation", "adapter_merged")
-ALL = READS | {n: EFFECTS[n] for n in STATES} | {n: ALIASES[n] for n in ("view_of_an_output", "turned_and_its_base")}
+ALL = (
+    READS
+    | LATE
+    | {n: EFFECTS[n] for n in STATES}
+    | {n: ALIASES[n] for n in ("view_of_an_output", "turned_and_its_base")}
+)
 
 
 def modes(table: dict[str, Program]) -> list[Any]:
