@@ -253,9 +253,7 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
         ms, baseline, floor = (times[j] for j in mine)
         groups = {(*t["regions"], t.get("m"), *t.get("against", ())): t for r in reports[i] for t in r.timings}
         sites = [s for r in reports[i] for s in r.sites]
-        swept = [s for r in reports[i] for s in r.swept]
         kept = {s.region.digest for s in sites} | {f"{s.region.digest} of {s.m}" for s in sites}
-        kept |= {f"{s.sweep.digest} of {s.m}" for s in swept}
         rows.append({
             "case": name, "mode": kind, "baseline": "torch.compile default", "ms": ms, "baseline_ms": baseline,
             "as_outputs_ms": times[len(calls) + len(kinds)] if kind == "train" and others else None,
@@ -264,7 +262,6 @@ def run(name: str, kinds: tuple[str, ...] = KINDS) -> list[dict[str, Any]]:
             "sustained": layers.sustained(*(held[j] for j in mine)),
             "gib": {"coda": gib[2 * i + 1], "inductor": gib[2 * i]}, "difference": differences[i],
             "regions": {s.name: [s.region.digest, launched[i].get(s.region.digest, 0), tile(s)] for s in sites},
-            "sweeps": {s.sweep.digest: launched[i].get(s.sweep.digest, 0) for s in swept},
             "backward": [sum(n) for n in zip(*(r.backward for r in reports[i]), strict=True)],
             "laws": dict(Counter(law for s in sites for law in s.laws)),
             "tables": sum(len(r.tables) for r in reports[i]), "casts": sum(len(r.casts) for r in reports[i]),

@@ -20,12 +20,11 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
-from coda_inductor.core.sweep import Sweep, interpret_sweep
 from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.records import Report
-from coda_inductor.kernels import launch, prebuild, sweep_launch
-from coda_inductor.kernels.executable import Parts, Run
+from coda_inductor.kernels import launch, prebuild
+from coda_inductor.kernels.executable import Run
 from coda_inductor.measure import timing
 from coda_inductor.measure.timing import Times
 from coda_inductor.tuning import benchmark
@@ -151,16 +150,6 @@ class Interpreted:
                 out.copy_(value)
 
 
-def interpreted_sweep(sweep: Sweep, directory: Path) -> Parts:
-    """Stands in for a compiled Sweep: the interpreter."""
-
-    def function(inputs: Sequence[Tensor], outs: Sequence[Tensor], scratch: Tensor, blocks: int) -> None:
-        for out, value in zip(outs, interpret_sweep(sweep, inputs), strict=True):
-            out.copy_(value)
-
-    return Parts(function, (), 0, 0)
-
-
 def begun(
     jobs: Iterable[prebuild.Job], cache_dir: str, *, over: threading.Event | None = None
 ) -> dict[prebuild.Job, Future[prebuild.Outcome]]:
@@ -203,9 +192,7 @@ def pretend(
     if not inductor:
         uncompiled(monkeypatch)
     monkeypatch.setattr(launch, "KERNELS", {})
-    monkeypatch.setattr(sweep_launch, "LAUNCHERS", {})
-    monkeypatch.setattr(sweep_launch, "multiprocessors", lambda device: 132)
-    made = types.SimpleNamespace(Compiled=build, build_sweep=interpreted_sweep)
+    made = types.SimpleNamespace(Compiled=build)
     door = types.SimpleNamespace(import_module=lambda name: made)
     monkeypatch.setattr(launch, "importlib", door)
     launch.LAUNCHES.clear()

@@ -88,7 +88,6 @@ SLOW = (
     "test_without.py::test_it_makes_what_the_group_stands_for[bert]",
     "test_coverage.py::test_full_depth",
     "test_coverage.py::test_passes_of_a_layer_left_in_training[vit",
-    "test_sweeps.py::test_one_sequence",
     "test_training_device.py::test_any_losses_leave_a_right_program[bert]",
     "test_training_device.py::test_any_losses_leave_a_right_program[gpt]",
     "test_training_contest.py::test_what_a_losing_law_takes_along_is_not_measured[False]",

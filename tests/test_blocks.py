@@ -1,4 +1,4 @@
-"""Regions and Sweeps on torch in blocks of rows: the same numbers, in memory that does not grow with M."""
+"""Regions on torch in blocks of rows: the same numbers, in memory that does not grow with M."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import sweep_cases
 import torch
 from codegen_cases import (
     CASES,
@@ -29,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coda_inductor.core import blocks, errors
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.region import DTYPES, Region
-from coda_inductor.core.sweep import Sweep, interpret_sweep, shape
+from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch
 
 REGIONS: list[Callable[[int, int], Region]] = [*CASES, *(lambda n, k, s=s: random_region(s) for s in range(20))]
@@ -122,18 +120,6 @@ def test_no_tokens() -> None:
     assert not any(out.any() for out in outs)
 
 
-@pytest.mark.parametrize("make", sweep_cases.CASES)
-@pytest.mark.parametrize("numbers", [1, 500, 1 << 20])
-def test_sweeps_in_blocks(make: Callable[[int], Sweep], numbers: int) -> None:
-    sweep = make(48)
-    inputs, m = sweep_cases.tensors(sweep, 40, "cpu"), 40
-    found = [torch.full(shape(o, m), float("nan"), dtype=DTYPES[o.dtype]) for o in sweep.outputs]
-    blocks.into(sweep, inputs, found, numbers)
-    for out, wanted, o in zip(found, interpret_sweep(sweep, inputs), sweep.outputs, strict=True):
-        exact = numbers > 1000 or o.extent == "tile"
-        assert torch.equal(out, wanted) if exact else relative_error(out, wanted) < 2e-6
-
-
 NUMBERS = 1 << 16
 VALUE = 4 * NUMBERS  # bytes
 
@@ -155,18 +141,6 @@ def test_the_fallback_of_a_launch_takes_no_more_for_more_tokens(
             assert relative_error(out, wanted) < 2e-4
     assert peaks[0] == peaks[1] <= 8 * VALUE
     assert 32 * VALUE == 256 * 8192 * 4
-
-
-def test_the_fallback_of_a_sweep_takes_no_more_for_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "NUMBERS", NUMBERS)
-    sweep, peaks = sweep_cases.packed(1024), list[int]()
-    for m in (512, 2048):
-        inputs = sweep_cases.tensors(sweep, m, "cpu")
-        outs = [torch.empty(shape(o, m), dtype=DTYPES[o.dtype]) for o in sweep.outputs]
-        with Live() as live:
-            blocks.into(sweep, inputs, outs)
-        peaks.append(live.peak)
-    assert peaks[0] == peaks[1] <= 8 * VALUE
 
 
 def test_the_interpreter_keeps_no_value_that_nothing_wants_any_more() -> None:

@@ -295,7 +295,7 @@ def test_a_wrong_request_for_kernels_is_one_line(ask: Ask, arguments: list[str],
 def test_every_law_is_listed_and_proved(law: Law) -> None:
     facts = rules.law_facts(law, Settings(), prove=True)
     assert facts["proof"]["verdict"] == "proved" and facts["used"]
-    assert facts["before"] and facts["after"] and facts["default"] == {"strict": False, "default": True, "fast": True}
+    assert facts["before"] and facts["after"] and facts["default"] == {"strict": False, "default": True}
 
 
 def test_a_false_law_and_a_loose_one_are_noticed() -> None:

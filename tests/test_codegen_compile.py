@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sweep_cases
 import torch
 from codegen_cases import CASES, norm_backward, swiglu, token_scale
 from processes import fresh
@@ -34,7 +33,7 @@ from coda_inductor.kernels import cubin, launch, library
 from coda_inductor.kernels import prebuild as prebuild_module
 from coda_inductor.kernels import store as stored
 from coda_inductor.kernels.executable import Parts
-from coda_inductor.kernels.prebuild import AnyJob, Job, SweepJob, prebuild
+from coda_inductor.kernels.prebuild import Job, prebuild
 
 SCRIPT = """
 import json, sys
@@ -459,35 +458,3 @@ assert not sys.modules.keys() & {"quack", "cutlass"}
 """
     done = fresh(code)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-SWEEPS = """
-import sys
-from pathlib import Path
-from sweep_cases import CASES
-from coda_inductor.kernels.sweep_kernel import build_sweep
-for make in CASES:
-    print(make.__name__, build_sweep(make(272), Path(sys.argv[1])).stack)
-"""
-
-
-def test_sweeps_compile(tmp_path: Path) -> None:
-    """Nothing spills, and what is kept is found again, by their content."""
-    done = fresh(SWEEPS, str(tmp_path), QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a")
-    assert done.stdout.split("\n")[:-1] == [f"{make.__name__} 0" for make in sweep_cases.CASES], done.stderr[-2000:]
-    for make in sweep_cases.CASES:
-        place = library.sweep_folder(make(272), tmp_path)
-        assert [*place.glob("sweep.o")] and not [*place.glob(".sweep*")]
-        assert not [*library.sweep_folder(make(288), tmp_path).glob("*")]
-
-
-def test_sweeps_compile_ahead(tmp_path: Path) -> None:
-    """By workers, beside Regions; what cannot be compiled says why."""
-    good, bad = SweepJob(sweep_cases.apart(256)), SweepJob(sweep_cases.apart(257))
-    jobs: list[AnyJob] = [good, bad, Job(token_scale(256, 64), Config(128, 128, 2, 1, True))]
-    failed = prebuild(jobs, str(tmp_path), workers=2)
-    assert failed.keys() == {bad} and "257" in failed[bad]
-    place = library.sweep_folder(good.sweep, tmp_path)
-    assert library.open_kept(place) is not None
-    made = (place / "sweep.o").stat().st_mtime_ns
-    assert prebuild([good], str(tmp_path), workers=1) == {} and (place / "sweep.o").stat().st_mtime_ns == made

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attention_programs import BESIDE, OTHER_SIZES, TABLES
 from draw_programs import COLLECTIVES, DRAWS
 from effect_programs import EFFECTS
 from effect_reads import matrix
 from late_programs import LATE
 from programs import check, compiled, difference, inductor_is_right, inductor_is_wrong, of_way, off, rows, seen
-from swept_programs import OTHER_SIZES, SWEPT, TABLES
 
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.passes import tables
@@ -61,10 +61,9 @@ def test_collectives_write(name: str, train: bool, one_rank: None) -> None:
 # ---- what is no Region
 
 
-@pytest.mark.parametrize(("name", "train"), rows(SWEPT))
-def test_sweeps_read_what_was_there(name: str, train: bool) -> None:
-    check(SWEPT[name], train, how={"sizes": OTHER_SIZES})
-    assert sum(len(report.swept) for report in REPORTS) >= 1
+@pytest.mark.parametrize(("name", "train"), rows(BESIDE))
+def test_what_stands_beside_attention_reads_what_was_there(name: str, train: bool) -> None:
+    check(BESIDE[name], train, how={"sizes": OTHER_SIZES})
 
 
 @pytest.mark.parametrize(("name", "train"), rows(TABLES))

@@ -7,7 +7,6 @@ import operator
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +20,7 @@ from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, 
 from coda_inductor.explain.capture import capture, load
 from coda_inductor.explain.facts import explain, region_facts, render
 from coda_inductor.explain.report import amounts
-from coda_inductor.passes.casts import Cast
-from coda_inductor.passes.sweeps import Kept
-from coda_inductor.passes.tables import Table
+from coda_inductor.inductor.records import Refusal, Report, Site
 
 M, N, K = 512, 256, 128
 TILE = 4 * M * N
@@ -122,34 +119,6 @@ def test_a_model_larger_than_memory_loads_and_traces(tmp_path: Path, monkeypatch
     ):
         with pytest.raises(Unsupported, match=message):
             load(spec)
-
-
-@dataclass(frozen=True)
-class Site:
-    name: str
-    region: Region
-    m: str
-    laws: tuple[str, ...]
-    absorbed: tuple[str, ...]
-    outputs: tuple[str, ...]
-    source: str
-
-
-@dataclass(frozen=True)
-class Refusal:
-    node: str
-    reason: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Report:
-    sites: tuple[Site, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-    opaque: tuple[Refusal, ...] = ()
-    tables: tuple[Table, ...] = ()
-    casts: tuple[Cast, ...] = ()
-    swept: tuple[Kept, ...] = ()
 
 
 def region_of_relu(matrices: list[Tensor]) -> list[Tensor]:

@@ -672,11 +672,11 @@ def test_backward_uses_the_settings_of_its_forward(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CODA_INDUCTOR_TARGET", "reference")
     torch._dynamo.reset()
     model, x, settled = half(), streams(), Settled()
-    options: dict[str, Any] = {"inductor.post_grad_custom_post_pass": settled, "numerics": "fast"}
+    options: dict[str, Any] = {"inductor.post_grad_custom_post_pass": settled, "numerics": "strict"}
     found = torch.compile(model, backend="coda", options=options)(*x)
     monkeypatch.setenv("CODA_INDUCTOR_TARGTE", "nonsense")
     found.sum().backward()
-    assert settled.seen == [Settings(target="reference", numerics="fast")] * 2
+    assert settled.seen == [Settings(target="reference", numerics="strict")] * 2
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     model(*x).sum().backward()

@@ -12,8 +12,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from processes import python
 
-from coda_inductor.core.errors import CodaError
+from coda_inductor.core import errors
+from coda_inductor.core.errors import CodaError, CodaWarning
 from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings, default_cache
+from coda_inductor.passes import switches
 from coda_inductor.passes.switches import allowed
 
 DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
@@ -30,8 +32,8 @@ def test_empty_environment_gives_the_defaults() -> None:
 
 
 def test_reads_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CODA_INDUCTOR_TUNE", "full")
-    assert Settings.read()[0].tune == "full"
+    monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
+    assert Settings.read()[0].tune == "off"
 
 
 VALUES: list[tuple[str, Any, Any]] = [
@@ -59,8 +61,27 @@ def test_value(name: str, given: Any, expected: Any) -> None:
         assert getattr(Settings.read({variable: given})[0], name) == expected
 
 
+@pytest.mark.parametrize(("name", "given", "meant"), [("tune", "full", "quick"), ("numerics", "fast", "default")])
+def test_a_retired_value_warns_and_is_what_it_was(
+    name: str, given: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "said", set())
+    with pytest.warns(CodaWarning, match=f"option '{name}': '{given}' is no value any more"):
+        assert getattr(Settings.read({}, {name: given})[0], name) == meant
+
+
+def test_a_retired_pass_warns_and_nothing_else_is_used() -> None:
+    """Who asks for "sweeps" alone gets nothing."""
+    errors.said.clear()
+    only = Settings(only=frozenset({"sweeps"}))
+    with pytest.warns(CodaWarning, match="there are no sweeps any more"):
+        only.check_kinds(switches.NAMES, switches.RETIRED)
+    assert not any(switches.allowed(kind, switches.REGION_KINDS, only) for kind in switches.REGION_KINDS)
+    assert switches.allowed("pair", switches.REGION_KINDS, Settings(disable=frozenset({"sweeps"})))
+
+
 def test_options_override_the_environment() -> None:
-    environ = {"CODA_INDUCTOR_NUMERICS": "fast", "CODA_INDUCTOR_TUNE": "off"}
+    environ = {"CODA_INDUCTOR_NUMERICS": "default", "CODA_INDUCTOR_TUNE": "off"}
     settings, _ = Settings.read(environ, {"numerics": "strict"})
     assert (settings.numerics, settings.tune) == ("strict", "off")
 
@@ -78,10 +99,10 @@ ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"numeric": "fast"}, "did you mean 'numerics'"),
     ({}, {"NUMERICS": "fast"}, "known: cache_dir, debug_dir, disable, enabled"),
     ({}, {"epilogue_fusion": True}, "'inductor.epilogue_fusion'"),
-    ({"CODA_INDUCTOR_TUNE": "fast"}, {}, "CODA_INDUCTOR_TUNE: 'fast' is not allowed (allowed: off, quick, full)"),
+    ({"CODA_INDUCTOR_TUNE": "fast"}, {}, "CODA_INDUCTOR_TUNE: 'fast' is not allowed (allowed: off, quick)"),
     ({"CODA_INDUCTOR": "yes"}, {}, "'yes' is not allowed (allowed: 0 or 1)"),
     ({}, {"strict": 2}, "option 'strict': 2 is not allowed"),
-    ({}, {"numerics": None}, "allowed: strict, default, fast"),
+    ({}, {"numerics": None}, "allowed: strict, default"),
     ({}, {"target": "sm_70"}, "allowed: auto, sm_90a, reference"),
     ({}, {"disable": 3}, "allowed: names separated by commas"),
     ({}, {"only": [3]}, "allowed: names separated by commas"),
@@ -103,7 +124,7 @@ def test_key_holds_everything_but_the_folders(field: str) -> None:
         "enabled": False,
         "disable": frozenset("a"),
         "only": frozenset("a"),
-        "numerics": "fast",
+        "numerics": "strict",
         "tune": "off",
         "target": "reference",
         "cache_dir": "/a",

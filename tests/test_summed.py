@@ -21,7 +21,6 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
 from coda_inductor.inductor.joint import rewrite
 from coda_inductor.inductor.records import Report
@@ -175,8 +174,8 @@ def test_whatever_loses_there_is_an_end(function: Callable[..., Any]) -> None:
     assert len(rounds) <= 4 and not sums(rounds[-1]) and not any(site.region.summed for site in report.sites)
 
 
-def one_product(region: Region | Sweep) -> None:
-    if isinstance(region, Region) and region.summed:
+def one_product(region: Region) -> None:
+    if region.summed:
         raise Unsupported("a sum of two")
 
 

@@ -115,7 +115,7 @@ def test_what_a_law_gains_is_timed_in_a_busy_gpu(monkeypatch: pytest.MonkeyPatch
     def measure(self: Measurements, group: Group, plan: Plan) -> dict[str, Any]:
         law[:] = [bool(deferred(plan, group.builts))]
         found = whole(self, group, plan)
-        law[:] = [False]  # what follows may be a Sweep's
+        law[:] = [False]
         return found
 
     def compared(calls: Sequence[Callable[[], object]], rounds: int, **how: Any) -> list[timing.Times]:
@@ -173,7 +173,7 @@ def test_what_a_losing_law_takes_along_is_not_measured(
     assert set(changed) == {(False, False), (True, True)} | (set() if loses else {(True, False)})
 
 
-def swapped(job: prebuild.AnyJob) -> bool:
+def swapped(job: prebuild.Job) -> bool:
     return isinstance(job, prebuild.Job) and job.swapped
 
 
@@ -188,7 +188,7 @@ def test_what_takes_over_is_compiled_while_laws_are_measured(monkeypatch: pytest
     def late(group: Group, plan: Plan) -> bool:
         return plan.program.in_backward(group.builts[0].draft.space)
 
-    def counted(jobs: Sequence[prebuild.AnyJob], cache_dir: str, over: threading.Event | None) -> Any:
+    def counted(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
         orders = {swapped(job) for job in jobs}
         if orders == {True}:
             turned.update((job.region.digest, over is not None) for job in jobs if isinstance(job, prebuild.Job))
@@ -234,7 +234,7 @@ def test_what_loses_is_not_compiled_for_the_other_order(monkeypatch: pytest.Monk
     timed(monkeypatch, tmp_path, ratio)
     lost, begin = list[bool](), prebuild.begin
 
-    def seen(jobs: Sequence[prebuild.AnyJob], cache_dir: str, over: threading.Event | None) -> Any:
+    def seen(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
         assert not any(swapped(job) for job in jobs)
         return begin(jobs, cache_dir, over=over)
 
@@ -247,7 +247,7 @@ def test_what_is_on_disk_is_not_compiled_for_the_other_order(monkeypatch: pytest
     timed(monkeypatch, tmp_path, lambda group, plan: 1.1)
     asked, begin = list[bool](), prebuild.begin
 
-    def seen(jobs: Sequence[prebuild.AnyJob], cache_dir: str, over: threading.Event | None) -> Any:
+    def seen(jobs: Sequence[prebuild.Job], cache_dir: str, over: threading.Event | None) -> Any:
         asked.extend(swapped(job) for job in jobs)
         return begin(jobs, cache_dir, over=over)
 

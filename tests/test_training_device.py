@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,8 @@ from zoo import Attention, Mlp, Norm
 
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.records import Report
-from coda_inductor.kernels import launch, prebuild
-from coda_inductor.kernels.sweep_launch import SweepLaunch
+from coda_inductor.kernels import launch
 from coda_inductor.measure import timing
-from coda_inductor.plan.sweeps import Swept
-from coda_inductor.tuning.sweeps import SweepTuner
 
 WIDTH = 64
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -111,9 +107,8 @@ def test_what_is_derived_is_launched(name: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
     (report,) = trained(name).reports
     assert len(report.sites) > 10 and not launch.FALLBACKS
-    assert sum(launch.LAUNCHES.values()) == len(report.sites) + len(report.swept)
-    swept = {kept.sweep.digest for kept in report.swept}
-    assert set(launch.LAUNCHES) == {site.region.digest for site in report.sites} | swept
+    assert sum(launch.LAUNCHES.values()) == len(report.sites)
+    assert set(launch.LAUNCHES) == {site.region.digest for site in report.sites}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -131,31 +126,3 @@ def test_any_losses_leave_a_right_program(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timing, "compared", timed)
     (report,) = trained(name).reports
     assert any("measured slower" in r.reason for r in report.refused)
-
-
-@pytest.mark.parametrize("ours", [1.0, 2.0])
-def test_a_sweep_is_kept_if_it_wins(ours: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its kernel has been compared with the user's operations by then; each of equal ones is measured once. The kernels
-    of all are compiled by workers, not where they are measured."""
-    pretend(monkeypatch, tmp_path)
-    measured, whole = list[str](), SweepTuner.measure
-    ahead, begin = list[str](), prebuild.begin
-
-    def begun(jobs: Iterable[prebuild.AnyJob], *rest: Any, **how: Any) -> Any:
-        jobs = list(jobs)
-        ahead.extend(job.sweep.digest for job in jobs if isinstance(job, prebuild.SweepJob))
-        return begin(jobs, *rest, **how)
-
-    monkeypatch.setattr(prebuild, "begin", begun)
-
-    def measure(self: SweepTuner, made: Swept, kernel: SweepLaunch) -> dict[str, Any]:
-        measured.append(made.sweep.digest)
-        assert {*measured} <= {*ahead}
-        return whole(self, made, kernel) | {"ms": ours, "busy_ms": ours, "baseline_ms": 1.5, "busy_baseline_ms": 1.5}
-
-    monkeypatch.setattr(SweepTuner, "measure", measure)
-    (report,) = trained("bert").reports
-    assert bool(report.swept) == (ours == 1.0) and measured and len(set(measured)) == len(measured)
-    assert sorted(ahead) == sorted(measured)
-    lost = [r.reason for r in report.refused if r.reason == "measured slower: 2000 us fused, 1500 us by Inductor"]
-    assert bool(lost) == (ours == 2.0)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, PLAIN, SMALL, TINY, Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Region
-from coda_inductor.core.sweep import Sweep
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 LOADED = ("tile", "table")  # operands that pass through shared memory, a subtile at a time
@@ -22,7 +21,6 @@ PLANES = {"sum": 1, "logsumexp": 2}  # numbers for each row that warps pass on: 
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
 TILE_K = 64  # four wgmma instructions of 16-bit operands
 HALVES = (32, 64, 128)  # of heads: what was tried on hardware, in every tile
-VECTOR = 8  # columns that a thread of a sweep reads at a time
 MIN_STAGES = 3  # below three the mainloop starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
 MAX_OPERANDS = 12  # vectors and tiles together; eight row vectors already spill 700 registers in 128x192
 
@@ -51,28 +49,12 @@ def _large(region: Region) -> tuple[Config, ...]:
     return PLAIN if region.is_plain else DEEP if is_legal(region, DEEP[1]) else LARGE
 
 
-def check(region: Region | Sweep) -> None:
+def check(region: Region) -> None:
     """Raises Unsupported, with the reason of the last hope, if no large tile can run this Region. What fits only into
     small tiles would lose to separate operations wherever they take time."""
-    if isinstance(region, Sweep):
-        require_sweep(region)
-        return
     require_shape(region)
     if not any(is_legal(region, c) for c in LARGE):
         require(region, max(LARGE, key=lambda c: stages(region, c).ab))
-
-
-def require_sweep(sweep: Sweep) -> None:
-    """Raises Unsupported naming the first condition that keeps a Sweep from running: threads read 16 bytes of bfloat16
-    at a time."""
-    for dtype in (*(dtype for dtype, _ in sweep.inputs), *(o.dtype for o in sweep.outputs)):
-        _need(dtype in BYTES, f"a kernel cannot read or write {dtype}")
-    sizes = {size for part in sweep.parts for size in (part.n, part.half)}
-    sizes |= {size for part in sweep.parts for r in part.reads for size in (r.start, r.inner)} | {
-        w.start for part in sweep.parts for w in part.writes
-    }
-    for size in sorted(sizes | {width for _, width in sweep.inputs} | {o.width for o in sweep.outputs}):
-        _need(size % VECTOR == 0, f"{size} columns, no multiple of {VECTOR}")
 
 
 def is_legal(region: Region, config: Config) -> bool:

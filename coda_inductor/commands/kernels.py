@@ -20,11 +20,11 @@ from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.explain.account import Site
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.facts import rows_of
 from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.explain.report import place, plural
+from coda_inductor.inductor.records import Site
 from coda_inductor.kernels import cubin, library, record
 from coda_inductor.kernels.prebuild import Job, Outcome, outcomes
 

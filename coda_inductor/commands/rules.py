@@ -23,7 +23,7 @@ from coda_inductor.rewrite.laws import LAWS, Law
 
 Facts = dict[str, Any]
 
-NUMERICS: tuple[Numerics, ...] = ("strict", "default", "fast")
+NUMERICS: tuple[Numerics, ...] = ("strict", "default")
 SIZES = tuple({"M": 2, "K": k, "N": 2} for k in (1, 2, 3))
 """The extents of a proof: all laws are sums over K, in which 1 may be special."""
 

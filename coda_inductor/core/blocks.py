@@ -1,36 +1,23 @@
-"""Regions and Sweeps on torch into tensors that are there, in blocks of rows: what that takes beside them does not grow
+"""A Region on torch into tensors that are there, in blocks of rows: what that takes beside them does not grow
 with M. (All at once, one value of an LM head of 128256 columns over 8192 tokens takes 4.2 GB.)"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from coda_inductor.core.interpret import evaluated
 from coda_inductor.core.region import Region
-from coda_inductor.core.sweep import Sweep, interpret_sweep, some_rows
 
 NUMBERS = 1 << 24  # of one value at a time: 64 MB in float32
 
 
-def into(
-    record: Region | Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], numbers: int | None = None
-) -> None:
-    """What the interpreters return goes to `outs` (None: unread), of which none overlaps another or an input. Bit for
-    bit as they compute it where M rows are one block; of several, sums over M are added up block by block, and torch
+def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], numbers: int | None = None) -> None:
+    """What the interpreter returns goes to `outs` (None: unread), of which none overlaps another or an input. Bit for
+    bit as it computes it where M rows are one block; of several, sums over M are added up block by block, and torch
     may add up a product in another order for fewer rows."""
-    wanted = [i for i, out in enumerate(outs) if out is not None]
-    if isinstance(record, Region):
-        _region(record, inputs, outs, wanted, numbers or NUMBERS)
-    else:
-        _sweep(record, inputs, outs, wanted, numbers or NUMBERS)
-
-
-def _region(
-    region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], wanted: Sequence[int], numbers: int
-) -> None:
+    wanted, numbers = [i for i, out in enumerate(outs) if out is not None], numbers or NUMBERS
     m, rows = region.m(inputs), max(1, numbers // max(region.width, region.products[0].k))
     dims = {a: region.m_axis[1] for p in region.products for a, _ in p.pairs}
     dims |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
@@ -42,22 +29,6 @@ def _region(
             over_m = i >= stored and region.reductions[i - stored].over == "M"
             _add(outs[i], value, slice(None) if over_m else slice(start, start + here), more=over_m and start > 0)
             del value
-
-
-def _sweep(
-    sweep: Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], wanted: Sequence[int], numbers: int
-) -> None:
-    m, widest = sweep.tokens(inputs[0].shape), max(1, *(width for _, width in sweep.inputs))
-    rows = max(1, numbers // widest)
-    for start in range(0, max(m, 1), rows):
-        here = slice(start, min(m, start + rows))
-        some = inputs
-        if rows < m:
-            some = some_rows(sweep, inputs, torch.arange(here.start, here.stop, device=inputs[0].device))
-        made = interpret_sweep(sweep, some)
-        for i in wanted:
-            over_m = sweep.outputs[i].extent == "feature"
-            _add(outs[i], made[i], slice(None) if over_m else here, more=over_m and start > 0)
 
 
 def _add(out: Tensor | None, value: Tensor, place: slice, more: bool) -> None:

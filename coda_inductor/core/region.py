@@ -7,14 +7,15 @@ is a record and has no optimiser.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
-
-from coda_inductor.core.record import Record
 
 Extent = Literal["token", "feature", "tile", "table"]
 """What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]. Where two products are halves of
@@ -91,7 +92,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Region(Record):
+class Region:
     """products -> lets -> stores and reductions, all over one [M, N].
 
     With `half`, the two products are the two halves of each head: of one weight [2 * N, K], whose rows are blocks of
@@ -109,6 +110,16 @@ class Region(Record):
     stores: tuple[Store, ...]
     reductions: tuple[Reduction, ...]
     half: int = 0
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: equal text, equal kernel."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     @property
     def matrices(self) -> int:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
-from coda_inductor.core.errors import CodaError
+from coda_inductor.core.errors import CodaError, warn
 
-Numerics = Literal["strict", "default", "fast"]
-Tune = Literal["off", "quick", "full"]
+Numerics = Literal["strict", "default"]
+Tune = Literal["off", "quick"]
 Target = Literal["auto", "sm_90a", "reference"]
 
 PREFIX = "CODA_INDUCTOR"
@@ -35,13 +35,13 @@ class Settings:
     enabled: bool = True
     """False: the graph goes to Inductor untouched."""
     disable: frozenset[str] = frozenset()
-    """Laws, region kinds, "casts", "layouts", "sweeps" and "tables" that are not used."""
+    """Laws, region kinds, "casts", "layouts" and "tables" that are not used."""
     only: frozenset[str] = frozenset()
-    """If not empty: the only laws, region kinds, "casts", "layouts", "sweeps" and "tables" that are used."""
+    """If not empty: the only laws, region kinds, "casts", "layouts" and "tables" that are used."""
     numerics: Numerics = "default"
-    """strict: rounds where the original does. default: fewer or moved roundings. fast: approximate functions too."""
+    """strict: rounds where the original does. default: fewer or moved roundings."""
     tune: Tune = "quick"
-    """How much is measured before a Region is kept: nothing (the cost model decides), little, everything."""
+    """How much is measured before a Region is kept: nothing (the cost model decides), or each once."""
     target: Target = "auto"
     """The machine that kernels are made for; "reference" runs every Region on torch instead."""
     cache_dir: str | None = None
@@ -93,10 +93,12 @@ class Settings:
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if not f.name.endswith("_dir"))
         return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
 
-    def check_kinds(self, known: Collection[str]) -> None:
-        """Raises SettingError if `disable` or `only` names what is not among `known`."""
+    def check_kinds(self, known: Collection[str], retired: Collection[str] = ()) -> None:
+        """Raises SettingError if `disable` or `only` names what is not among `known`; warns of what is `retired`."""
         for kind in sorted(self.disable | self.only):
-            if kind not in known:
+            if kind in retired:
+                warn(f"disable and only: there are no {kind} any more")
+            elif kind not in known:
                 unknown("law, region kind or pass", kind, known)
 
 
@@ -166,7 +168,15 @@ VARIABLES = {PREFIX if name == "enabled" else f"{PREFIX}_{name.upper()}": name f
 """Environment variable to field."""
 
 
+RETIRED = {("tune", "full"): "quick", ("numerics", "fast"): "default"}
+"""Values that meant the same as another."""
+
+
 def _value(where: str, name: str, value: object) -> Any:
+    if isinstance(value, str) and (name, value) in RETIRED:
+        kept = RETIRED[name, value]
+        warn(f"{where}: {value!r} is no value any more, and was {kept!r}")
+        value = kept
     try:
         return KINDS[name].read(value)
     except (KeyError, ValueError):

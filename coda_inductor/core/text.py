@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from coda_inductor.core.region import Region
-from coda_inductor.core.sweep import Sweep
 
 INFIX = {"add": "+", "sub": "-", "mul": "*"}
 
@@ -38,24 +37,3 @@ def show(region: Region, m: str = "M") -> str:
         lines.append(f"store {value}[{m}, {region.width}]  ({s.dtype})")
     lines += [f"{r.of} over {r.over} of {r.value} -> [{m if r.over == 'N' else region.n}]" for r in region.reductions]
     return "\n".join(lines)
-
-
-def show_sweep(sweep: Sweep) -> list[str]:
-    """A Sweep, a line for each part: what it reads of which input (iN) and does, and where that goes (yN)."""
-    lanes = {None: "", 0: ", first halves", 1: ", second halves"}
-    lines = []
-    for part in sweep.parts:
-        half = f", halves of {part.half}" if part.half else ""
-        reads = [f"{r.name} = i{r.input} ({r.extent} at {r.start}{lanes[r.lane]})" for r in part.reads]
-        lets = [f"{let.name} = {let.op}({', '.join(map(str, let.args))})" for let in part.lets]
-        kinds = {
-            "tile": "{0} at {2}{3} = {1}",
-            "feature": "{0} at {2}{3} = sum over M of {1}",
-            "token": "{0} += sum over N of {1}",
-        }
-        writes = [
-            kinds[sweep.outputs[w.output].extent].format(f"y{w.output}", w.value, w.start, lanes[w.lane])
-            for w in part.writes
-        ]
-        lines.append(f"part of {part.n} columns{half}: {'; '.join([*reads, *lets, *writes])}")
-    return lines

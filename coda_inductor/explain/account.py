@@ -5,38 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import fx
 
-from coda_inductor.core.region import Region
+from coda_inductor.inductor.records import Site
+from coda_inductor.passes.casts import Cast
 from coda_inductor.schedule.hints import assumed
 from coda_inductor.schedule.kinds import base_of, elements, itemsize, owner
 from coda_inductor.schedule.model import Kernel
-
-
-class Absorbing(Protocol):
-    """What took over operations of the graph."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def absorbed(self) -> tuple[str, ...]: ...
-
-
-class Site(Absorbing, Protocol):
-    """One region of a rewritten graph: records.Site."""
-
-    @property
-    def region(self) -> Region: ...
-    @property
-    def m(self) -> str: ...
-    @property
-    def laws(self) -> tuple[str, ...]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
-    @property
-    def source(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +34,7 @@ def touched(kernel: Kernel) -> list[Touch]:
     return [Touch(kernel.reads[b], frozenset(names)) for b, names in users.items()] + made
 
 
-def attribute(touches: Iterable[Touch], sites: Sequence[Absorbing]) -> dict[str, int]:
+def attribute(touches: Iterable[Touch], sites: Sequence[Site | Cast]) -> dict[str, int]:
     """Bytes that no operation outside a Region moves any more, by the site that absorbed most of what moved them."""
     homes: dict[str, list[str]] = {}
     for site in sites:

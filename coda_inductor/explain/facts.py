@@ -9,24 +9,19 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES
-from coda_inductor.core.sweep import parse_sweep
 from coda_inductor.core.text import left, right
-from coda_inductor.explain.account import Site, attribute, smallest_tile, touched, touches_tile
+from coda_inductor.explain.account import attribute, smallest_tile, touched, touches_tile
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, target_of
-from coda_inductor.explain.report import OURS, render
-from coda_inductor.ops.custom import SWEEP
-from coda_inductor.passes.casts import Cast
-from coda_inductor.passes.sweeps import Kept
-from coda_inductor.passes.tables import Table
+from coda_inductor.explain.report import render
+from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.schedule.kinds import elements, kind_of, owner
 from coda_inductor.schedule.model import Kernel, kernels, partition, saved
 
@@ -38,34 +33,6 @@ TOTALS = (
     "kernels_before", "kernels_after",
 )  # fmt: skip
 """What is summed over graphs. bytes_epilogues: of bytes_after, what is no kernel's of its own."""
-
-
-class Refusal(Protocol):
-    """One thing that was not rewritten: records.Refusal."""
-
-    @property
-    def node(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-
-
-class Report(Protocol):
-    """What a rewriting did: records.Report."""
-
-    @property
-    def sites(self) -> Sequence[Site]: ...
-    @property
-    def refused(self) -> Sequence[Refusal]: ...
-    @property
-    def opaque(self) -> Sequence[Refusal]: ...
-    @property
-    def tables(self) -> Sequence[Table]: ...
-    @property
-    def casts(self) -> Sequence[Cast]: ...
-    @property
-    def swept(self) -> Sequence[Kept]: ...
 
 
 Rewrite = Callable[[fx.Graph, Any], Report]
@@ -99,27 +66,6 @@ def explain(
     return {"schema": 1, "target": target, "graphs": graphs, "totals": {**totals, "coverage": coverage}}
 
 
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """The report of a rewriting that declined the whole graph."""
-
-    refused: tuple[Whole, ...]
-    sites: tuple[Site, ...] = ()
-    opaque: tuple[Whole, ...] = ()
-    tables: tuple[Table, ...] = ()
-    casts: tuple[Cast, ...] = ()
-    swept: tuple[Kept, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A refusal of everything."""
-
-    reason: str
-    source: str
-    node: str = ""
-
-
 def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Facts, Facts]:
     """One graph, which is rewritten in place: its facts, and what it adds to the totals ("covered" in bytes)."""
     halves = partition(graph)
@@ -130,21 +76,19 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     try:
         report = rewrite(graph, settings)
     except Unsupported as why:
-        report = Nothing((Whole(str(why), why.where),))
+        report = Report(refused=(Refusal("", str(why), why.where),))
     halves = partition(graph)
     after = kernels(graph, halves)
     share = attribute(touches, [*report.sites, *report.casts])
     nodes = {n.name: n for n in graph.nodes}
     regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
     left = sorted((k for k in after if touches_tile(k, smallest)), key=lambda k: -k.bytes)
-    swept = {k.sweep.digest: k.what for k in report.swept}
     chains = [refusal(kernel, report) for kernel in left]
-    refused = [c for k, c in zip(left, chains, strict=True) if not swept_digest(k)]
     facts: Facts = {
         "kind": "joint" if halves else "inference",
         "regions": regions,
-        "passes": [pass_facts(k, c, swept) for k, c in zip(left, chains, strict=True)],
-        "refused": ([] if isinstance(report, Nothing) else refused) + lone(report, nodes, refused),
+        "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
+        "refused": ([] if declined(report) else chains) + lone(report, nodes, chains),
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
@@ -212,20 +156,17 @@ def rows_of(site: Site, nodes: Mapping[str, fx.Node]) -> int:
     return max(made, default=0) // (site.region.width if site.region.stores else 1)
 
 
-def swept_digest(kernel: Kernel) -> str:
-    """Of a Sweep; "" of a kernel of Inductor's."""
-    node = kernel.nodes[0] if kernel.nodes else None
-    return parse_sweep(str(node.args[1])).digest if node is not None and node.target is SWEEP else ""
+def declined(report: Report) -> bool:
+    """Was the whole graph left to Inductor? Then the one refusal is of no node."""
+    return any(not r.node for r in report.refused)
 
 
 def refusal(kernel: Kernel, report: Report) -> Facts:
     """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at its end), and
     the user's line of the operation that it failed for."""
     names = {n.name for n in kernel.nodes}
-    if isinstance(report, Nothing):
+    if declined(report):
         return {"node": kernel.nodes[-1].name, "reason": report.refused[0].reason, "source": _last_source(kernel)}
-    if swept_digest(kernel):
-        return {"node": kernel.nodes[0].name, "reason": OURS, "source": _last_source(kernel)}
     for r in report.refused:
         if r.node in names:
             return {"node": r.node, "reason": r.reason, "source": r.source}
@@ -245,7 +186,7 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
 
 def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) -> list[Facts]:
     """Refusals of products themselves, where no chain says the same; or that of the whole graph."""
-    said = set() if isinstance(report, Nothing) else {c["reason"] for c in chains}
+    said = set() if declined(report) else {c["reason"] for c in chains}
     return [
         {"node": r.node, "reason": r.reason, "source": r.source}
         for r in report.refused
@@ -257,14 +198,11 @@ def _last_source(kernel: Kernel) -> str:
     return next((s for n in reversed(kernel.nodes) if kind_of(n) != "view" and (s := source(n))), "")
 
 
-def pass_facts(kernel: Kernel, refused: Facts, swept: Mapping[str, str]) -> Facts:
-    """A kernel over memory that stays: its operations in order, and why it stays; of a Sweep, those that it stands for
-    (`swept`, by digest)."""
+def pass_facts(kernel: Kernel, refused: Facts) -> Facts:
+    """A kernel over memory that stays: its operations in order, and why it stays."""
     work = [n for n in kernel.nodes if kind_of(n) != "view"]
-    names, sweep = dict.fromkeys(_operation(n) for n in work), swept_digest(kernel)
     return {
-        "what": swept[sweep] if sweep else " ".join(names),
-        "sweep": sweep,
+        "what": " ".join(dict.fromkeys(_operation(n) for n in work)),
         "bytes": kernel.bytes,
         "why": refused["reason"],
         "source": refused["source"] or _last_source(kernel),

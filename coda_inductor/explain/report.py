@@ -9,8 +9,6 @@ from typing import Any
 
 Facts = dict[str, Any]
 PASSES = "left to Inductor, with the first condition that failed"
-SWEEPS = "one kernel each, a sweep (unless Inductor's are faster when it is compiled): what reads attention's gradients"
-OURS = "a kernel of ours, since it reads the results of what is no product of ours"
 
 
 def render(report: Facts) -> str:
@@ -44,8 +42,7 @@ def render(report: Facts) -> str:
         alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (
-            (SWEEPS, _passes([p for p in graph["passes"] if p.get("sweep")], OURS)),
-            ("its passes" if whole else PASSES, _passes([p for p in graph["passes"] if not p.get("sweep")], whole)),
+            ("its passes" if whole else PASSES, _passes(graph["passes"], whole)),
             ("refused", _refusals(alone)),
         ):
             lines += [f"  {title}:", *rows] if rows else []

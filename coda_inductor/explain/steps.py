@@ -17,13 +17,12 @@ from torch import Tensor, fx
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.core.sweep import parse_sweep
-from coda_inductor.core.text import left, right, show_sweep
+from coda_inductor.core.text import left, right
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, target_of
 from coda_inductor.inductor.joint import is_joint
 from coda_inductor.inductor.records import Report
-from coda_inductor.ops.custom import REGION, SWEEP
+from coda_inductor.ops.custom import REGION
 from coda_inductor.passes.plain import PLAIN
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
@@ -72,7 +71,7 @@ def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
         return {"kind": kind, "untouched": str(why), "before": before, "after": before, "laws": []}
     listing = Listing(graph, seen[0], report)
     after = listing.steps()
-    touched = report.sites or report.tables or report.casts or report.swept
+    touched = report.sites or report.tables or report.casts
     untouched = "" if touched else "nothing follows a product that an epilogue could do"
     return {"kind": kind, "untouched": untouched, "before": before, "after": after, "laws": listing.laws()}
 
@@ -208,8 +207,6 @@ class Listing:
         if step.kernel is not None:
             work = [n for n in step.kernel.nodes if kind_of(n) != "view"]
             facts |= {"nodes": [n.name for n in work], "bytes": step.kernel.bytes, "source": _line(work[-1])}
-            if work[0].target is SWEEP:
-                facts["statements"] = show_sweep(parse_sweep(str(work[0].args[1])))
         elif step.node is not None and _is_region(step.node):
             facts |= self._region(step, readers)
         elif step.node is not None and step.node.target is REGION:  # with nothing beside its product
@@ -303,7 +300,7 @@ def units(graph: fx.Graph) -> list[Step]:
         first = min(place.get(n, 0) for n in kernel.nodes)
         steps.append(Step("pass", None, kernel, list(kernel.reads), list(kernel.writes), first))
     for op in lower(graph).order:
-        if not isinstance(op, Extern) or op.out.target is SWEEP:  # which is among the kernels
+        if not isinstance(op, Extern):
             continue
         if any(isinstance(n.meta.get("val"), Tensor) for n in (op.out, *op.out.users)):
             made = [u for u in op.out.users if kind_of(u) == "output"] if not g.tensor(op.out) is not None else [op.out]

@@ -15,14 +15,13 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
-from coda_inductor.passes import sweeps
 from coda_inductor.passes.casts import Cast, round_first, write_wide
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
-from coda_inductor.passes.switches import CASTS, NAMES, REGION_KINDS, SWEEPS, TABLES, allowed
+from coda_inductor.passes.switches import CASTS, NAMES, REGION_KINDS, TABLES, allowed
 from coda_inductor.passes.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
 from coda_inductor.plan.built import Built
@@ -58,7 +57,6 @@ class Work:
     opaque: tuple[Refusal, ...] = ()
     tables: tuple[Table, ...] = ()
     casts: tuple[Cast, ...] = ()
-    swept: tuple[sweeps.Kept, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -129,26 +127,6 @@ def plain(work: Work) -> None:
     ]
 
 
-def one_pass_sweeps(work: Work) -> None:
-    """What stands beside attention in one kernel, where that is not slower. Where they cannot be written the module has
-    the graph without them."""
-    if not work.may(SWEEPS):
-        return
-    graph = work.graph
-    found, refused = sweeps.found(graph, work.settings.numerics == "strict", work.decisions.legal)
-    losers = work.decisions.slower_sweeps(found)
-    for i, why in losers.items():
-        refused |= dict.fromkeys(found[i].outputs, why)
-    work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in refused.items())
-    kept, backup = [made for i, made in enumerate(found) if i not in losers], g.copied(graph) if found else graph
-    try:
-        work.swept = sweeps.write(graph, work.target, kept, work.before)
-    except Unsupported as why:  # collectives in another order, a size that no node holds: the Regions stay
-        work.module.graph = backup
-        lost = ((n.name, g.source_line(n)) for made in kept for n in made.outputs)
-        work.refused += tuple(Refusal(name, why.what, line) for name, line in lost)
-
-
 def copies(work: Work) -> None:
     """The backward, and what Inductor computes late, read copies of what is overwritten before."""
     keep(work.graph)
@@ -156,7 +134,7 @@ def copies(work: Work) -> None:
 
 
 Stage = Callable[[Work], None]
-STAGES: tuple[Stage, ...] = (casts_first, regions, tables, wide_products, plain, one_pass_sweeps, copies)
+STAGES: tuple[Stage, ...] = (casts_first, regions, tables, wide_products, plain, copies)
 """The order, which is meant: a plain product is what no Region took, and copies are made of the finished graph."""
 
 
@@ -184,7 +162,7 @@ def rewrite(
         module.graph = backup
         raise
     seconds = time.perf_counter() - start
-    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.swept, seconds)
+    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, seconds)
 
 
 def may_widen(settings: Settings, target: str) -> bool:

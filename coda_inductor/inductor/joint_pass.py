@@ -40,13 +40,12 @@ from coda_inductor.inductor.joint import rewrite
 from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import store
 from coda_inductor.measure import free_memory
-from coda_inductor.ops import lowering, sweep_lowering
-from coda_inductor.passes.switches import NAMES
+from coda_inductor.ops import lowering
+from coda_inductor.passes.switches import NAMES, RETIRED
 from coda_inductor.passes.tracing import passes
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.schedule.hints import assumed
 from coda_inductor.tuning.plain_products import PlainTuner
-from coda_inductor.tuning.sweeps import SweepTuner
 from coda_inductor.tuning.tuner import Tuner
 from coda_inductor.tuning.verdicts import Decisions, Legal
 
@@ -79,9 +78,8 @@ class JointPass(CustomGraphPass):
     """One instance for each compile, with its settings frozen. `chained`: passes that the user put there, run first."""
 
     def __init__(self, settings: Settings, chained: Any = None) -> None:
-        settings.check_kinds(NAMES)
+        settings.check_kinds(NAMES, RETIRED)
         lowering.register()
-        sweep_lowering.register()
         self.settings = settings
         self.chained = passes(chained)
         self.unsettled = self.rewrote = False
@@ -110,7 +108,7 @@ class JointPass(CustomGraphPass):
             tuner = None if name == "reference" else self._tuner(graph)
             decisions = Decisions(legal)
             if tuner:
-                decisions = Decisions(legal, tuner, PlainTuner(tuner), SweepTuner(tuner))
+                decisions = Decisions(legal, tuner, PlainTuner(tuner))
             with free_memory.given_back(tuner.measurements.device) if tuner else contextlib.nullcontext():
                 report = rewrite(graph, self.settings, name, decisions)
             if tuner:
@@ -118,7 +116,7 @@ class JointPass(CustomGraphPass):
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
-        self.rewrote |= bool(report.sites or report.tables or report.casts or report.swept)
+        self.rewrote |= bool(report.sites or report.tables or report.casts)
         REPORTS.append(report)
         return report
 

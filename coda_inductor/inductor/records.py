@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from coda_inductor.core.region import Region
-from coda_inductor.passes import sweeps
 from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.tables import Table
 
@@ -46,8 +45,6 @@ class Report:
     """What is computed once for many elements."""
     casts: tuple[Cast, ...] = ()
     """What was cast elsewhere than it is now."""
-    swept: tuple[sweeps.Kept, ...] = ()
-    """What stands beside attention in one kernel of ours."""
     seconds: float = 0.0
     backward: tuple[int, int] = (0, 0)
     """Of tuning: how many of the backward's Regions, as they were first derived, are kept, and how many there were.

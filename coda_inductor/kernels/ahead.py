@@ -14,11 +14,11 @@ class Ahead:
 
     def __init__(self, cache_dir: str | None) -> None:
         self.cache_dir = cache_dir
-        self.made = dict[prebuild.AnyJob, Future[prebuild.Outcome]]()
-        self._idle = set[prebuild.AnyJob]()  # of these, what nobody has asked for
+        self.made = dict[prebuild.Job, Future[prebuild.Outcome]]()
+        self._idle = set[prebuild.Job]()  # of these, what nobody has asked for
         self._over = threading.Event()
 
-    def begin(self, jobs: Iterable[prebuild.AnyJob], *, idle: bool = False) -> int:
+    def begin(self, jobs: Iterable[prebuild.Job], *, idle: bool = False) -> int:
         """Begins what is not begun, or was idle work and is not done; how many. With `idle` nobody asks for it yet."""
         waiting = set() if idle else {job for job in self._idle if not self.made[job].done()}
         new = [job for job in dict.fromkeys(jobs) if job not in self.made or job in waiting]
@@ -27,7 +27,7 @@ class Ahead:
         self._idle = self._idle | made.keys() if idle else self._idle - made.keys()
         return len(made)
 
-    def wait(self, jobs: Iterable[prebuild.AnyJob]) -> None:
+    def wait(self, jobs: Iterable[prebuild.Job]) -> None:
         """Until those of the jobs that were begun are done."""
         for job in jobs:
             if job in self.made:

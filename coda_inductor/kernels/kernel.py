@@ -26,9 +26,6 @@ from coda_inductor.kernels import library
 from coda_inductor.kernels.cubin import stack_bytes
 from coda_inductor.kernels.executable import Executable, Parts
 from coda_inductor.kernels.module import load_module
-from coda_inductor.kernels.sweep_kernel import build_sweep
-
-__all__ = ["Compiled", "build_sweep", "without_gpu"]
 
 SM90 = (9, 0)
 NO_WAITS = ("use_pdl", False)  # of quack's own: device._Overlapping has them

@@ -24,7 +24,6 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.blocks import into
 from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.region import Region, parse
-from coda_inductor.core.sweep import Sweep
 from coda_inductor.core.text import show
 from coda_inductor.kernels import library, record
 from coda_inductor.kernels.executable import Run
@@ -252,10 +251,10 @@ def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return both[0].copy_(a), both[1].copy_(b)
 
 
-def fall_back(record: Region | Sweep, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
-    """Computes the Region or the Sweep on torch instead."""
-    report(f"a {type(record).__name__.lower()} runs as separate operations: {reason}")
-    into(record, inputs, outs)
+def fall_back(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
+    """Computes the Region on torch instead."""
+    report(f"a region runs as separate operations: {reason}")
+    into(region, inputs, outs)
 
 
 def report(reason: str) -> None:

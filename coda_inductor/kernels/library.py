@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from coda_inductor.codegen import source, sweep_source, target
+from coda_inductor.codegen import source, target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
-from coda_inductor.core.sweep import Sweep
 from coda_inductor.kernels import store
 from coda_inductor.kernels.executable import Executable, Parts
 
@@ -43,16 +42,6 @@ def folder(region: Region, config: Config, directory: Path, *, swapped: bool = F
     name = source.module_name(source.render(region, swapped=swapped))
     form = hashlib.sha256(f"{source.form(region)} {made_by()}".encode()).hexdigest()[:24]
     return directory / "objects" / f"{name}-{config}" / form
-
-
-def sweep_name(sweep: Sweep) -> str:
-    """The name of a Sweep's module."""
-    return source.module_name(sweep_source.render(sweep))
-
-
-def sweep_folder(sweep: Sweep, directory: Path) -> Path:
-    """Where the one compiled form of a Sweep lies, by today's packages."""
-    return directory / "objects" / f"{sweep_name(sweep)}-{sweep.digest}" / made_by()[:24]
 
 
 def load(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Executable | None:

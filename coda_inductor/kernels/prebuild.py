@@ -20,13 +20,12 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
-from coda_inductor.core.sweep import Sweep
 from coda_inductor.kernels import library
 from coda_inductor.kernels.store import open_store
 
@@ -55,23 +54,6 @@ class Job(NamedTuple):
         return [self.region.text, list(self.config), self.swapped]
 
 
-class SweepJob(NamedTuple):
-    """The kernel of a Sweep."""
-
-    sweep: Sweep
-
-    def place(self, directory: Path) -> Path:
-        legality.require_sweep(self.sweep)
-        return library.sweep_folder(self.sweep, directory)
-
-    def request(self) -> list[Any]:
-        return [self.sweep.text, None, False]
-
-
-AnyJob = Job | SweepJob
-J = TypeVar("J", bound=AnyJob)
-
-
 class Outcome(NamedTuple):
     """What became of a job: why it failed ("": it did not), and the seconds that compiling or loading took."""
 
@@ -79,18 +61,18 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def prebuild(jobs: Iterable[J], cache_dir: str | None = None, *, workers: int | None = None) -> dict[J, str]:
+def prebuild(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, str]:
     """Builds the kernels in `workers` processes (None: one per core) and returns the reasons of those that failed."""
     return {job: made.reason for job, made in outcomes(jobs, cache_dir, workers=workers).items() if made.reason}
 
 
 def begin(
-    jobs: Iterable[J], cache_dir: str | None = None, *, over: threading.Event | None = None
-) -> dict[J, Future[Outcome]]:
+    jobs: Iterable[Job], cache_dir: str | None = None, *, over: threading.Event | None = None
+) -> dict[Job, Future[Outcome]]:
     """Builds the kernels meanwhile, those first that come first. What becomes of each job can be awaited. With `over`
     they are idle work: as many as there are workers at a time, they give way to what is begun without it, and once it
     is set the rest is given up."""
-    directory, made = open_store(cache_dir), dict[J, Future[Outcome]]()
+    directory, made = open_store(cache_dir), dict[Job, Future[Outcome]]()
     refused, todo = distinct(jobs, directory)
     for job, outcome in refused.items():
         made[job] = Future()
@@ -100,7 +82,7 @@ def begin(
         return made
     size = len(todo) if over is None else _workers()
 
-    def known(part: list[list[J]], i: int, outcome: Outcome) -> None:
+    def known(part: list[list[Job]], i: int, outcome: Outcome) -> None:
         for job in part[i]:
             made[job].set_result(outcome)
 
@@ -130,7 +112,7 @@ def begin(
     return made
 
 
-def outcomes(jobs: Iterable[J], cache_dir: str | None = None, *, workers: int | None = None) -> dict[J, Outcome]:
+def outcomes(jobs: Iterable[Job], cache_dir: str | None = None, *, workers: int | None = None) -> dict[Job, Outcome]:
     """`prebuild`, with what became of every job."""
     directory = open_store(cache_dir)
     made, todo = distinct(jobs, directory)
@@ -143,10 +125,10 @@ def outcomes(jobs: Iterable[J], cache_dir: str | None = None, *, workers: int | 
     return made
 
 
-def distinct(jobs: Iterable[J], directory: Path) -> tuple[dict[J, Outcome], list[list[J]]]:
+def distinct(jobs: Iterable[Job], directory: Path) -> tuple[dict[Job, Outcome], list[list[Job]]]:
     """The jobs that cannot be done, and the others, those together that are one kernel: Regions that differ in extents
     only."""
-    refused, same = dict[J, Outcome](), dict[Path, list[J]]()
+    refused, same = dict[Job, Outcome](), dict[Path, list[Job]]()
     for job in dict.fromkeys(jobs):
         try:
             place = job.place(directory)
@@ -258,7 +240,7 @@ def _workers() -> int:
     return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
-def _ask(jobs: list[J], directory: Path, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
+def _ask(jobs: list[Job], directory: Path, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
     """Says what became of each job, by index."""
     if not jobs:
         return

@@ -24,7 +24,6 @@ from typing import Any
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
-from coda_inductor.core.sweep import parse_sweep
 from coda_inductor.kernels import kernel
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -83,15 +82,11 @@ def born(answers: int, parent: int) -> None:
     os.nice(NICE)
 
 
-def build(directory: str, text: str, fields: list[Any] | None, swapped: bool) -> tuple[str, float]:
-    """Compiles one kernel, a Sweep's if it has no fields, into the store: why not ("": it is there), and the seconds
-    taken."""
+def build(directory: str, text: str, fields: list[Any], swapped: bool) -> tuple[str, float]:
+    """Compiles one kernel into the store: why not ("": it is there), and the seconds taken."""
     start = time.perf_counter()
     try:
-        if fields is None:
-            kernel.build_sweep(parse_sweep(text), Path(directory))
-        else:
-            kernel.Compiled(parse(text), Config(*fields), Path(directory), swapped=swapped)
+        kernel.Compiled(parse(text), Config(*fields), Path(directory), swapped=swapped)
         reason = ""
     except Unsupported as refusal:
         reason = " ".join(str(refusal).split())

@@ -1,4 +1,4 @@
-"""torch.ops.coda.region: one functional operation for every Region. torch.ops.coda.sweep: one for every Sweep.
+"""torch.ops.coda.region: one functional operation for every Region.
 torch.ops.coda.stored: a value that is in memory. torch.ops.coda.kept: a copy.
 
 Their eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled
@@ -15,7 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import DTYPES, Region, parse
-from coda_inductor.core.sweep import interpret_sweep, parse_sweep, shape
 
 _library = torch.library.Library("coda", "DEF")
 _library.define("region(Tensor[] inputs, str region, str target) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
@@ -51,35 +50,6 @@ torch.library.register_fake("coda::region", _fake, lib=_library)
 
 REGION = torch.ops.coda.region.default
 """region(inputs: matrices then operands, region: Region.text, target) -> stores [M, width], then reductions."""
-
-_library.define("sweep(Tensor[] inputs, str sweep, str target) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def _eager_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
-    return interpret_sweep(parse_sweep(sweep), inputs)
-
-
-def _fake_sweep(inputs: list[Tensor], sweep: str, target: str) -> list[Tensor]:
-    s = parse_sweep(sweep)
-    m = s.tokens(inputs[0].shape)
-    reads = {r.input: r for part in s.parts for r in part.reads}
-    for i, (x, (_, width)) in enumerate(zip(inputs, s.inputs, strict=True)):
-        inner = reads[i].inner
-        rank, last = (3, inner) if inner else (2, width) if width else (1, x.shape[-1])
-        if x.dim() != rank or x.shape[-1] != last:
-            raise BrokenInvariant(f"input {i} is {list(x.shape)}, its width should be {width}")
-        rows = x.shape[0] * x.shape[1] * inner // width if inner else x.shape[0]
-        over_rows = reads[i].extent not in ("feature", "table") and isinstance(rows, int) and isinstance(m, int)
-        if over_rows and rows != m:
-            raise BrokenInvariant(f"input {i} has {rows} rows of {m}")
-    return [inputs[0].new_empty(shape(o, m), dtype=DTYPES[o.dtype]) for o in s.outputs]
-
-
-_library.impl("sweep", _eager_sweep, "CompositeExplicitAutograd")
-torch.library.register_fake("coda::sweep", _fake_sweep, lib=_library)
-
-SWEEP = torch.ops.coda.sweep.default
-"""sweep(inputs: matrices and vectors, sweep: Sweep.text, target) -> its outputs."""
 
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("stored", torch.clone, "CompositeExplicitAutograd")

@@ -1,5 +1,5 @@
 """coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
-coda.stored lowered: nothing but a buffer; coda.kept: a copy. (coda.sweep: sweep_lowering.py.)
+coda.stored lowered: nothing but a buffer; coda.kept: a copy.
 
 The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
 """
@@ -22,7 +22,6 @@ from torch._inductor.virtualized import V
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import DTYPES, Region, parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.core.sweep import Sweep
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.launch import Launch, fall_back, kernel, together
 from coda_inductor.ops.custom import KEPT, REGION, STORED
@@ -50,7 +49,7 @@ class Launcher:
         s = self.settings
         return kernel(self.text, s.cache_dir, strict=s.strict, measured=not s.deterministic)
 
-    def record(self) -> Region | Sweep:
+    def record(self) -> Region:
         """What the text says."""
         return parse(self.text)
 
@@ -63,9 +62,9 @@ class Launcher:
 
 
 class OnTorch:
-    """A Region or a Sweep that has no kernel."""
+    """A Region that has no kernel."""
 
-    def __init__(self, record: Region | Sweep, reason: str) -> None:
+    def __init__(self, record: Region, reason: str) -> None:
         self.record, self.reason = record, reason
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:

@@ -17,15 +17,16 @@ KINDS = {
     PLAIN: "a large product with nothing beside it, where cuBLAS is slower",
 }
 REGION_KINDS = frozenset(KINDS)
-CASTS, TABLES, SWEEPS, LAYOUTS = "casts", "tables", "sweeps", "layouts"
+CASTS, TABLES, LAYOUTS = "casts", "tables", "layouts"
 PASSES = {
-    SWEEPS: "no Region: what reads what attention's backward left is one kernel of ours",
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
     LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 """What _DISABLE and _ONLY may name."""
+RETIRED = frozenset({"sweeps"})
+"""What they may still name: a pass that there was."""
 
 
 def laws_of(settings: Settings) -> frozenset[str]:
@@ -46,6 +47,6 @@ def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
     """May a law or a kind of Region be used, or one of PASSES? _ONLY restricts the laws if it names one, and the kinds
     if it names one; if it names anything, a pass must be named, and if it names passes alone, nothing else is used."""
     only = settings.only & among
-    if name in PASSES or settings.only <= PASSES.keys():
+    if name in PASSES or settings.only <= PASSES.keys() | RETIRED:
         only = settings.only
     return name not in settings.disable and (not only or name in only)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from coda_inductor.core.errors import forget_frames
-from coda_inductor.ops.custom import SWEEP
 from coda_inductor.patterns.graph import copied, is_tangent
 from coda_inductor.schedule.fusion import Fusion, Group, parts_read
 from coda_inductor.schedule.hints import Path
-from coda_inductor.schedule.kinds import Extern, elements, is_tensor, itemsize, lower, owner
+from coda_inductor.schedule.kinds import elements, is_tensor, itemsize, lower, owner
 
 log = logging.getLogger("coda_inductor.tuning")
 
@@ -121,14 +119,7 @@ def _kernels(graph: fx.Graph) -> list[Kernel]:
     for group in groups:
         for buffer in group.reads():
             readers[buffer].add(group)
-    swept = [_sweep(op.out, op.reads) for op in lowered.order if isinstance(op, Extern) and op.out.target is SWEEP]
-    return [k for g in groups if (k := _kernel(g, lowered.needed, readers)).bytes] + swept
-
-
-def _sweep(node: fx.Node, reads: Sequence[fx.Node]) -> Kernel:
-    """A kernel of ours that reads each of its tensors once."""
-    outs = [out for out in node.users if out.users]
-    return Kernel((node,), *({n: elements(n) * itemsize(n) for n in side} for side in (reads, outs)))
+    return [k for g in groups if (k := _kernel(g, lowered.needed, readers)).bytes]
 
 
 def _kernel(group: Group, needed: set[fx.Node], readers: dict[fx.Node, set[Group]]) -> Kernel:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coda_inductor.core.region import Region
-from coda_inductor.core.sweep import Sweep
-from coda_inductor.passes import plain, sweeps
+from coda_inductor.passes import plain
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.limits import NONE, Limits
 
-Legal = Callable[[Region | Sweep], None]
+Legal = Callable[[Region], None]
 Decide = Callable[[Plan, list[Built]], Limits]
 UNTUNED: Decide = lambda plan, builts: NONE  # noqa: E731
 
@@ -20,12 +19,11 @@ UNTUNED: Decide = lambda plan, builts: NONE  # noqa: E731
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """Those of one graph. `legal` raises Unsupported for what the target cannot run; `decide` says what a measurement
-    found slower of a plan's Regions, `slower_bare` of products that do nothing else, `slower_sweeps` of Sweeps."""
+    found slower of a plan's Regions, `slower_plain` of products that do nothing else."""
 
     legal: Legal = lambda record: None
     decide: Decide = UNTUNED
     slower_plain: plain.Slower = plain.NONE_SLOWER
-    slower_sweeps: sweeps.Slower = sweeps.NONE_SLOWER
 
 
 ACCEPT_ALL = Decisions()

@@ -28,5 +28,5 @@ def test_gradients_are_as_good_as_eagers(name: str, tune: str, tmp_path: Path) -
     model = MODELS[name]().to("cuda", torch.bfloat16)
     x = torch.randn(4, 1024, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     report = as_good_as_eager(model, x, tmp_path, tune)
-    assert sum(launch.LAUNCHES.values()) == len(report.sites) + len(report.swept)
+    assert sum(launch.LAUNCHES.values()) == len(report.sites)
     assert len(report.sites) > 10 or tune == "quick"
