@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+import coda_inductor.backend  # noqa: F401  (torch.compile imports it, and it reads the environment a first time)
 from coda_inductor.core.settings import SettingError, Settings
 from coda_inductor.inductor.joint_pass import REPORTS, JointPass
 from coda_inductor.passes.switches import NAMES, kind
