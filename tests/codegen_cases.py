@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.ops import OPS
-from coda_inductor.core.region import DTYPES, Extent, Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.reductions import REDUCTIONS
+from coda_inductor.core.region import Extent, Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
 from coda_inductor.measure import tune
 
@@ -247,12 +249,29 @@ def every_op(n: int, k: int) -> Region:
     ))  # fmt: skip
 
 
-CASES: tuple[Callable[[int, int], Region], ...] = (
+OF_PAIRS = ("first", "second")
+_MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores, norm_backward, norm_gradients,
     summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables, weight_gradient,
     turned_left,
 )  # fmt: skip
-OF_PAIRS = ("first", "second")
+
+
+def alone(of: str, over: str) -> Callable[[int, int], Region]:
+    """A reduction of a product by itself."""
+
+    def make(n: int, k: int) -> Region:
+        return verify(Region(n, "bf16", (Product("acc", 0, 1, k, "nk"),), (), (), (), (Reduction("acc", over, of),)))  # type: ignore[arg-type]
+
+    make.__name__ = f"{of}_over_{over.lower()}"
+    return make
+
+
+_REDUCED = {(r.of, r.over) for make in _MADE for r in make(64, 64).reductions}
+CASES = _MADE + tuple(
+    alone(of, over) for of, row in REDUCTIONS.items() for over in row.sinks if (of, over) not in _REDUCED
+)
+"""Each row of core/reductions.py is in one."""
 
 
 def random_region(seed: int, n: int = 24, k: int = 16) -> Region:

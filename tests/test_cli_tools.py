@@ -22,9 +22,9 @@ from coda_inductor.codegen.tiles import LARGE
 from coda_inductor.commands import cache, doctor, rules
 from coda_inductor.commands import kernels as kernels_of
 from coda_inductor.core import versions
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.region import DTYPES
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import record, store
 from coda_inductor.rewrite.laws import BILINEARITY, LAWS, Law
@@ -370,7 +370,7 @@ def test_cache_ls(ask: Ask, full: Path) -> None:
     said = ask("cache", "ls")[1]
     assert "up to 8192 rows: 128x256co2x1 0.250 ms" in said and "  torch 2\n" in said
     assert "cccc3333: fused 0.500 ms, Inductor 0.750 ms; in a busy GPU 0.625 ms, 0.600 ms" in said
-    assert "2 kernels, 1 tuning record, 1 contest record, 1 leftover file, " in said and str(full) in said
+    assert "2 kernels, 1 tuning record, 1 measurement, 1 leftover file, " in said and str(full) in said
 
 
 def files(folder: Path) -> set[str]:
@@ -385,7 +385,7 @@ def test_cache_rm_by_digest(ask: Ask, full: Path) -> None:
         "tuning/cccc3333-8192-0123.json",
         "tuning/contest-dddd4444.json",
     }
-    assert "1 kernel, 1 tuning record, 1 contest record" in said and "removed from" in said
+    assert "1 kernel, 1 tuning record, 1 measurement" in said and "removed from" in said
 
 
 def test_cache_rm_all_leaves_what_is_not_ours(ask: Ask, full: Path) -> None:

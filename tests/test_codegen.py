@@ -39,10 +39,11 @@ from torch import Tensor
 
 from coda_inductor.codegen import legality, source, target, tiles
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.ops import OPS
-from coda_inductor.core.region import DTYPES, Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.kernels import launch, library, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.kernels.executable import Run

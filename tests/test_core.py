@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from coda_inductor.core.dtypes import DTYPE_NAMES, DTYPES
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.ops import OPS, at_zero
-from coda_inductor.core.region import DTYPE_NAMES, DTYPES, Let, Operand, Product, Reduction, Region, Store, parse
+from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store, parse
 from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 
@@ -256,7 +257,7 @@ MALFORMED: list[tuple[str, Region, str]] = [
         "2 products in a tile that sums two",
     ),
     ("layout", changed(products=(Product("gate", 0, 1, 16, "kk"),)), "layout 'kk' of gate's weight"),  # type: ignore[arg-type]
-    ("axis", changed(reductions=(Reduction("y2", "K"),)), "sums over ['K'], only N and M are known"),  # type: ignore[arg-type]
+    ("axis", changed(reductions=(Reduction("y2", "K"),)), "reductions [('sum', 'K')] that no epilogue takes"),  # type: ignore[arg-type]
     ("dtype", changed(dtype="fp8"), "dtype 'fp8' is none of bf16, f16, f32, f64"),
     ("operand dtype", changed(operands=(*GATED.operands, Operand("o", "tile", "i8"))), "dtype 'i8'"),
     ("store dtype", changed(stores=(Store("y", "float"),)), "dtype 'float'"),

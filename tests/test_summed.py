@@ -17,9 +17,10 @@ from zoo import Decoder, Shape, token_ids
 
 from coda_inductor.codegen import legality, source
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.region import DTYPES, Region, parse
+from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.inductor.joint import rewrite

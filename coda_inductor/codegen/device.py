@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from quack.compile_utils import make_fake_tensor
 from quack.epilogue import ops
 from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import EpiOp, RowVecLoad, RowVecReduce, Scalar, TileStore
+from quack.epilogue.ops import EpiOp, RowVecLoad, Scalar, TileStore
 from quack.gemm_sm90 import GemmSm90
 from quack.tile_scheduler import TileSchedulerOptions
 from quack.varlen_utils import VarlenArguments
@@ -40,9 +40,19 @@ class _TileByTile:
 class ColVecReduce(_TileByTile, ops.ColVecReduce):  # type: ignore[misc]
     """A sum over N."""
 
+    of = "sum"
+
+
+class RowVecReduce(ops.RowVecReduce):  # type: ignore[misc]
+    """A sum over M."""
+
+    of = "sum"
+
 
 class OnlineLSEReduce(_TileByTile, ops.OnlineLSEReduce):  # type: ignore[misc]
     """A logsumexp over N."""
+
+    of = "logsumexp"
 
 
 class Whole(EpiOp):  # type: ignore[misc]
@@ -75,7 +85,7 @@ class MaskedColVecReduce(_Masked, ColVecReduce):
     """A sum over N without the columns past N."""
 
 
-class MaskedRowVecReduce(_Masked, RowVecReduce):  # type: ignore[misc]
+class MaskedRowVecReduce(_Masked, RowVecReduce):
     """A sum over M without the rows past M."""
 
 
@@ -254,8 +264,7 @@ class Epilogue(EpiMod):  # type: ignore[misc]
 
     def __init__(self, fn: Any, *, reduces: dict[str, Any], extra_ops: tuple[Any, ...] = (), **options: Any) -> None:
         totals = tuple(
-            Total(name, source.whole(name), isinstance(op, RowVecReduce), isinstance(op, OnlineLSEReduce))
-            for name, op in reduces.items()
+            Total(name, source.whole(name), isinstance(op, ops.RowVecReduce), op.of) for name, op in reduces.items()
         )
         self.mixins = (*self.mixins, _Overlapping)
         if totals:

@@ -22,12 +22,12 @@ AHEAD = 4  # partial results that a thread asks for at once: none waits for the 
 
 
 class Total(NamedTuple):
-    """One sum: the field of its partial results, the field of the result, is it over M, is it a logsumexp?"""
+    """One reduction: the field of its partial results, the field of the result, is it over M, and its row's name."""
 
     parts: str
     whole: str
     over_m: bool
-    logsumexp: bool
+    of: str
 
 
 def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
@@ -40,19 +40,19 @@ def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
             if not over_m:  # [length, tiles]
                 parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
             wholes = [getattr(args, total.whole) for total in some]
-            finish_sums(parts, wholes, [total.logsumexp for total in some], cute.size(wholes[0]), stream)
+            finish_sums(parts, wholes, [total.of for total in some], cute.size(wholes[0]), stream)
 
 
-def finish_sums(parts: list[Any], wholes: list[Any], logsumexp: list[bool], longest: Any, stream: Any) -> None:
+def finish_sums(parts: list[Any], wholes: list[Any], of: list[str], longest: Any, stream: Any) -> None:
     """Launches one kernel for sums of which none has more than `longest` entries."""
     blocks = (longest + (LANES - 1)) // LANES
-    _finish(parts, wholes, logsumexp).launch(
+    _finish(parts, wholes, of).launch(
         grid=(blocks, len(parts), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
     )
 
 
 @cute.kernel  # type: ignore[untyped-decorator]
-def _finish(parts: list, wholes: list, logsumexp: cutlass.Constexpr):  # type: ignore[no-untyped-def, type-arg]
+def _finish(parts: list, wholes: list, of: cutlass.Constexpr):  # type: ignore[no-untyped-def, type-arg]
     """parts: [tiles, length] each, wholes: [length] each; a block is LANES entries of one of them."""
     block, which, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
@@ -62,10 +62,7 @@ def _finish(parts: list, wholes: list, logsumexp: cutlass.Constexpr):  # type: i
     cute.arch.griddepcontrol_wait()
     for i in cutlass.range_constexpr(len(parts)):
         if which == i:
-            if cutlass.const_expr(logsumexp[i]):
-                _normaliser(parts[i], wholes[i], shared, block, thread)
-            else:
-                _sum(parts[i], wholes[i], shared, block, thread)
+            FINISHING[of[i]](parts[i], wholes[i], shared, block, thread)
 
 
 @cute.jit
@@ -128,3 +125,7 @@ def _of_all_warps(total, shared, lane, warp):  # type: ignore[no-untyped-def]
     for other in cutlass.range_constexpr(WARPS):
         total += shared[lane, other]
     return total
+
+
+FINISHING = {"sum": _sum, "logsumexp": _normaliser}
+"""By the rows of core/reductions.py that an epilogue takes."""

@@ -12,12 +12,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, PLAIN, SMALL, TINY, Config
+from coda_inductor.core.dtypes import FORMATS
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Operand, Region
 
-BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+BYTES = {name: row.torch.itemsize for name, row in FORMATS.items() if row.cute}
 LOADED = ("tile", "table")  # operands that pass through shared memory, a subtile at a time
-PLANES = {"sum": 1, "logsumexp": 2}  # numbers for each row that warps pass on: of a logsumexp the maximum and the sum
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
 TILE_K = 64  # four wgmma instructions of 16-bit operands
 HALVES = (32, 64, 128)  # of heads: what was tried on hardware, in every tile
@@ -88,10 +89,9 @@ def _beside(region: Region) -> str:
     """What of [M, N] an epilogue reads and writes, in words."""
     loads = [o.dtype for o in region.operands if o.extent in LOADED]
     sides = (("reads", loads), ("writes", [s.dtype for s in region.stores]))
-    wide = {"f32": "float32", "bf16": "16 bits", "f16": "16 bits"}
 
     def listed(dtypes: list[str]) -> str:
-        counts = Counter(wide[d] for d in dtypes)
+        counts = Counter(FORMATS[d].words for d in dtypes)
         return " and ".join(f"{n} matri{'x' if n == 1 else 'ces'} of {kind}" for kind, n in counts.items())
 
     return "beside the product it " + (" and ".join(f"{verb} {listed(ds)}" for verb, ds in sides if ds) or "sums")
@@ -99,7 +99,7 @@ def _beside(region: Region) -> str:
 
 def require_shape(region: Region) -> None:
     """The conditions that no configuration can mend, cheapest first."""
-    _need(region.dtype in ("bf16", "f16"), f"matrices of {region.dtype}", "kernels multiply bf16 or f16")
+    _need(FORMATS[region.dtype].multiplied, f"matrices of {region.dtype}", "kernels multiply bf16 or f16")
     _need(region.n % 8 == 0, f"n = {region.n} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
     for p in region.products:
         _need(p.k % 8 == 0, f"k = {p.k} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
@@ -128,7 +128,8 @@ def _require_lanes(region: Region) -> None:
     _need(p.b_layout == q.b_layout == "nk", "two products of [K, N] weights", "lanes need a weight stored [N, K]")
     _need(all(s.dtype != "f32" for s in region.stores), "an f32 store beside two products", "store 16 bits")
     _need(all(r.over == "N" for r in region.reductions), "a sum over M beside two products", "one product per tile")
-    _need(all(r.of == "sum" for r in region.reductions), "a logsumexp beside two products", "one product per tile")
+    for r in region.reductions:
+        _need(REDUCTIONS[r.of].linear, f"a {r.of} beside two products", "one product per tile")
     tiles = [o.name for o in region.operands if o.extent == "tile"]
     _need(not tiles, f"tile operand {', '.join(tiles)} beside two products")
 
@@ -187,7 +188,7 @@ def _vector_bytes(region: Region, config: Config) -> int:
     length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0, "table": 0}
     groups_m, groups_n = _warp_groups(config)
     passed_on = {"N": config.tile_m * (groups_n - 1), "M": config.tile_n * (4 * groups_m - 1)}
-    sums = 4 * sum(passed_on[r.over] * PLANES[r.of] for r in region.reductions)
+    sums = 4 * sum(passed_on[r.over] * REDUCTIONS[r.of].planes for r in region.reductions)
     return sums + sum(length[o.extent] * _vector_itemsize(region, o) for o in region.operands)
 
 

@@ -1,6 +1,6 @@
 """`coda-inductor cache`: what is kept in the store (kernels/store.py), and its removal.
 
-A kernel is one generated module with its compiled objects; a tuning record belongs to a Region, a contest record to a
+A kernel is one generated module with its compiled objects; a tuning record belongs to a Region, a measurement to a
 few. Nothing outside the store is read or removed: links are never followed, what is not ours is left where it is.
 """
 
@@ -91,7 +91,7 @@ def _kernel(name: str, paths: list[Path]) -> Entry:
 
 
 def _record(path: Path) -> Entry:
-    """A tuning or contest record; an unreadable one is a leftover."""
+    """A tuning record or a measurement; an unreadable one is a leftover."""
     found: Any = None
     if path.suffix == ".json" and not path.is_symlink():
         try:
@@ -164,7 +164,7 @@ def render(facts: Facts) -> str:
         ]
     )
     kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("kernel", "tuning", "contest", "leftover")}
-    words = {"kernel": "kernel", "tuning": "tuning record", "contest": "contest record", "leftover": "leftover file"}
+    words = {"kernel": "kernel", "tuning": "tuning record", "contest": "measurement", "leftover": "leftover file"}
     counts = ", ".join(plural(len(found), words[kind]) for kind, found in kinds.items() if found)
     total = f"{counts}, {size(sum(r['bytes'] for r in rows))}" if rows else "nothing"
     verb = "removed from" if facts["action"] == "rm" else "in"

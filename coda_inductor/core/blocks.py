@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from coda_inductor.core.interpret import evaluated
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Region
 
 NUMBERS = 1 << 24  # of one value at a time: 64 MB in float32
@@ -15,7 +16,7 @@ NUMBERS = 1 << 24  # of one value at a time: 64 MB in float32
 
 def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], numbers: int | None = None) -> None:
     """What the interpreter returns goes to `outs` (None: unread), of which none overlaps another or an input. Bit for
-    bit as it computes it where M rows are one block; of several, sums over M are added up block by block, and torch
+    bit as it computes it where M rows are one block; of several, reductions over M are joined block by block, and torch
     may add up a product in another order for fewer rows."""
     wanted, numbers = [i for i, out in enumerate(outs) if out is not None], numbers or NUMBERS
     m, rows = region.m(inputs), max(1, numbers // max(region.width, region.products[0].k))
@@ -26,14 +27,10 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
         here = min(rows, m - start)
         some = [x.narrow(dims[i], start, here) if i in dims and here < m else x for i, x in enumerate(inputs)]
         for i, value in evaluated(region, some, wanted, numbers):
-            over_m = i >= stored and region.reductions[i - stored].over == "M"
-            _add(outs[i], value, slice(None) if over_m else slice(start, start + here), more=over_m and start > 0)
+            out, of = outs[i], region.reductions[i - stored] if i >= stored else None
+            assert out is not None
+            if of is None or of.over == "N":
+                out[start : start + here].copy_(value)
+            else:
+                out.copy_(REDUCTIONS[of.of].join(out, value) if start else value)
             del value
-
-
-def _add(out: Tensor | None, value: Tensor, place: slice, more: bool) -> None:
-    assert out is not None
-    if more:
-        out[place].add_(value)
-    else:
-        out[place].copy_(value)

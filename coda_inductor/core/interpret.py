@@ -7,16 +7,17 @@ generated kernels (there in blocks of rows: blocks.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.ops import OPS
-from coda_inductor.core.region import DTYPES, Product, Region
+from coda_inductor.core.reductions import REDUCTIONS
+from coda_inductor.core.region import Product, Region
 
 SHAPE = {"token": (-1, 1), "feature": (1, -1)}
-REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {"sum": torch.sum, "logsumexp": torch.logsumexp}
 
 
 def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -80,7 +81,7 @@ def _output(region: Region, i: int, tiles: Sequence[Tensor]) -> Tensor:
     """A store before it is rounded, or a finished reduction."""
     if i >= len(region.stores):
         r = region.reductions[i - len(region.stores)]
-        return REDUCTIONS[r.of](tiles[0], 1 if r.over == "N" else 0)
+        return REDUCTIONS[r.of].torch(tiles[0], 1 if r.over == "N" else 0)
     if region.half:
         return torch.stack([v.unflatten(1, (-1, region.half)) for v in tiles], 2).flatten(1)
     return tiles[0]

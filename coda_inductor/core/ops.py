@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coda_inductor.core.dtypes import FORMATS
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -58,10 +60,13 @@ OPS: dict[str, Op] = {
                   ("minimum.default", "clamp_max.default")),
     "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a pair
     "second":  Op(1, lambda t: t[..., 1],             "{0}.b",                                 0.0),
-    "bf16":    Op(1, _round(torch.bfloat16),          "Float32({0}).to(BFloat16).to(Float32)", 0.0),
-    "f16":     Op(1, _round(torch.float16),           "Float32({0}).to(Float16).to(Float32)",  0.0),
 }
 # fmt: on
+OPS |= {
+    name: Op(1, _round(row.torch), f"Float32({{0}}).to({row.cute}).to(Float32)", 0.0)
+    for name, row in FORMATS.items()
+    if row.narrow
+}
 
 
 def _pairwise(f: Callable[[Tensor, Tensor], Tensor], a: Tensor | float, b: Tensor | float) -> Tensor:

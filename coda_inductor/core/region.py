@@ -22,11 +22,6 @@ Extent = Literal["token", "feature", "tile", "table"]
 heads, what varies over columns are pairs: a "feature" is [2 * N], as the heads lie, and a "table" [M, 2 * half], in
 which column n of both halves reads the pair at 2 * (n % half). Operations `first` and `second` take them apart."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -83,12 +78,12 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The sum of `value` over N or over M, or the logarithm of the sum of its exponentials over N; finished: a float32
-    [M] or [N] vector (float64 in a float64 region)."""
+    """The row `of` REDUCTIONS (reductions.py) taken of `value` over N or over M; finished: a float32 [M] or [N] vector
+    (float64 in a float64 region)."""
 
     value: str
     over: Literal["N", "M"] = "N"
-    of: Literal["sum", "logsumexp"] = "sum"
+    of: str = "sum"
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import keyword
 from collections.abc import Callable
 
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.ops import OPS
-from coda_inductor.core.region import DTYPES, Region
+from coda_inductor.core.reductions import REDUCTIONS
+from coda_inductor.core.region import Region
 
 
 def verify(region: Region) -> Region:
@@ -49,12 +51,8 @@ def verify(region: Region) -> Region:
         defined.add(let.name)
         tiles |= {let.name} if tiles.intersection(names) else set()
     check(
-        all(r.over in ("N", "M") for r in region.reductions),
-        f"sums over {[r.over for r in region.reductions]}, only N and M are known",
-    )
-    check(
-        all(r.of == "sum" or (r.of == "logsumexp" and r.over == "N") for r in region.reductions),
-        f"reductions {[(r.of, r.over) for r in region.reductions]}: sums, and logsumexp over N, are known",
+        all(r.of in REDUCTIONS and r.over in REDUCTIONS[r.of].sinks for r in region.reductions),
+        f"reductions {[(r.of, r.over) for r in region.reductions]} that no epilogue takes",
     )
     check(
         all(bool(s.second) == bool(region.half) for s in region.stores), "a store of two values is of halves of heads"

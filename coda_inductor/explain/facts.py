@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPES
 from coda_inductor.core.text import left, right
 from coda_inductor.explain.account import attribute, smallest_tile, touched, touches_tile
 from coda_inductor.explain.capture import capture

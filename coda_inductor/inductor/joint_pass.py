@@ -23,6 +23,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import legality, target
+from coda_inductor.core.dtypes import MULTIPLIED
 from coda_inductor.core.errors import (
     BUG,
     QUIETLY,
@@ -63,7 +64,6 @@ torch.compile's, at 64 0.90x and at 256 0.97x (H200, 8B widths, CUDA graphs, til
 MANY = 1000  # nodes; three layers of Llama have 934 and take 3 s, of which one walk of the collector, 0.26, is a tenth
 FROZEN = 10_000  # objects; Python 3.12 itself freezes 375 when it starts
 DEVICE = "cuda"
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
@@ -191,7 +191,7 @@ def require_options(settings: Settings) -> None:
 def require_graph(graph: fx.Graph) -> None:
     """Raises Unsupported for a graph that is left to Inductor on every machine, by its products' dtypes or rows."""
     dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in MATRIX_PRODUCTS}
-    if not dtypes & set(DTYPES):
+    if not dtypes & set(MULTIPLIED):
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         hint = "kernels multiply bfloat16 and float16: cast, or use autocast"
         raise Unsupported(f"its products are of {found}", hint=hint)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from coda_inductor.codegen import source
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core.region import DTYPES, Region
+from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.region import Region
 
 
 class Parts(NamedTuple):

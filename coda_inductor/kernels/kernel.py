@@ -20,8 +20,9 @@ from torch import Tensor
 from coda_inductor.codegen import legality, source
 from coda_inductor.codegen.device import along_n
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPES, Region
+from coda_inductor.core.region import Region
 from coda_inductor.kernels import library
 from coda_inductor.kernels.cubin import stack_bytes
 from coda_inductor.kernels.executable import Executable, Parts

@@ -43,8 +43,8 @@ STEADY_MS, LONG_SHARE_MS, PASSES = 1200, 400, 3  # until then; a call's share fr
 LONG_SETTLING = 0.75
 CLEAR = 1.05  # calls that lie so far apart need no further pass: 1.005 decides, more than five deviations off
 MOST_COMPANY = 3  # times as long as the fastest call, or its own time: if a slow host needs it; more would drown calls
-# m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: contests
-# then fell back to turns. Its 66 MB fill the L2 cache, as the rest of a step does.
+# m, k, n: two waves of 132 blocks of 128 x 256. One takes an H200 0.05 ms, which a host may need to launch it: then
+# calls were only interleaved. Its 66 MB fill the L2 cache, as the rest of a step does.
 PRODUCT = (3072, 4096, 2816)
 
 
@@ -96,7 +96,7 @@ def compared(
     repeats = company_for(hosts, 1e3 * company_s[0], one_ms)
     if repeats is None:
         said = ", ".join(f"{host:.3f} for {ms:.3f}" for host, ms in (*hosts, (1e3 * company_s[0], one_ms)))
-        log.info("timed by turns alone: ms to launch for ms on the GPU, the company last: %s", said)
+        log.info("timed interleaved only: ms to launch for ms on the GPU, the company last: %s", said)
         return [Times(ms, ms) for ms in turns]
 
     def beside(call: Call) -> Call:

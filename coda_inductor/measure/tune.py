@@ -17,15 +17,16 @@ from torch import Tensor
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.blocks import into
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPES, Region
+from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, record
 from coda_inductor.measure import timing
 
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
-# By turns, unless calls are long: of 13 Regions in 8 to 15 tiles each (H200, bench/tiles.py), the tile with the least
-# mean of both times took at most 1.03 times as long interleaved as the fastest. What else is in a burst only
+# Interleaved, unless calls are long: of 13 Regions in 8 to 15 tiles each (H200, bench/tiles.py), the tile with the
+# least mean of both times took at most 1.03 times as long interleaved as the fastest. What else is in a burst only
 # shortens its shares.
 SLACK = 1.04
 # A tile's two times in a burst lay up to 5.5 % apart in each of three tries (H200, bursts of six tiles): each runs
@@ -100,7 +101,7 @@ def measure(
         elif time.turns <= slack * min(other.turns for other in times):  # the only one: not timed any further
             rows[i] |= {"ms": time.turns, "turns_ms": time.turns}
         else:
-            rows[i]["why"] = f"more than {SLACK} times as long as another by turns"
+            rows[i]["why"] = f"more than {SLACK} times as long as another, interleaved"
     for row in rows:
         row["beside"] = [time.mean for time in times[len(good) :]]
     return rows

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.region import DTYPES, Region, parse
+from coda_inductor.core.region import Region, parse
 
 _library = torch.library.Library("coda", "DEF")
 _library.define("region(Tensor[] inputs, str region, str target) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))

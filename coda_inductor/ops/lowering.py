@@ -19,8 +19,9 @@ from torch._inductor import ir
 from torch._inductor.lowering import clone, fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPES, Region, parse
+from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.launch import Launch, fall_back, kernel, together

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from coda_inductor.core.dtypes import NARROW
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, effects, viewed
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.sizes import Size, size_of
 from coda_inductor.write.writing import ORIGIN
 
-HALF = (torch.bfloat16, torch.float16)
 ALIGNED = 8  # what Inductor pads to: an odd product is better off padded
 WIDE, EARLY = "written in float32", "rounded before it is copied"
 
@@ -61,7 +61,7 @@ def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
     found, unstable = [], effects(graph).unstable
     memory = Memory(graph) if unstable else None
     for cast in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
-        views = copied(cast) if cast.args[1] in HALF else []
+        views = copied(cast) if cast.args[1] in NARROW else []
         value = rounded(views[0].args[0], cast.args[1]) if views else None  # type: ignore[arg-type]
         if value is None or (memory and memory.of(views[0]) in unstable):
             continue
@@ -137,7 +137,7 @@ def widened(cast: fx.Node) -> fx.Node | None:
         return None
     sizes = [size_of(n).static for n in (*node.meta["val"].shape, node.args[0].meta["val"].shape[1])]  # type: ignore[union-attr]
     aligned = all(n is None or n % ALIGNED == 0 for n in sizes) and None not in sizes[:2]
-    return node if aligned and node.meta["val"].dtype in HALF else None
+    return node if aligned and node.meta["val"].dtype in NARROW else None
 
 
 def widen(graph: fx.Graph, product: fx.Node, cast: fx.Node) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from coda_inductor.codegen.tiles import DEEP_LEAST
+from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPE_NAMES, Product, Region, Store
+from coda_inductor.core.region import Product, Region, Store
 from coda_inductor.core.verify import verify
 from coda_inductor.ops.custom import REGION
 from coda_inductor.patterns import graph as g

@@ -6,11 +6,13 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
 
+from coda_inductor.core import reductions
+from coda_inductor.core.dtypes import NARROW
 from coda_inductor.patterns.sizes import ONE, Size, size_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -81,7 +83,7 @@ def precision(node: fx.Node) -> torch.dtype | None:
     value = tensor(node)
     if value is None or not value.dtype.is_floating_point:
         return None
-    return torch.float32 if value.dtype in (torch.bfloat16, torch.float16) else value.dtype
+    return torch.float32 if value.dtype in NARROW else value.dtype
 
 
 def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
@@ -144,24 +146,26 @@ def scattered(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     return None if whole % length or first % length else (source, dim % rank, whole // length, first // length)
 
 
-ReductionName = Literal["sum", "mean", "max", "var", "logsumexp"]
-
-
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A node that reduces `source` over `dims`; "var" divides by the count less `correction`."""
+    """A node that reduces `source` over `dims`: a row of core/reductions.py, "mean" or "var", which divides by the
+    count less `correction`."""
 
-    name: ReductionName
+    name: str
     source: fx.Node
     dims: tuple[int, ...]
     keepdim: bool
     correction: float = 0.0
 
 
-REDUCTIONS: dict[object, ReductionName] = {
-    aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.default: "max", aten.var.correction: "var",
-    aten.logsumexp.default: "logsumexp",
-}  # fmt: skip
+def aten_of(name: str) -> Any:
+    """The operation aten.`name`, "packet.overload"."""
+    packet, overload = name.split(".")
+    return getattr(getattr(aten, packet), overload)
+
+
+REDUCTIONS = {aten.mean.dim: "mean", aten.var.correction: "var"}
+REDUCTIONS |= {aten_of(row.aten): name for name, row in reductions.REDUCTIONS.items()}
 
 
 def reduction(node: fx.Node) -> Reduction | None:
@@ -169,7 +173,7 @@ def reduction(node: fx.Node) -> Reduction | None:
     op = node
     if node.target is operator.getitem and node.args[0].target is aten.var_mean.correction:  # type: ignore[union-attr]
         op = node.args[0]  # type: ignore[assignment]
-        name: ReductionName = "mean" if node.args[1] else "var"
+        name = "mean" if node.args[1] else "var"
     elif node.target in REDUCTIONS:
         name = REDUCTIONS[node.target]
     else:

@@ -11,17 +11,16 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import torch
 from torch import fx
 
+from coda_inductor.core.dtypes import NARROW
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, behind_tangents, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term, Terms, is_number
-
-ROUNDINGS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(slots=True)
@@ -102,7 +101,7 @@ def lift(
                 lifted.leaves[node.name] = node
                 term = lifted.terms.leaf(node.name, (i for d in lifted.reading.roots(node) for i in d), deps)
             elif rounding and not g.is_view(node) and g.lane(node) is None:
-                name = ROUNDINGS.get(g.tensor(node).dtype)  # type: ignore[union-attr]
+                name = NARROW.get(g.tensor(node).dtype)  # type: ignore[union-attr]
                 term = lifted.terms.fn(name, term) if name else term
             lifted.term[node] = term
             deps |= term.deps
@@ -217,7 +216,7 @@ def _stored(lifted: Lifted, node: fx.Node) -> Term:
     scores relies on that: with one of unrounded scores the losses of 300 steps of a small model by autocast were 5e-4
     from eager's, with Inductor 2e-4 (tests/test_training_bf16.py)."""
     term = lifted.term[node]
-    name = ROUNDINGS.get(g.tensor(g.narrow(node)).dtype)  # type: ignore[union-attr]
+    name = NARROW.get(g.tensor(g.narrow(node)).dtype)  # type: ignore[union-attr]
     return lifted.terms.fn(name, term) if name else term
 
 
@@ -225,10 +224,10 @@ def _reduction(lifted: Lifted, r: g.Reduction) -> Term | None:
     ts, x, dims = lifted.terms, lifted.term[r.source], lifted.reading.roots(r.source)
     gone = tuple(i for d in r.dims for i in dims[d])
     extents = lifted.extents(gone)
-    if r.name in ("sum", "max"):
-        return ts.red(r.name, x, gone, extents)
     if r.name == "logsumexp":
         return ts.red(r.name, _stored(lifted, r.source), gone, extents) if x.axes.issuperset(gone) else None
+    if r.name in REDUCTIONS:
+        return ts.red(r.name, x, gone, extents)
     count = Fraction(math.prod(extents.values()))
     if r.name == "var" and count <= r.correction:
         return None

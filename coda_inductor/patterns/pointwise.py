@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from coda_inductor.core.ops import OPS
-from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.graph import aten, aten_of, prims
 from coda_inductor.patterns.terms import Term, Terms
 
 Meaning = Callable[..., Term]
@@ -42,12 +42,7 @@ def _fn(name: str) -> Meaning:
     return lambda ts, *args: ts.fn(name, *args)
 
 
-def _aten(name: str) -> object:
-    packet, overload = name.split(".")
-    return getattr(getattr(aten, packet), overload)
-
-
-FUNCTIONS = {name: tuple(map(_aten, op.aten)) for name, op in OPS.items() if op.aten}
+FUNCTIONS = {name: tuple(map(aten_of, op.aten)) for name, op in OPS.items() if op.aten}
 """The operations of an epilogue that ATen has under a name of its own."""
 
 # fmt: off

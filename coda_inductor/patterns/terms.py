@@ -13,6 +13,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal
 
+from coda_inductor.core.dtypes import NARROW
+
 Kind = Literal["leaf", "mul", "add", "fn", "con", "red", "lanes"]
 
 
@@ -164,7 +166,7 @@ class Terms:
 
     def fn(self, name: str, *args: Term) -> Term:
         """A pointwise function that the algebra does not look into. Rounding twice is rounding once."""
-        if name in ("bf16", "f16") and args[0].kind == "fn" and args[0].name == name:
+        if name in NARROW.values() and args[0].kind == "fn" and args[0].name == name:
             return args[0]
         return self._make("fn", name, args)
 

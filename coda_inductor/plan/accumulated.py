@@ -46,7 +46,7 @@ def _uses(plan: Plan, draft: Draft) -> dict[Term, Uses]:
         reader, x, weight = todo.pop()
         known = x in found
         found[x].add((reader, weight))
-        if known or x in space.accs or not (x.deps & space.mask or plan.source(x, space) is None):
+        if known or x in space.accs or not (x.deps & space.mask or plan.where(x, space) is None):
             continue
         todo += [(x, a, w) for a, w in plan.program.summands(x)]
     return found

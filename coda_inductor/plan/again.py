@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch import fx
 
+from coda_inductor.core.dtypes import DTYPE_NAMES, DTYPES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPE_NAMES, DTYPES
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.draft import MAX_READ, SPARED, Conflict, Draft, Loaded, Stored

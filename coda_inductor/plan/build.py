@@ -12,11 +12,11 @@ from fractions import Fraction
 
 from torch import fx
 
-from coda_inductor.core.region import DTYPE_NAMES, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.dtypes import DTYPE_NAMES
+from coda_inductor.core.region import Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
-from coda_inductor.plan.accumulated import addend
 from coda_inductor.plan.built import Built, Source, Table, Weight
 from coda_inductor.plan.draft import Computed, Draft, Stored
 from coda_inductor.plan.plan import Plan
@@ -38,7 +38,7 @@ class _Writer(Statements):
 
     def given(self, t: Term) -> Value | None:
         """A value that is loaded."""
-        source = None if t.deps & self.draft.space.mask else self.plan.source(t, self.draft.space)
+        source = None if t.deps & self.draft.space.mask else self.plan.where(t, self.draft.space)
         return None if source is None else self._load(t, source)
 
     def extent(self, t: Term) -> str:
@@ -94,7 +94,7 @@ class _Writer(Statements):
 
 def build(plan: Plan, draft: Draft) -> Built:
     """Writes the Region of a draft and verifies it."""
-    writer = _Writer(plan, draft, addend(plan, draft), terms=plan.program.lifted.terms)
+    writer = _Writer(plan, draft, draft.added, terms=plan.program.lifted.terms)
     total = plan.program.lifted.reading.axes.total
     half = total(draft.space.heads.minor).static if draft.space.heads else 0
     assert half is not None
@@ -114,8 +114,7 @@ def build(plan: Plan, draft: Draft) -> Built:
     stores = tuple(writer.store(s) for s in draft.stores)
     rows = set(draft.space.rows)
     sums = tuple(
-        Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N", s.name)  # type: ignore[arg-type]
-        for s in draft.sums
+        Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N", s.name) for s in draft.sums
     )
     n = total(draft.space.columns).static
     assert n is not None

@@ -51,6 +51,8 @@ class Draft:
     supplies: dict[fx.Node, Stored] = field(default_factory=dict)
     totals: dict[fx.Node, tuple[Term, Fraction]] = field(default_factory=dict)
     """Nodes that are a number times one of the sums, over tokens: gradients of gains and biases."""
+    added: Term | None = None
+    """Another product that its accumulator takes in."""
 
     @property
     def values(self) -> list[Term]:

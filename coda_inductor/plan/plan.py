@@ -12,33 +12,29 @@ from fractions import Fraction
 
 from torch import fx
 
+from coda_inductor.core.dtypes import DTYPE_NAMES, DTYPES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPE_NAMES, DTYPES
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.again import Again
 from coda_inductor.plan.built import Built
-from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Refusal, Stored, cycle
-from coda_inductor.rewrite.beside import Pair, pair
+from coda_inductor.plan.draft import Computed, Conflict, Draft, Refusal, Stored, cycle
+from coda_inductor.plan.inputs import Inputs
 from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.limits import Limits
-from coda_inductor.rewrite.program import Program
-from coda_inductor.rewrite.rotate_half import NOT_ROWS
-from coda_inductor.rewrite.sources import leaves, sources, statistics
+from coda_inductor.rewrite.sources import leaves, sources
 from coda_inductor.rewrite.space import Axes, Space
 
 
 @dataclass(slots=True)
-class Plan:
-    """What was decided. `loads` says where an epilogue's inputs come from: a node, a store, a sum or a computation."""
+class Plan(Inputs):
+    """What was decided. `need`, `store` and `demand` change it; questions (inputs.py) do not."""
 
-    program: Program
     firings: list[Firing]
-    drafts: dict[Term, Draft] = field(default_factory=dict)  # by accumulator
     kept: set[fx.Node] = field(default_factory=set)
     refused: list[Refusal] = field(default_factory=list)
-    sums: set[Term] = field(default_factory=set)
     again: Again = field(default_factory=Again)
     combined: dict[Term, Axes] = field(default_factory=dict)
     """Sums of several per-token vectors that are computed outside epilogues, and their rows."""
@@ -76,7 +72,7 @@ class Plan:
         for node in self.program.lifted.graph.nodes:
             if node.op == "output" or node.is_impure():
                 self.need(node)
-        while self._todo or self.again.unsettled:
+        while self._todo or self.again.unsettled or self._more():
             while self._todo:
                 node, by = self._todo.pop()
                 if not self._supply(node):
@@ -84,6 +80,14 @@ class Plan:
                         self.need(self._base(a) if self.fusible(node) else a, by if g.is_view(node) else node)
             self.again.settle(self)
         self._settle()
+
+    def _more(self) -> bool:
+        """Demands what the epilogues read once more: those that were united since may read something else. Is anything
+        of it new?"""
+        before = len(self.sums), sum(len(d.stores) for d in self.unique())
+        for draft in self.unique():
+            self.demand(draft, *draft.values)
+        return bool(self._todo) or before != (len(self.sums), sum(len(d.stores) for d in self.unique()))
 
     def _settle(self) -> None:
         """Finds decisions that exclude each other."""
@@ -167,18 +171,17 @@ class Plan:
         return True
 
     def _total(self, node: fx.Node, t: Term) -> bool:
-        """Lets an epilogue sum over its tokens what the node is the sum of, or take the logsumexp of its columns."""
+        """Lets an epilogue take the reduction that the node is, over its tokens or its columns."""
         number, red = (t.coefficient, t.args[0]) if t.kind == "mul" and t.powers == (Fraction(1),) else (Fraction(1), t)
-        if red.kind != "red" or red.name not in ("sum", "logsumexp") or not red.args[0].hosts:
+        if red.kind != "red" or not REDUCTIONS[red.name].sinks or not red.args[0].hosts:
             return False
         try:
             space = self.program.space(red.args[0])
             self.program.check(red.args[0], space)
             late = g.is_backward(node) and not self.program.in_backward(space)
-            gone, left = space.rows, space.columns
-            if red.name == "logsumexp":
-                gone, left = left, gone
-            if late or set(red.over) != set(gone) or self.order(node) != left:
+            over = "M" if set(red.over) == set(space.rows) else "N" if set(red.over) == set(space.columns) else ""
+            left = space.columns if over == "M" else space.rows
+            if late or over not in REDUCTIONS[red.name].sinks or self.order(node) != left:
                 return False
             draft = self._draft(space)
             self.program.check(red.args[0], draft.space)
@@ -193,24 +196,15 @@ class Plan:
         if red not in draft.sums:
             draft.sums.append(red)
             self.sums.add(red)
-            self.loads(draft, red.args[0])
-
-    def order(self, node: fx.Node) -> tuple[int, ...]:
-        """The node's axes as they lie, major to minor."""
-        return self.program.layout(node)[0]
+            self.demand(draft, red.args[0])
 
     def _draft(self, space: Space) -> Draft:
         """The draft of a space, united with those that already hold one of its accumulators."""
-        old = {id(d): d for a in space.accs if (d := self.drafts.get(a))}
-        accs = sorted({a for d in old.values() for a in d.space.accs} | set(space.accs), key=lambda a: (a.bit, a.lanes))
-        if old and all(d.space.accs == tuple(accs) for d in old.values()):
-            return next(iter(old.values()))
-        if any(d.space.heads != space.heads for d in old.values()):
-            raise Conflict(Limits(whole_heads={a.bit: "" for a in accs}))
-        if len(accs) > 2:
-            raise Unsupported("more than two products would share one epilogue")
-        draft = Draft(replace(space, accs=tuple(accs)))
-        for d in old.values():
+        old, accs = self.united(space)
+        if len(old) == 1 and old[0].space.accs == accs:
+            return old[0]
+        draft = Draft(replace(space, accs=accs))
+        for d in old:
             draft.stores += [s for s in d.stores if s not in draft.stores]
             draft.sums += [s for s in d.sums if s not in draft.sums]
             draft.supplies |= d.supplies
@@ -231,28 +225,15 @@ class Plan:
         for a in product.node.all_input_nodes:
             if a is not product.x:
                 self.need(a, product.node)
-        self.operand(acc)
-
-    def operand(self, acc: Term) -> fx.Node | Stored:
-        """Where the left operand comes from: a node of the graph, or a store that no node of the graph equals."""
-        product = self.program.product(acc)
-        x = acc.args[0]
-        dtype = g.tensor(product.x).dtype  # type: ignore[union-attr]
-        order = product.rows + self.program.lifted.reading.roots(product.x)[-1]
-        for node in self.program.nodes.get(x, ()):  # the first, so that products of one operand read one tensor
-            lies = g.dense(node) or node is product.x  # attention's result often lies with its heads before its tokens
-            if lies and self.order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
-                self.need(node, product.node)
-                return node
+        held = self.operand(acc)
+        if isinstance(held, fx.Node):
+            self.need(held, product.node)
+            return
         try:
-            if (space := self.program.space(x)).order != order:
-                raise Unsupported(NOT_ROWS)
-            draft = self._draft(space)
+            draft = self._draft(self.program.space(held.term))
         except Unsupported as why:
             raise Conflict(Limits(undeferred=acc.hosts)) from why
-        stored = Stored(x, DTYPE_NAMES[dtype])
-        self.store(draft, stored)
-        return stored
+        self.store(draft, held)
 
     def store(self, draft: Draft, stored: Stored) -> None:
         """Lets an epilogue store a value."""
@@ -260,63 +241,26 @@ class Plan:
             raise Conflict(Limits({a.bit: f"it would store {stored.dtype}" for a in draft.space.accs}))
         if stored not in draft.stores:
             draft.stores.append(stored)
-            self.loads(draft, stored.term)
+            self.demand(draft, stored.term)
 
-    def loads(self, draft: Draft, *values: Term) -> dict[Term, Loaded]:
-        """The early terms that an epilogue reads rather than computes to make the values, and from where; asking is
-        demanding."""
-        found: dict[Term, Loaded] = {}
-        seen, todo = set[Term](), [part for t in values for part in self.program.parts(t, draft.space)]
-        while todo:
-            x = todo.pop()
-            if x in seen or x in draft.space.accs:
-                continue
-            seen.add(x)
-            source = None if x.deps & draft.space.mask else self.source(x, draft.space)
-            if source is None:
-                todo += [a for a, _ in self.program.summands(x)]
-            else:
-                found[x] = source
-        return found
+    def demand(self, draft: Draft, *values: Term) -> None:
+        """What an epilogue reads to make the values must exist."""
+        for source in self.loads(draft, *values).values():
+            match source:
+                case fx.Node():
+                    self.need(source)
+                case Stored(term):
+                    self.store(self._draft(self.program.space(term)), source)
+                case Computed():
+                    self._demand_computed(source, draft.space)
+                case Term():
+                    self._take(self._draft(self.program.space(source.args[0])), source)
+                case _:
+                    self.need(source.node)  # half of it
 
-    def source(self, x: Term, space: Space) -> Loaded | None:
-        """Where an epilogue gets an early x: a node, a store, a sum (its reduction), a computation, half a node; None
-        if it makes x itself from x's arguments."""
-        extent = space.extent(x)
-        if space.heads is not None and extent in ("feature", "table"):
-            if (lane := self.program.lane(x, space)) is not None:
-                self.need(lane.node)
-            return lane
-        if extent == "tile":
-            if not self.program.has_tile(x, space) or self.program.composed(x, space):
-                return None
-            return self._tile_source(x, space)
-        if x.kind == "red" and self._sum(x, space.rows):
-            return x if self.rows(x) == space.rows else self._computed(x, space)
-        if x.kind == "red" and self.pair(x):
-            return self._computed(x, space)
-        if not x.args:
-            return self._vector(x, space) if x.kind == "leaf" else None
-        summed = x.kind not in ("red", "con") and all(
-            self._sum(s, space.rows) or self.pair(s) for s in statistics(x) if s.deps
-        )
-        if not summed and self.program.natural(x, self._axes(x, space)) is not None:
-            return self._vector(x, space)
-        crowded = bool(self.program.limits.crowded & space.mask) and x.kind in ("mul", "add")
-        inline = 1 if crowded else MAX_INLINE if x.kind == "add" else len(sources(x))
-        if (x.kind == "red" and not x.deps) or (summed and len(sources(x)) > inline):
-            return self._computed(x, space)
-        if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
-            return self._computed(x, space)
-        return self._vector(x, space) if x.kind in ("red", "con") else None
-
-    def _computed(self, x: Term, space: Space) -> Computed:
-        """Demands what a small computation reads."""
-        extent = space.extent(x)
-        if extent == "scalar" and x.kind == "red" and not x.deps:
-            extent = "feature"  # the same for all columns
-        if extent == "scalar":
-            raise Conflict(Limits({a.bit: "a number that it needs is not known before it runs" for a in space.accs}))
+    def _demand_computed(self, c: Computed, space: Space) -> None:
+        """What a small computation reads must exist."""
+        x, extent = c.term, c.extent
         for s in sources(x):
             if s.kind == "leaf":
                 read = [self.program.lifted.node(s)]
@@ -325,8 +269,9 @@ class Plan:
                 read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], not s.deps
             elif not s.axes and not s.deps:  # a number, of a parameter
                 read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], True
-            elif fits := self._sum(s, space.rows):
+            elif fits := self.can_sum(s, space.rows):
                 read = []
+                self._take(self._draft(self.program.space(s.args[0])), s)
             elif (found := self.pair(s)) is not None:
                 read, fits = found.nodes(self.program.lifted), found.tokens(self.program) == space.rows
             else:
@@ -338,60 +283,3 @@ class Plan:
                 self.need(node)
         if extent == "token" and x.kind == "add":
             self.combined.setdefault(x, space.rows)
-        return Computed(x, extent, self._axes(x, space))
-
-    def pair(self, red: Term) -> Pair | None:
-        """What is summed beside an operation that is left whole, if the reduction is such a sum."""
-        return pair(self.program, red)
-
-    def taken(self, red: Term, rows: Axes) -> bool:
-        """Does some epilogue take this sum for each of its rows, and are they these rows in some order?"""
-        mine = red in self.sums and bool(red.axes) and red.axes <= set(rows)
-        return mine and self.program.lifted.can_permute(self.rows(red), rows)
-
-    def rows(self, red: Term) -> Axes:
-        """The axes of a sum over columns that an epilogue takes, in the order of its rows."""
-        return self.program.space(red.args[0]).rows
-
-    def _axes(self, x: Term, space: Space) -> tuple[int, ...]:
-        return space.rows if space.extent(x) == "token" else space.columns
-
-    def _vector(self, x: Term, space: Space) -> fx.Node:
-        node = self.program.natural(x, self._axes(x, space))
-        if node is None:
-            raise Conflict(
-                Limits({a.bit: f"{x.name or 'a vector'} is not laid out as its rows or columns" for a in space.accs})
-            )
-        self.need(node)
-        return node
-
-    def _tile_source(self, x: Term, space: Space) -> fx.Node | Stored:
-        find = self.program.narrowest if x.hosts else self.program.natural
-        node = find(x, space.order, space.mask)
-        if node is not None:
-            self.need(node)
-            return node
-        draft = self._draft(self.program.space(x))
-        dtype = g.tensor(self.program.product(draft.space.accs[0]).x).dtype  # type: ignore[union-attr]
-        stored = Stored(x, DTYPE_NAMES[dtype])
-        self.store(draft, stored)
-        return stored
-
-    def _sum(self, x: Term, rows: Axes) -> bool:
-        """Lets the epilogue that makes the summed values sum them, if one can whose rows are these in some order."""
-        if x in self.sums:
-            return self.taken(x, rows)
-        if x.name != "sum" or not x.args[0].hosts:
-            return False
-        try:
-            space = self.program.space(x.args[0])
-            self.program.check(x.args[0], space)
-            if set(x.over) != set(space.columns) or not x.axes <= set(space.rows):
-                return False
-            if not self.program.lifted.can_permute(space.rows, rows):
-                return False
-            draft = self._draft(space)
-        except Unsupported:
-            return False
-        self._take(draft, x)
-        return True

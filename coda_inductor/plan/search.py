@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
+from coda_inductor.plan.accumulated import addend
 from coda_inductor.plan.build import build
 from coda_inductor.plan.draft import CROWDED, Conflict
 from coda_inductor.plan.plan import Plan
@@ -27,7 +28,9 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
             trim(made)
             more = Limits(crowded=_crowded(made))
             if limits.holds(more):
-                made.builts = [build(made, draft) for draft in made.unique()]  # which asks once more
+                for draft in made.unique():
+                    draft.added = addend(made, draft)
+                made.builts = [build(made, draft) for draft in made.unique()]
                 return made
         except Conflict as conflict:
             more = conflict.limits

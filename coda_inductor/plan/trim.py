@@ -47,7 +47,8 @@ def trim(plan: Plan) -> Plan:
         d.supplies = {node: s for node, s in d.supplies.items() if s in d.stores}
         d.totals = {node: total for node, total in d.totals.items() if total[0] in d.sums}
     plan.sums = {t for d in drafts for t in d.sums}
-    plan.combined = {}  # building asks for them again
+    computed = (c for c in seen if isinstance(c, Computed) and c.extent == "token" and c.term.kind == "add")
+    plan.combined = {c.term: c.order for c in computed}
     return plan
 
 

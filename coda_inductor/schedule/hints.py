@@ -81,7 +81,7 @@ def memory_order(value: Tensor) -> Order | None:
     return None if _in_order(order, value.shape) else tuple(order)
 
 
-def lies(buffer: fx.Node) -> list[int]:
+def buffer_order(buffer: fx.Node) -> list[int]:
     """The dimensions of a tensor in memory, major to minor. A reduction that keeps its dimensions writes in the order
     in which it reads, not as its strides say."""
     reduction = g.reduction(buffer)
@@ -90,7 +90,7 @@ def lies(buffer: fx.Node) -> list[int]:
 
 def whole(buffer: fx.Node) -> Path:
     """The path of all of a tensor in memory, in the order of its dimensions."""
-    order = lies(buffer)
+    order = buffer_order(buffer)
     return () if _in_order(order, buffer.meta["val"].shape) else (tuple(map(order.index, range(len(order)))),)
 
 
@@ -107,7 +107,7 @@ def _permuted(path: Path, order: Order, buffer: fx.Node) -> Path:
     shape, last = list(buffer.meta["val"].shape), path[-1] if path else ()
     if isinstance(last, tuple) and last and len(last) == len(order):
         path, order = path[:-1], tuple(last[d] for d in order)
-        shape = [shape[d] for d in lies(buffer)]
+        shape = [shape[d] for d in buffer_order(buffer)]
     shape = [1] * (len(order) - len(shape)) + shape  # what is repeated
     own = not path and len(shape) <= len(order)  # after slices or other views these are not the buffer's dimensions
     trivial = _in_order(order, shape) if own else list(order) == sorted(order)

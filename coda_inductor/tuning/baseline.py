@@ -46,7 +46,7 @@ class WithoutLaw:
             there = done.union(wanted, *supplied)
             later = way([n for more in asked[i + 1 :] for n in more if n not in there], there)
             passed = way(wanted, done) - {*wanted}
-            wanted += [n for n in nodes if n in passed and (n in asked[-1] or (n in later and self._lies(n)))]
+            wanted += [n for n in nodes if n in passed and (n in asked[-1] or (n in later and self._in_memory(n)))]
             found.append((wanted, done))
             done = done.union(wanted, *supplied[i : i + 1])
         return found
@@ -61,10 +61,10 @@ class WithoutLaw:
         stored = [(d.space, {s.term for s in d.stores}) for d in drafts if node not in d.supplies]
         return any(whole not in terms and program.bases(whole, space) & terms for space, terms in stored)
 
-    def _lies(self, node: fx.Node) -> bool:
+    def _in_memory(self, node: fx.Node) -> bool:
         """Is the node a tensor in memory, of itself or as one of several?"""
-        lies = self.group.memory.holds(node) or node.target is operator.getitem
-        return lies and isinstance(node.meta["val"], Tensor)
+        there = self.group.memory.holds(node) or node.target is operator.getitem
+        return there and isinstance(node.meta["val"], Tensor)
 
     @functools.cached_property
     def pieces(self) -> list[Program | None]:

@@ -152,13 +152,13 @@ def unwritten(built: Built, plan: Plan, group: Group) -> list[fx.Node]:
     late = plan.program.in_backward(built.draft.space)
     there = group.rest.made | group.rest.early if late else group.rest.made
 
-    def lies(node: fx.Node) -> bool:
+    def in_memory(node: fx.Node) -> bool:
         while node not in there and base_of(node) is not node:
             node = node.all_input_nodes[0]
         return node in there or not in_loop(node) or group.memory.holds(node) or group.memory.saves(node)
 
     nodes = [n for n in dict.fromkeys(built.inputs) if isinstance(n, fx.Node)]
-    return [n for n in nodes if elements(n) >= TILE * group.tokens and not lies(n)]
+    return [n for n in nodes if elements(n) >= TILE * group.tokens and not in_memory(n)]
 
 
 def waits(plan: Plan, mask: int, node: fx.Node) -> bool:

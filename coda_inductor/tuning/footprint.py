@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.core.region import DTYPES, Region
+from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.region import Region
 from coda_inductor.patterns import graph as g
 from coda_inductor.plan.built import Source, Table, Weight
 from coda_inductor.plan.draft import Stored

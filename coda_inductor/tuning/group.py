@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import legality
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import DTYPES, Region
+from coda_inductor.core.region import Region
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Built, Source, Table, Weight

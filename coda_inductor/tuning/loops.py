@@ -32,7 +32,7 @@ def loops_of(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
     late = plan.program.in_backward(group.builts[0].draft.space)
     supplied = {node for draft in plan.unique() for node in draft.supplies}
 
-    def lies(node: fx.Node) -> bool:
+    def in_memory(node: fx.Node) -> bool:
         """Is it a tensor in memory, that loops read? (A split is part of what reads it.)"""
         held = g.is_backward(node) != late and group.memory.holds(node, late)
         return isinstance(node.meta["val"], Tensor) and (held or taken_whole(node) or node in supplied)
@@ -46,21 +46,21 @@ def loops_of(plan: Plan, group: Group) -> tuple[list[fx.Node], set[fx.Node]]:
         apart = node in supplied or place[node] < first or waits(plan, group.mask, node)
         if own and g.is_backward(node) == late and not apart:
             written.append(node)
-            computed |= _computed(node, lies)
+            computed |= _computed(node, in_memory)
         if not own or node in summed:
             todo += [n for n in node.users if n not in seen and in_loop(n)]
             seen |= {*todo}
     return written, computed
 
 
-def _computed(node: fx.Node, lies: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def _computed(node: fx.Node, in_memory: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """What the loop that writes a tensor computes, and views of it; but not the few values that many elements read, as
     sines: they lie in tables."""
     found, todo = {node}, [node]
     while todo:
         reader = todo.pop()
         few = 0 if name_of(reader) in HEAVY else elements(reader) // MANY  # which are parts that it puts together
-        inputs = [n for n in reader.all_input_nodes if n not in found and in_loop(n) and not lies(n)]
+        inputs = [n for n in reader.all_input_nodes if n not in found and in_loop(n) and not in_memory(n)]
         todo += [n for n in inputs if elements(n) > few or not isinstance(n.meta["val"], Tensor)]
         found |= {*todo}
     views = [*found]

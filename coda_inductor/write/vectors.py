@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_inductor.core.dtypes import NARROW
 from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.patterns.lift import ROUNDINGS, Lifted
+from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.pointwise import FUNCTIONS
 from coda_inductor.patterns.sizes import size_of
 from coda_inductor.patterns.terms import Term, is_number
@@ -26,10 +28,7 @@ from coda_inductor.rewrite.beside import Pair
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
 Order = tuple[int, ...]
 
-REDUCTIONS: dict[str, object] = {
-    "sum": aten.sum.dim_IntList, "max": aten.amax.default, "logsumexp": aten.logsumexp.default,
-}  # fmt: skip
-ROUNDED = {name: dtype for dtype, name in ROUNDINGS.items()}
+ROUNDED = {name: dtype for dtype, name in NARROW.items()}
 
 
 @dataclass(slots=True)
@@ -87,7 +86,9 @@ class Vectors:
                 return out if factor == 1 else self.call(out, aten.mul.Tensor, out, float(factor)), (TOKENS,)
             node, order = self._value(t.args[0], rows)
             over = [order.index(i) for i in t.over]
-            return self.call(node, REDUCTIONS[t.name], node, over), tuple(i for i in order if i not in t.over)
+            return self.call(node, g.aten_of(REDUCTIONS[t.name].aten), node, over), tuple(
+                i for i in order if i not in t.over
+            )
         if t.kind == "fn":
             args, order = self._aligned(tuple(a for a in t.args if not is_number(a)), rows)
             numbers = [

@@ -1,0 +1,38 @@
+"""The number formats that a Region reads, multiplies, computes in and stores: one row each.
+
+A row is all that knows a format: `verify`, legality, the roundings among the scalar operations (ops.py), the terms that
+a graph's casts become, and the imports of generated modules are read from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """`cute` is the CuTeDSL type that a kernel reads and writes (None: no kernel does), `words` how a report calls it.
+    `multiplied`: tensor cores multiply matrices of it. `narrow`: it is computed with in float32, and a cast to it
+    rounds."""
+
+    torch: torch.dtype
+    cute: str | None
+    words: str
+    multiplied: bool = False
+    narrow: bool = False
+
+
+FORMATS = {
+    "bf16": Format(torch.bfloat16, "BFloat16", "16 bits", multiplied=True, narrow=True),
+    "f16": Format(torch.float16, "Float16", "16 bits", multiplied=True, narrow=True),
+    "f32": Format(torch.float32, "Float32", "float32"),
+    "f64": Format(torch.float64, None, "float64"),
+}
+
+DTYPES = {name: row.torch for name, row in FORMATS.items()}
+DTYPE_NAMES = {row.torch: name for name, row in FORMATS.items()}
+NARROW = {row.torch: name for name, row in FORMATS.items() if row.narrow}
+"""The formats that a cast rounds to, by dtype."""
+MULTIPLIED = tuple(row.torch for row in FORMATS.values() if row.multiplied)

@@ -1,0 +1,41 @@
+"""What an epilogue may take over the columns or the rows of its tile: one row per reduction.
+
+A row is all that knows a reduction: graphs are read and written by `aten`, the interpreter calls `torch`, generated
+modules name a class of codegen/device.py, and codegen/finish.py has the kernel that makes one result of what the tiles
+left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`torch` reduces a tensor over a dimension; `join` makes one of what two parts of it gave. `aten` is the ATen
+    operation of (tensor, dimensions).
+
+    `sinks` has the class of codegen/device.py that takes it in an epilogue, by what it is taken over: "N" leaves one
+    number for each row, "M" for each column. Without one the graph is read and written, and Inductor computes it.
+
+    `linear`: it adds up. Then a factor or a zero beside it costs nothing, and places past the edge of the matrix are
+    masked unless they are 0; others leave them out by themselves. `planes`: numbers for each row that warps pass on.
+    """
+
+    torch: Callable[[Tensor, int], Tensor]
+    join: Callable[[Tensor, Tensor], Tensor]
+    aten: str
+    sinks: Mapping[str, str] = field(default_factory=dict)
+    linear: bool = False
+    planes: int = 1
+
+
+REDUCTIONS = {
+    "sum": Row(torch.sum, torch.add, "sum.dim_IntList", {"N": "ColVecReduce", "M": "RowVecReduce"}, linear=True),
+    "max": Row(torch.amax, torch.maximum, "amax.default"),
+    "logsumexp": Row(torch.logsumexp, torch.logaddexp, "logsumexp.default", {"N": "OnlineLSEReduce"}, planes=2),
+}
