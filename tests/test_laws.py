@@ -13,7 +13,7 @@ import torch
 from evaluate import NAMES, Read, captured, compiled, error, flat, read
 from hypothesis import given
 from hypothesis import strategies as st
-from odd import rms
+from small_tensors import rms
 from torch import Tensor
 from zoo import CASES, Case
 

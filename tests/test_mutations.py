@@ -19,7 +19,7 @@ import torch
 from codegen_cases import bias_sums, lane_sums, random_inputs, softmax_sum, weighted_sums
 from compiling import pretend
 from evaluate import Read, captured
-from odd import ODD
+from odd_programs import ODD
 from test_codegen import agree, run
 from torch import Tensor, fx
 from zoo import CASES, Case

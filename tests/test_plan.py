@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import captured, compiled, read
-from odd import ODD, rms
+from odd_programs import ODD
+from small_tensors import rms
 from torch import Tensor
 from zoo import Decoder, Shape, token_ids
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import error, flat, strict_reference
-from odd import R, rms
+from small_tensors import R, rms
 from torch import Tensor
 
 from coda_inductor.core.versions import numbers

@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import compiled, error, flat, strict_reference
-from odd import ODD, random_program, rms
+from odd_programs import ODD
+from random_programs import random_program
+from small_tensors import rms
 from torch import Tensor, nn
 from zoo import CASES, Case, Decoder, Shape, token_ids
 
