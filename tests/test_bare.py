@@ -13,11 +13,11 @@ import pytest
 import torch
 from codegen_cases import blank_outputs, random_inputs, turned_left
 from compiling import Norm, pretend, run
-from test_training_device import errors, gradients
 from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from trained_layers import errors, gradients
 
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.tiles import DEEP_LEAST, PLAIN

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +20,8 @@ from codegen_cases import (
     weighted_sums,
     whole_rows,
 )
+from live_bytes import Live
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coda_inductor.core import blocks, errors
 from coda_inductor.core.errors import CodaWarning
@@ -32,35 +30,6 @@ from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch
 
 REGIONS: list[Callable[[int, int], Region]] = [*CASES, *(lambda n, k, s=s: random_region(s) for s in range(20))]
-
-
-class Live(TorchDispatchMode):
-    """The most bytes of tensors made within that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self.seen = set[int]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _is(t)}
-        out = function(*args, **kwargs or {})
-        for t in filter(_is, torch.utils._pytree.tree_leaves(out)):
-            storage = t.untyped_storage()
-            if storage._cdata not in before and storage._cdata not in self.seen:
-                self.seen.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return out
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self.seen.discard(key)
-        self.now -= nbytes
-
-
-def _is(x: object) -> bool:
-    return isinstance(x, Tensor)
 
 
 def whole(region: Region, inputs: Sequence[Tensor], m: int) -> list[Tensor]:

@@ -234,8 +234,10 @@ def objects(directory: Path) -> dict[Path, int]:
 
 BUILD = """
 import sys
-from test_caches import JOB, prebuild
-print(prebuild([JOB], sys.argv[1], workers=1))
+from codegen_cases import token_scale
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.kernels.prebuild import Job, prebuild
+print(prebuild([Job(token_scale(64, 32), Config(128, 128, 1, 1, True))], sys.argv[1], workers=1))
 """
 JOB = Job(token_scale(64, 32), Config(128, 128, 1, 1, True))
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import close, half, pretend, run, streams, uncompiled
-from test_training_device import Layer
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from trained_layers import Layer
 
 from coda_inductor.codegen import target
 from coda_inductor.core.errors import Unsupported

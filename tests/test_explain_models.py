@@ -7,31 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from coverage_models import llama_of
 from torch import Tensor, fx, nn
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
-from coda_inductor.explain.capture import OnCpu, Untouched, capture
+from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.schedule.model import kernels
 
 SM_90A, REFERENCE = Settings(target="sm_90a"), Settings(target="reference")
 LAYERS = 2
-
-
-def llama_of(layers: int) -> tuple[nn.Module, Tensor]:
-    """Llama-3-8B's widths, causal attention without a mask (transformers builds one when it is traced), no memory."""
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register("causal", sdpa_attention_forward)
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, use_cache=False, attn_implementation="causal",
-    )  # fmt: skip
-    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        return model, torch.zeros(2, 4096, dtype=torch.long)
 
 
 @pytest.fixture(scope="module")

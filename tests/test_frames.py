@@ -15,7 +15,7 @@ import pytest
 import torch
 from compiling import Centred, Half, Interpreted, half, pretend, run, streams
 from evaluate import strict_reference
-from test_failures import Illegal, OutOfMemory, build_fails
+from failing_kernels import Illegal, OutOfMemory, build_fails
 from torch import Tensor, fx, nn
 from torch._inductor.pattern_matcher import FailedMatch
 

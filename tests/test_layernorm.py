@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 from evaluate import compiled
-from test_verdicts import Block, D
 from torch import Tensor, nn
+from transformer_blocks import Block, D
 
 from coda_inductor.inductor.records import Report
 from coda_inductor.rewrite import derive

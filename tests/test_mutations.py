@@ -20,7 +20,7 @@ from codegen_cases import bias_sums, lane_sums, random_inputs, softmax_sum, weig
 from compiling import pretend
 from evaluate import Read, captured
 from odd_programs import ODD
-from test_codegen import agree, run
+from simulated_epilogues import agree, run
 from torch import Tensor, fx
 from zoo import CASES, Case
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import close, half, left_to_inductor, pretend, run, streams
-from test_blocks import Live
+from live_bytes import Live
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.measure import free_memory, timing

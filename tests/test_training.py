@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from evaluate import error, strict_reference
-from test_verdicts import KINDS, Block, D
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformer_blocks import KINDS, Block, D, stack, steps
 
 from coda_inductor.inductor.joint_pass import REPORTS
 
@@ -38,10 +37,6 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x
-
-
-def stack(*kind: Any) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(Block(*kind), Block(*kind))
 
 
 def frozen() -> nn.Module:
@@ -98,18 +93,6 @@ def test_the_triangle_is_a_switch() -> None:
         for mine, theirs in zip(out, steps(model, model, [x], True), strict=True):
             assert mine is None or theirs is None or error(mine, theirs) < 1e-10
     assert laws == [True, False]
-
-
-def steps(run: Callable[[Tensor], Tensor], model: nn.Module, xs: list[Tensor], wants: bool) -> list[Tensor | None]:
-    """Outputs and gradients of two steps."""
-    model.zero_grad()
-    out: list[Tensor | None] = []
-    for x in xs:
-        x = x.clone().requires_grad_(wants and x.is_floating_point())
-        y = run(x)
-        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-        out += [y.detach(), x.grad]
-    return out + [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
 
 
 def test_nobody_is_warned_of_torchs_own(recwarn: pytest.WarningsRecorder) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import strict_reference
-from test_training_device import MODELS as LAYERS
-from test_training_device import WIDTH, errors
-from test_training_device import gradients as every_gradient
 from torch import Tensor, nn
+from trained_layers import MODELS as LAYERS
+from trained_layers import WIDTH, errors
+from trained_layers import gradients as every_gradient
 from zoo import rotate
 
 from coda_inductor.inductor.joint_pass import REPORTS

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 from compiling import pretend, run
-from test_training_device import trained
 from torch import Tensor, fx, nn
+from trained_layers import trained
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain

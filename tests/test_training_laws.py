@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from evaluate import Graph, Read, error, strict_reference
-from test_training import stack, steps
-from test_verdicts import KINDS
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from transformer_blocks import KINDS, stack, steps
 from zoo import WIDTH, Attention, Mlp, Norm
 
 from coda_inductor.inductor import joint_pass

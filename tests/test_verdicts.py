@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from evaluate import Graph, captured, error
-from torch import Tensor, fx, nn
+from torch import fx, nn
+from transformer_blocks import KINDS, Block, D
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import rewrite
@@ -18,42 +18,6 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import Decisions
-
-D, HEADS = 16, 2
-
-
-class Block(nn.Module):
-    """A transformer layer: pre-, post- or parallel-norm, with RMSNorm or LayerNorm, gated or not."""
-
-    def __init__(self, kind: str, norm: str, gated: bool) -> None:
-        super().__init__()
-        self.kind, self.gated = kind, gated
-        make = (lambda: nn.LayerNorm(D)) if norm == "layer" else (lambda: nn.RMSNorm(D, eps=1e-5))
-        self.n1, self.n2 = make(), make()
-        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.gate, self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def attention(self, x: Tensor) -> Tensor:
-        q, k, v = (t.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
-
-    def mlp(self, x: Tensor) -> Tensor:
-        gate = F.silu(self.gate(x)) if self.gated else F.gelu(self.gate(x))
-        return self.down(gate * self.up(x) if self.gated else gate)  # type: ignore[no-any-return]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "parallel":
-            return x + self.attention(self.n1(x)) + self.mlp(self.n2(x))
-        if self.kind == "post":
-            x = self.n1(x + self.attention(x))
-            return self.n2(x + self.mlp(x))  # type: ignore[no-any-return]
-        x = x + self.attention(self.n1(x))
-        return x + self.mlp(self.n2(x))
-
-
-KINDS = [
-    (kind, norm, gated) for kind in ("pre", "post", "parallel") for norm in ("layer", "rms") for gated in (True, False)
-]
 
 
 @pytest.mark.parametrize(("kind", "norm", "gated"), KINDS)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from compiling import Ran, half, pretend, run, streams
-from test_training_device import Layer, trained
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from trained_layers import Layer, trained
 from zoo import Norm
 
 from coda_inductor.measure import timing
