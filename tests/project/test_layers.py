@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "coda_inductor"
+PACKAGE = Path(__file__).resolve().parents[2] / "coda_inductor"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 TOWER = (

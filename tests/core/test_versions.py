@@ -48,7 +48,7 @@ def test_versions_that_were_not_tested(monkeypatch: pytest.MonkeyPatch, version:
 
 
 def test_the_package_asks_for_the_first_tested_version_and_for_no_last_one() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (asked,) = [d for d in project["dependencies"] if d.startswith("torch")]
     assert asked == f"torch>={FIRST}"
 

@@ -12,7 +12,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain.listing import render
 from coda_inductor.explain.steps import program
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 
 

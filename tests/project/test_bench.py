@@ -17,7 +17,7 @@ from coda_inductor.measure import timing
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     monkeypatch.setattr(sys, "argv", ["bench"])
     return importlib.import_module
 

@@ -87,7 +87,7 @@ def test_what_the_target_cannot_do_is_refused_with_its_condition_and_line() -> N
     (refused,) = report["graphs"][0]["refused"]
     assert report["totals"]["regions"] == 0 and report["totals"]["coverage"] == 0
     assert refused["reason"] == "n = 1028 is not a multiple of 8 (pad the weight: rows must be 16-byte aligned)"
-    assert refused["source"].startswith("tests/test_explain_models.py:") or __file__ in refused["source"]
+    assert refused["source"].startswith("tests/explain/test_explain_models.py:") or __file__ in refused["source"]
     assert explain(model, (x,), {}, "infer", REFERENCE)["totals"]["coverage"] == 1
 
 

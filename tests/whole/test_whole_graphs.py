@@ -126,7 +126,7 @@ def pictures(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """A vision model of transformers or a block of bench/models.py (diffusion, nanoGPT), small, with its inputs."""
     import transformers
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
     bench = importlib.import_module("models")
     sys.path.pop(0)
     shared = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -22,7 +22,7 @@ from coda_inductor.inductor import joint_pass, settle
 from coda_inductor.inductor.joint_pass import JointPass
 from coda_inductor.kernels.prebuild import Job, prebuild
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import json, sys, torch
@@ -51,7 +51,7 @@ class Process:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def start(self, package: Path = HERE.parent, name: str = "out", **options: Any) -> Script:
+    def start(self, package: Path = ROOT, name: str = "out", **options: Any) -> Script:
         arguments = json.dumps(options), str(self.directory / name), str(self.directory)
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor")}
         return Script(SCRIPT, *arguments, package=package, cwd=self.directory, environment=cache)
@@ -105,9 +105,7 @@ def test_another_source_misses(process: Process, cold: dict[str, Any], tmp_path:
     """The same package with a comment more."""
     import shutil
 
-    shutil.copytree(
-        HERE.parent / "coda_inductor", tmp_path / "coda_inductor", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "coda_inductor", tmp_path / "coda_inductor", ignore=shutil.ignore_patterns("__pycache__"))
     laws = tmp_path / "coda_inductor" / "rewrite" / "laws.py"
     laws.write_text(laws.read_text() + "# changed\n")
     other = process(package=tmp_path, target="reference")

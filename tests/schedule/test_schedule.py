@@ -114,7 +114,7 @@ def opaque(inputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[1] / "bench" / "inductor_bytes.py"
+    path = Path(__file__).parents[2] / "bench" / "inductor_bytes.py"
     spec = importlib.util.spec_from_file_location("inductor_bytes", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
