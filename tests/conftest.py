@@ -58,7 +58,6 @@ def uncached() -> Iterator[None]:
 
 LONG = (
     "compiled_cases",
-    "compiling_process",
     "effects",
     "random_effects",
     "training_bf16",

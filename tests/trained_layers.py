@@ -1,4 +1,4 @@
-"""Small layers of decoders and encoders, a training step of them, and how far its gradients are from the true."""
+"""Small layers of decoders and encoders, a training step of them, and how far its gradients are from the true ones."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "coda_inductor"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = PACKAGE.parent / "tests"
 
 TOWER = (
     "core", "patterns", "rewrite", "codegen", "plan", "kernels", "measure", "ops", "schedule", "write", "passes",
@@ -158,6 +159,14 @@ def test_no_circle() -> None:
 @pytest.mark.parametrize("room", sorted({p.parent for p in FILES}), ids=lambda p: p.name)
 def test_a_room_is_small(room: Path) -> None:
     assert len([*room.glob("*.py")]) <= ROOM_FILES
+
+
+@pytest.mark.parametrize("folder", sorted({p.parent for p in TESTS.rglob("*.py")}), ids=lambda p: p.name)
+def test_a_folder_of_tests_is_small(folder: Path) -> None:
+    """Its files are, too. tests/ itself holds what its folders share."""
+    files = [*folder.glob("*.py")]
+    assert folder == TESTS or len(files) <= ROOM_FILES
+    assert [p.name for p in files if p.read_text().count("\n") > FILE_LINES] == []
 
 
 def test_the_tower_names_what_there_is() -> None:
