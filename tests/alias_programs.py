@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from odd import rms
 from programs import Program, program
+from small_tensors import rms
 from torch import Tensor, nn
 
 ALIASES: dict[str, Program] = {}

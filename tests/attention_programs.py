@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from odd import rms
 from programs import Program, program
+from small_tensors import rms
 from torch import Tensor, nn
 
 D, HEADS = 32, 4

@@ -57,7 +57,7 @@ def uncached() -> Iterator[None]:
 
 
 LONG = (
-    "codegen_compile",
+    "compiled_cases",
     "effects",
     "random_effects",
     "training_bf16",
@@ -72,11 +72,11 @@ TOGETHER = dict.fromkeys(("laws", "lift", "verdicts"), "laws")  # one worker cap
 
 SLOW = (
     "test_training_bf16.py::test_a_model_learns",
-    "test_codegen_compile.py::test_the_compiling_process_may_end",
-    "test_codegen_compile.py::test_a_fork_of_the_owner",
-    "test_codegen_compile.py::test_an_interpreter_may_end",
-    "test_codegen_compile.py::test_what_is_printed_is_no_answer",
-    "test_codegen_compile.py::test_a_worker_may_die",
+    "test_compiling_process.py::test_the_compiling_process_may_end",
+    "test_compiling_process.py::test_a_fork_of_the_owner",
+    "test_compiling_process.py::test_an_interpreter_may_end",
+    "test_compiling_process.py::test_what_is_printed_is_no_answer",
+    "test_compiling_process.py::test_a_worker_may_die",
     "test_caches.py::test_kernel_compiled_by_two_processes_and_broken",
     "test_explain_models.py::test_llama_of_16_layers",
     "test_contest.py::test_a_deeper_model",

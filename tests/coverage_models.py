@@ -128,10 +128,23 @@ def gpt2(layers: int = 48) -> Made:
     return GPT2LMHeadModel(config).to(BF16), (ids(8, 1024),)
 
 
+def llama_of(layers: int) -> tuple[nn.Module, Tensor]:
+    """Llama-3-8B's widths, causal attention without a mask (transformers builds one when it is traced), no memory."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, use_cache=False, attn_implementation="causal",
+    )  # fmt: skip
+    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        return model, torch.zeros(2, 4096, dtype=torch.long)
+
+
 def llama(layers: int = 32) -> Made:
     """Llama-3-8B. Causal without a mask, as gpt2."""
-    from test_explain_models import llama_of
-
     model, tokens = llama_of(layers)
     return model, (tokens,)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from effect_reads import scale_
-from odd import rms
 from programs import Program, program
+from small_tensors import rms
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

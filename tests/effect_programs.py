@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from effect_reads import bump_, exchange_, scale_
-from odd import rms
 from programs import Program, program
+from small_tensors import rms
 from torch import Tensor, nn
 
 EFFECTS: dict[str, Program] = {}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from odd import rms
 from programs import Program
+from small_tensors import rms
 from torch import Tensor
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from odd import ODD, random_program
+from odd_programs import ODD
+from random_programs import random_program
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 from zoo import CASES

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from effect_reads import scale_
-from odd import rms
 from programs import Program, program
+from small_tensors import rms
 from torch import Tensor
 
 LATE: dict[str, Program] = {}

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from effect_reads import bump_, exchange_, scale_
-from odd import rms
 from programs import Program, Seen, compiled, difference, relative, seen, stock
 from quick import quick
+from small_tensors import rms
 from torch import Tensor
 
 from coda_inductor.inductor.joint_pass import REPORTS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training_device import MODELS, WIDTH, as_good_as_eager
+from trained_layers import MODELS, WIDTH, as_good_as_eager
 
 from coda_inductor.kernels import launch
 

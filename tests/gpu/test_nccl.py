@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import fresh
-from test_distributed import BATCH, KINDS, RANKS, a_rank
+from rank_training import BATCH, KINDS, RANKS, a_rank
 
 from coda_inductor.demo import LENGTH, VOCABULARY, Llama
 

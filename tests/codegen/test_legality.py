@@ -1,0 +1,80 @@
+"""Which Regions have a kernel, in which tiles and on which targets, and why others have none."""
+
+from __future__ import annotations
+
+import pytest
+from codegen_cases import CASES, norm_backward, norm_producer, swiglu, token_scale
+from small_regions import small, two
+
+from coda_inductor.codegen import legality, target, tiles
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import Operand, Product, Reduction, Region, Store
+
+
+@pytest.mark.parametrize(
+    ("region", "reason"),
+    [
+        (small(dtype="f64", stores=(Store("acc", "f64"),)), "matrices of f64"),
+        (small(n=50257), "n = 50257"),
+        (small(products=(Product("acc", 0, 1, 60, "nk"),)), "k = 60"),
+        (small(operands=(Operand("x", "tile", "f64"),)), "operand x of f64"),
+        (
+            small(operands=tuple(Operand(f"x{i}", "tile", "f32") for i in range(12))),
+            "0 of the 3 steps that it loads ahead",
+        ),
+        (small(operands=tuple(Operand(f"x{i}", "token", "f32") for i in range(13))), "13 operands"),
+        (two(products=(Product("g", 0, 1, 64, "nk"), Product("u", 2, 3, 64, "nk"))), "different left operands"),
+        (two(products=(Product("g", 0, 1, 64, "kn"), Product("u", 0, 2, 64, "kn"))), "[K, N] weights"),
+        (two(stores=(Store("g", "f32"),)), "f32 store"),
+        (two(operands=(Operand("x", "tile", "bf16"),)), "tile operand x"),
+        (two(reductions=(Reduction("g", "M"),)), "a sum over M beside two products"),
+        (two(products=tuple(Product(f"p{i}", 0, 1 + i, 64, "nk") for i in range(3))), "3 products"),
+    ],
+)
+def test_refusals_say_why(region: Region, reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason.replace("[", r"\[")):
+        legality.check(region)
+    assert not legality.candidates(region, 8192)
+
+
+def test_candidates_are_legal_at_every_size() -> None:
+    for make in CASES:
+        region = make(4096, 4096)
+        legality.check(region)
+        for m in (1, 64, 65, 300, 1024, 8192, 100000):
+            found = legality.candidates(region, m)
+            assert found and len(set(found)) == len(found)
+            for config in found:
+                legality.require(region, config)
+                assert legality.stages(region, config).ab >= legality.MIN_STAGES
+
+
+def test_tiles_for_wide_and_deep_products() -> None:
+    """Larger ones, unless they cannot run or would spill. What runs untuned is the first."""
+
+    def names(region: Region) -> list[str]:
+        return [str(c) for c in legality.candidates(region, 8192)]
+
+    large = {"256x192co2x1n", "256x192co1x2"}
+    for region in (swiglu(22016, 8192), token_scale(8192, 8192)):
+        assert large <= set(names(region)) and names(region)[0] == "128x256co2x1"
+    for n, k in ((8192, 8184), (8184, 8192)):
+        assert names(token_scale(n, k)) == [str(c) for c in tiles.LARGE]
+    assert names(norm_producer(8192, 22016)) == [str(c) for c in tiles.LARGE]  # no stages left for larger ones
+    assert names(norm_backward(8192, 22016)) == [str(c) for c in tiles.HEAVY if c.tile_n != 256]
+
+
+def test_buckets() -> None:
+    assert [legality.bucket(m) for m in (1, 64, 65, 1000, 8192, 8193, 10**9)] == [64, 64, 128, 1024, 8192, 16384, 32768]
+
+
+def test_targets_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, reason in ((None, "no NVIDIA GPU"), ((8, 0), "found sm_80"), ((10, 0), "sm_100")):
+        with pytest.raises(Unsupported, match=reason):
+            target.available(capability)
+    monkeypatch.setattr(target, "installed", lambda package: "0.5.9")
+    with pytest.raises(Unsupported, match="was not tested"):
+        target.available((9, 0))
+    monkeypatch.setattr(target, "installed", lambda package: None)
+    with pytest.raises(Unsupported, match="is not installed"):
+        target.available((9, 0))

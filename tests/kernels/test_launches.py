@@ -1,0 +1,140 @@
+"""A Region's launches, with the interpreter in its kernel's place: which kernel, of which inputs, and what if none."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from codegen_cases import bias_sums, blank_outputs, random_inputs, summed, swiglu, token_scale
+from torch import Tensor
+
+from coda_inductor.codegen import legality, tiles
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.region import Region
+from coda_inductor.kernels import launch
+from coda_inductor.kernels.executable import Run
+
+
+class FakeKernel:
+    """Stands in for the compiled kernel: the interpreter, with what it was asked. Two matrices that share a descriptor
+    must lie where one can span them, and the second weight of two after the first, unless the kernel is `swapped`."""
+
+    def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
+        self.region, self.config, self.swapped = region, config, swapped
+
+    def prepare(self, inputs: list[Tensor], outs: list[Tensor | None]) -> Run:
+        return lambda entrance, way_out: self.run(inputs, outs)
+
+    def run(self, inputs: list[Tensor], outs: list[Tensor | None]) -> None:
+        first, *others = self.region.products
+        lanes = [] if self.region.half else [(first.b, p.b) for p in others]
+        for i, j in [*zip(*first.pairs, strict=True)] if self.region.summed else lanes:
+            distance = inputs[j].data_ptr() - inputs[i].data_ptr()
+            assert inputs[i].stride() == inputs[j].stride() and 0 < abs(distance) < 1 << 40
+            assert self.region.summed or self.swapped == (distance < 0)
+        for out, value in zip(outs, interpret(self.region, inputs), strict=True):
+            if out is not None:
+                out.copy_(value)
+
+
+def launched(
+    monkeypatch: pytest.MonkeyPatch, region: Region, directory: Path, build: Callable[..., FakeKernel] = FakeKernel
+) -> launch.Kernel:
+    """The Region's Kernel, on CPU tensors, with what `build` returns for the compiled kernel."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
+    kernel = types.SimpleNamespace(Compiled=build)
+    monkeypatch.setattr(launch, "importlib", types.SimpleNamespace(import_module=lambda name: kernel))
+    return launch.kernel(region.text, str(directory / "kernels"))
+
+
+def test_launch_picks_the_bucket_and_the_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = swiglu(64, 32)
+    k = launched(monkeypatch, region, tmp_path)
+    assert launch.kernel(region.text, str(tmp_path / "kernels")) is k
+    before = launch.LAUNCHES[region.digest]
+    for m, up_first in ((1, False), (300, True), (0, False)):
+        inputs = random_inputs(region, m, "cpu", up_first=up_first)
+        outs = [torch.empty(m, 64, dtype=torch.bfloat16) for _ in region.stores]
+        k(inputs, [outs[0], None, outs[2]])
+        assert torch.equal(outs[2], interpret(region, inputs)[2])
+    assert launch.LAUNCHES[region.digest] == before + 2
+    assert [(c.tile_m, swapped) for c, swapped in k._compiled] == [(64, False), (128, True)]
+
+
+def test_no_tokens_sum_to_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = bias_sums(64, 32)
+    before, outs = launch.LAUNCHES[region.digest], blank_outputs(region, 0, "cpu")
+    launched(monkeypatch, region, tmp_path)(random_inputs(region, 0, "cpu"), [*outs[:2], None, *outs[3:]])
+    assert torch.equal(outs[1], torch.zeros(64)) and bool(outs[2].isnan().all())
+    assert launch.LAUNCHES[region.digest] == before
+
+
+def test_launch_mends_or_falls_back_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch.FALLBACKS.clear()
+    region = swiglu(64, 32, train=False)
+    k = launched(monkeypatch, region, tmp_path)
+    inputs, out = random_inputs(region, 8, "cpu"), torch.empty(8, 64, dtype=torch.bfloat16)
+    inputs[0] = torch.randn(8, 33).bfloat16()[:, 1:]  # rows of 66 bytes, first element at 2
+    with pytest.warns(RuntimeWarning, match="copied"):
+        k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0])
+    inputs[2] = inputs[1]  # one weight twice: no distance to encode
+    with pytest.warns(RuntimeWarning, match="two matrices"):
+        k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0])
+    k(inputs, [out])  # counted, not warned about again
+    assert sorted(launch.FALLBACKS.values()) == [2, 3]
+
+
+@pytest.mark.parametrize("make", [swiglu, summed])
+@pytest.mark.parametrize("way", ["of another pitch", "the same twice", "too far apart"])
+def test_launch_copies_what_no_descriptor_spans(
+    make: Callable[[int, int], Region], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel then runs, also where no fallback is allowed."""
+    launch.FALLBACKS.clear()
+    launched(monkeypatch, region := make(64, 64), tmp_path)
+    k, first = launch.kernel(region.text, str(tmp_path / "kernels"), strict=True), region.products[0]
+    inputs, before = random_inputs(region, 8, "cpu"), launch.LAUNCHES[region.digest]
+    i, j = [*zip(*first.pairs, strict=True)][1] if region.summed else (first.b, region.products[1].b)
+    n, width = inputs[j].shape
+    if way == "too far apart":
+        monkeypatch.setattr(launch, "REACH", 1)
+    else:
+        wide = torch.randn(n, 2 * width).to(inputs[j].dtype)
+        inputs[j] = wide[:, :width] if way == "of another pitch" else inputs[i]
+    outs = [torch.empty_like(out) for out in interpret(region, inputs)]
+    with pytest.warns(RuntimeWarning, match="two matrices were copied"):
+        k(inputs, outs)
+    assert all(map(torch.equal, outs, interpret(region, inputs)))
+    pairs = 2 if region.summed and way == "too far apart" else 1
+    assert launch.LAUNCHES[region.digest] == before + 1 and sum(launch.FALLBACKS.values()) == pairs
+
+
+def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next configuration, and when none is left by the interpreter."""
+    launch.FALLBACKS.clear()
+    region = token_scale(64, 32)
+    inputs, out = random_inputs(region, 500, "cpu"), torch.empty(500, 64, dtype=torch.bfloat16)
+    refused = set(legality.candidates(region, 500)[:2])
+
+    def build(region: Region, config: Config, directory: Path, *, swapped: bool) -> FakeKernel:
+        if config in refused:
+            raise Unsupported(f"no kernel for {config}")
+        return FakeKernel(region, config, directory, swapped=swapped)
+
+    k = launched(monkeypatch, region, tmp_path, build)
+    with pytest.warns(RuntimeWarning, match="no kernel for"):
+        k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0])
+    assert k._ready[512, False].config == legality.candidates(region, 500)[2]
+    refused |= set(tiles.ALL)
+    few, few_out = random_inputs(region, 3, "cpu"), torch.empty(3, 64, dtype=torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match="separate operations"):
+        k(few, [few_out])
+    assert torch.equal(few_out, interpret(region, few)[0]) and k._ready[64, False] is None

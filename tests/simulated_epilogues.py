@@ -1,0 +1,120 @@
+"""A generated module run on torch tensors, as its kernel would run it."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from codegen_cases import relative_error
+from torch import Tensor
+
+from coda_inductor.codegen import source
+from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.interpret import interpret
+from coda_inductor.core.ops import OPS
+from coda_inductor.core.region import Product, Region
+
+HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
+KINDS = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad", "ColVecReduce", "RowVecReduce", "OnlineLSEReduce")
+OF_HALVES = ("HalfStore", "HalfVector", "RotaryCosSinTMALoad")
+
+
+class Pair(NamedTuple):
+    """quack's value of two lanes."""
+
+    a: Tensor
+    b: Tensor
+
+
+def as_float(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A torch function that takes and ignores CuTeDSL's keyword arguments, and accepts literals."""
+    return lambda *args, **_: f(*(a if isinstance(a, Tensor) else torch.tensor(a, dtype=torch.float32) for a in args))
+
+
+def standin() -> dict[str, Any]:
+    """The names a generated module imports, on torch. Sinks and loads are strings; the decorator keeps them."""
+    used = {name for op in OPS.values() for name in re.findall(r"cute\.math\.(\w+)", op.cute)}
+    math = types.SimpleNamespace(**{name: as_float(getattr(torch, name)) for name in {*used, "exp2", "tanh", "erf"}})
+    arch = types.SimpleNamespace(
+        fmax=as_float(torch.maximum), fmin=as_float(torch.minimum), rcp_approx=as_float(torch.reciprocal)
+    )
+    names: dict[str, Any] = {"cute": types.SimpleNamespace(math=math, arch=arch), "select_": as_float(torch.where)}
+    names |= {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32}
+    names["float32"] = as_float(torch.clone)
+    names["unpack"] = lambda pair: pair
+    for kind in (*KINDS, "MaskedColVecReduce", "MaskedRowVecReduce"):
+        names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
+    names |= dict.fromkeys(OF_HALVES, lambda *_: None)
+    for decorator in ("one_product", "two_products", "summed_products"):
+        names[decorator] = lambda **given: lambda fn: (fn, given)
+    return names
+
+
+def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = False) -> list[Tensor]:
+    """A generated module on torch tensors, as the kernel would run it: over tiles that hang HANGING rows and columns
+    over the edge, where hardware fills what ends there with 0, and plain sums add up what they get. A token vector of
+    16 bits is copied in pairs: past an odd M comes what lies behind it in memory."""
+    names = standin()
+    text = text.replace("Float32(", "float32(")  # a type and a function: torch has no one thing that is both
+    exec(text[text.index("\n\n", text.index("from quack.epilogue.rotary")) :], names)
+    function, given = names["epilogue"]
+
+    def hang(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x.float(), (0, HANGING) * x.dim())
+
+    def halves(x: Tensor) -> tuple[Tensor, ...]:
+        """Of what varies over 2n features in its first dimension: the two of each head."""
+        heads = x.unflatten(0, (-1, 2, region.half))
+        return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
+
+    def product(p: Product) -> Tensor:
+        pairs = [(inputs[a].float(), inputs[b].float()) for a, b in p.pairs]
+        turned = [(x if p.a_layout == "mk" else x.t(), w if p.b_layout == "kn" else w.t()) for x, w in pairs]
+        return torch.stack([x @ w for x, w in turned]).sum(0)
+
+    products = [product(p) for p in region.products]
+    if region.half:
+        products = [x.t() for x in halves(products[0].t())]
+    m = products[0].shape[0]
+    accumulators = [hang(x) for x in (reversed(products) if swapped else products)]
+    values: dict[str, Any] = {}
+    for slot, o, x in zip(source.slots(region).operands, region.operands, inputs[region.matrices :], strict=True):
+        if region.half and o.extent != "token":
+            lanes = [t.float().t() for t in halves(x)] if x.dim() == 1 else [x[:, i::2].float() for i in (0, 1)]
+            values[slot] = Pair(*(hang(t.expand(m, -1).repeat(1, region.n // t.shape[-1])) for t in lanes))
+            continue
+        shape = {"token": (-1, 1), "feature": (1, -1), "tile": (m + HANGING, -1)}[o.extent]
+        padded = hang(x)
+        if o.extent == "token" and o.dtype != "f32" and m % 2:
+            padded[m] = torch.nan
+        full = padded.reshape(shape).expand(m + HANGING, region.n + HANGING)
+        values[slot] = Pair(full, full) if len(products) == 2 and o.extent == "feature" else full
+    found = function(Pair(*accumulators) if len(products) == 2 else accumulators[0], **values)
+    slots = source.slots(region)
+
+    def stored(slot: str) -> Tensor:
+        both = [found[y][:m, : region.n] for y in ((slot, source.second(slot)) if region.half else (slot,))]
+        return torch.stack([x.unflatten(1, (-1, region.half or 1)) for x in both], 2).flatten(1)
+
+    stores = [stored(y).to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
+    sums = []
+    for slot in slots.sums:
+        sink, value = given["reduces"][slot], found[slot]
+        if len(products) == 2:
+            value = value[0] + value[1]
+        elif sink.scaled:
+            value = value[0] * value[1]
+        if sink.kind == "OnlineLSEReduce":
+            sums.append(value[:m, : region.n].logsumexp(1))
+            continue
+        dim, size, left = (1, region.n, m) if sink.kind.endswith("ColVecReduce") else (0, m, region.n)
+        sums.append((value.narrow(dim, 0, size) if sink.kind.startswith("Masked") else value).sum(dim)[:left])
+    return stores + sums
+
+
+def agree(region: Region, found: list[Tensor], inputs: list[Tensor]) -> bool:
+    wanted = interpret(region, inputs)
+    return all(relative_error(f, w) < 1e-5 for f, w in zip(found, wanted, strict=True))
