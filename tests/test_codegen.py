@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -37,8 +37,10 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import legality, source, target, tiles
+from coda_inductor.codegen import legality, source, target
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core import settings
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.ops import OPS
@@ -288,7 +290,7 @@ def test_candidates_are_legal_at_every_size() -> None:
             assert found and len(set(found)) == len(found)
             for config in found:
                 legality.require(region, config)
-                assert legality.stages(region, config).ab >= legality.MIN_STAGES
+                assert legality.stages(region, config).ab >= SM_90A.least_stages
 
 
 def test_tiles_for_wide_and_deep_products() -> None:
@@ -301,9 +303,9 @@ def test_tiles_for_wide_and_deep_products() -> None:
     for region in (swiglu(22016, 8192), token_scale(8192, 8192)):
         assert large <= set(names(region)) and names(region)[0] == "128x256co2x1"
     for n, k in ((8192, 8184), (8184, 8192)):
-        assert names(token_scale(n, k)) == [str(c) for c in tiles.LARGE]
-    assert names(norm_producer(8192, 22016)) == [str(c) for c in tiles.LARGE]  # no stages left for larger ones
-    assert names(norm_backward(8192, 22016)) == [str(c) for c in tiles.HEAVY if c.tile_n != 256]
+        assert names(token_scale(n, k)) == [str(c) for c in SM_90A.large]
+    assert names(norm_producer(8192, 22016)) == [str(c) for c in SM_90A.large]  # no stages left for larger ones
+    assert names(norm_backward(8192, 22016)) == [str(c) for c in SM_90A.heavy if c.tile_n != 256]
 
 
 def test_buckets() -> None:
@@ -472,7 +474,7 @@ def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: 
         k(inputs, [out])
     assert torch.equal(out, interpret(region, inputs)[0])
     assert k._ready[512, False].config == legality.candidates(region, 500)[2]
-    refused |= set(tiles.ALL)
+    refused |= set(SM_90A.tiles)
     few, few_out = random_inputs(region, 3, "cpu"), torch.empty(3, 64, dtype=torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="separate operations"):
         k(few, [few_out])
@@ -489,6 +491,18 @@ def test_targets_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(target, "installed", lambda package: None)
     with pytest.raises(Unsupported, match="is not installed"):
         target.available((9, 0))
+
+
+def test_a_target_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {*get_args(settings.Target)} == {"auto", "reference"} | target.TARGETS.keys()
+    assert all(name == row.name for name, row in target.TARGETS.items())
+    assert target.of_capability(SM_90A.capability) is SM_90A
+    less = dataclasses.replace(SM_90A, name="less", shared_memory=SM_90A.shared_memory // 2)
+    monkeypatch.setitem(target.TARGETS, "less", less)
+    region = token_scale(4096, 4096)
+    legality.require(region, SM_90A.large[0])
+    with pytest.raises(Unsupported, match="shared memory for 1 of the 3 steps"):
+        legality.require(region, SM_90A.large[0], target.of_name("less"))
 
 
 def test_rendering_is_deterministic_and_by_content() -> None:
