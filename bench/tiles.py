@@ -1,4 +1,4 @@
-"""Which tiles belong into tiles.LARGE: those that it has and others, in a busy GPU and by turns.
+"""Which tiles belong into SM_90A.large: those that it has and others, in a busy GPU and by turns.
 
     python bench/tiles.py [CASE ...] [--out FILE]      (default: all of WORK, bench/results/tiles.jsonl)
 
@@ -22,7 +22,8 @@ from kernels import plain_products
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
 
-from coda_inductor.codegen import legality, target, tiles  # noqa: E402
+from coda_inductor.codegen import legality, target  # noqa: E402
+from coda_inductor.codegen.target import SM_90A  # noqa: E402
 from coda_inductor.codegen.tiles import Config  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 from coda_inductor.kernels import launch  # noqa: E402
@@ -30,7 +31,7 @@ from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
 from coda_inductor.measure import timing, tune  # noqa: E402
 
 TILES = (
-    *dict.fromkeys(tiles.LARGE + tiles.DEEP),
+    *dict.fromkeys(SM_90A.large + SM_90A.deep),
     Config(128, 256, 1, 2, False),
     Config(128, 256, 1, 1, False),
     Config(256, 128, 2, 1, False),

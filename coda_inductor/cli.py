@@ -20,6 +20,7 @@ from importlib import metadata
 from typing import Any, get_args
 
 from coda_inductor import __version__
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.core.errors import CodaError, Unsupported
 from coda_inductor.core.settings import Settings, Target
 from coda_inductor.core.versions import behind
@@ -58,7 +59,7 @@ def kernels(arguments: Namespace) -> Answer:
     """A model's kernels, or those of the store."""
     if not arguments.subject and (arguments.region or arguments.compile or arguments.all):
         raise Unsupported("--region, --compile and --all are about a model", hint="name one as MODULE:FUNCTION")
-    chosen = checked(Settings.read(options={"target": "sm_90a"})[0])
+    chosen = checked(Settings.read(options={"target": SM_90A.name})[0])
     module = behind("coda_inductor.commands.kernels")
     if arguments.subject:
         build = "all" if arguments.all else "first" if arguments.compile else ""
@@ -113,7 +114,7 @@ def a_model(parser: ArgumentParser) -> None:
     """The arguments of a verb about one model."""
     parser.add_argument("subject", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
     parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="default: %(default)s")
-    parser.add_argument("--target", choices=get_args(Target), help="default: CODA_INDUCTOR_TARGET, or sm_90a")
+    parser.add_argument("--target", choices=get_args(Target), help=f"default: CODA_INDUCTOR_TARGET, or {SM_90A.name}")
 
 
 def a_side(parser: ArgumentParser) -> None:

@@ -17,6 +17,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coda_inductor.codegen.target import SM_90A, capability
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.explain.report import plural
@@ -163,8 +164,8 @@ def exactness(model: nn.Module, ids: Tensor) -> None:
     exact = copy.deepcopy(model).double()
     cases = [("float64, the program on torch", exact, "reference")]
     cases += [("bfloat16, the program on torch", copy.deepcopy(model).bfloat16(), "reference")]
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        cases.append(("bfloat16, generated kernels", copy.deepcopy(model).bfloat16().cuda(), "sm_90a"))
+    if capability() == SM_90A.capability:
+        cases.append(("bfloat16, generated kernels", copy.deepcopy(model).bfloat16().cuda(), SM_90A.name))
     for name, made, target in cases:
         inputs = ids.to(next(made.parameters()).device)
         wanted_of = copy.deepcopy(made).double()

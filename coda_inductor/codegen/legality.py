@@ -1,8 +1,8 @@
 """Which Regions can become a kernel, and in which tile configurations. Pure arithmetic: no compiler, no GPU.
 
 One predicate, `require`, says whether a Region runs in a Config and names the first condition that fails; `check` and
-`candidates` are loops over it. The shared-memory model follows the stage rule of quack 0.6.5 (gemm_sm90.py,
-`_compute_stages`); a test compares the two.
+`candidates` are loops over it. The facts of a machine come from its row in target.py. The shared-memory model follows
+the stage rule of quack 0.6.5 (gemm_sm90.py, `_compute_stages`); a test compares the two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from coda_inductor.codegen.tiles import DEEP, DEEP_LEAST, HEADS, HEAVY, LARGE, MIDDLE, PLAIN, SMALL, TINY, Config
+from coda_inductor.codegen.target import SM_90A, Target
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import FORMATS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
@@ -19,11 +20,7 @@ from coda_inductor.core.region import Operand, Region
 
 BYTES = {name: row.torch.itemsize for name, row in FORMATS.items() if row.cute}
 LOADED = ("tile", "table")  # operands that pass through shared memory, a subtile at a time
-SHARED_MEMORY = 227 * 1024  # bytes a block may use on sm_90
 TILE_K = 64  # four wgmma instructions of 16-bit operands
-HALVES = (32, 64, 128)  # of heads: what was tried on hardware, in every tile
-MIN_STAGES = 3  # below three the mainloop starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
-MAX_OPERANDS = 12  # vectors and tiles together; eight row vectors already spill 700 registers in 128x192
 
 
 def bucket(m: int) -> int:
@@ -31,45 +28,50 @@ def bucket(m: int) -> int:
     return min(max(64, 1 << (m - 1).bit_length()), 32768) if m > 1 else 64
 
 
-def candidates(region: Region, m: int) -> tuple[Config, ...]:
+def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config, ...]:
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
-    table = TINY if size <= 64 else SMALL if size <= 256 else MIDDLE if size <= 1024 else _large(region)
-    return tuple(c for c in table if is_legal(region, c)) or tuple(c for c in LARGE if is_legal(region, c))
+    few = target.tiny if size <= 64 else target.small if size <= 256 else target.middle
+    for table in (few if size <= 1024 else _large(region, target), target.large):
+        if legal := tuple(c for c in table if is_legal(region, c, target)):
+            return legal
+    return ()
 
 
-def _large(region: Region) -> tuple[Config, ...]:
+def _large(region: Region, target: Target) -> tuple[Config, ...]:
     """The table for many rows."""
     if sum(o.extent == "tile" for o in region.operands) > 1:
-        return HEAVY
+        return target.heavy
     if region.half:
-        return HEADS
+        return target.heads
     p = region.products[0]
-    if min(region.n, p.k * len(p.pairs)) < DEEP_LEAST:
-        return LARGE
-    return PLAIN if region.is_plain else DEEP if is_legal(region, DEEP[1]) else LARGE
+    if min(region.n, p.k * len(p.pairs)) < target.deep_least:
+        return target.large
+    if region.is_plain:
+        return target.plain
+    return target.deep if is_legal(region, target.deep[1], target) else target.large
 
 
-def check(region: Region) -> None:
+def check(region: Region, target: Target = SM_90A) -> None:
     """Raises Unsupported, with the reason of the last hope, if no large tile can run this Region. What fits only into
     small tiles would lose to separate operations wherever they take time."""
-    require_shape(region)
-    if not any(is_legal(region, c) for c in LARGE):
-        require(region, max(LARGE, key=lambda c: stages(region, c).ab))
+    require_shape(region, target)
+    if not any(is_legal(region, c, target) for c in target.large):
+        require(region, max(target.large, key=lambda c: stages(region, c, target).ab), target)
 
 
-def is_legal(region: Region, config: Config) -> bool:
+def is_legal(region: Region, config: Config, target: Target = SM_90A) -> bool:
     """`require` as a question."""
     try:
-        require(region, config)
+        require(region, config, target)
     except Unsupported:
         return False
     return True
 
 
-def require(region: Region, config: Config) -> None:
+def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     """Raises Unsupported naming the first condition that keeps `region` from running in `config`."""
-    require_shape(region)
+    require_shape(region, target)
     _need(_tile_exists(config), f"no mainloop for tiles of {config}")
     lanes, head = len(region.products), 2 * region.half
     _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
@@ -77,9 +79,9 @@ def require(region: Region, config: Config) -> None:
         # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not,
         # and the kernel waits for ever (H200, 128x192 in two).
         _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
-    found = stages(region, config).ab
-    _need(found >= MIN_STAGES, f"{_beside(region)}, which leave the product shared memory for {max(found, 0)} of "
-          f"the {MIN_STAGES} steps that it loads ahead", LESS)  # fmt: skip
+    found = stages(region, config, target).ab
+    room = f"shared memory for {max(found, 0)} of the {target.least_stages} steps that it loads ahead"
+    _need(found >= target.least_stages, f"{_beside(region)}, which leave the product {room}", LESS)
 
 
 LESS = "keep fewer tensors [M, N] alive there, or in 16 bits: return less, or checkpoint the layer"
@@ -97,9 +99,10 @@ def _beside(region: Region) -> str:
     return "beside the product it " + (" and ".join(f"{verb} {listed(ds)}" for verb, ds in sides if ds) or "sums")
 
 
-def require_shape(region: Region) -> None:
+def require_shape(region: Region, target: Target) -> None:
     """The conditions that no configuration can mend, cheapest first."""
-    _need(FORMATS[region.dtype].multiplied, f"matrices of {region.dtype}", "kernels multiply bf16 or f16")
+    multiplied = " or ".join(target.multiplies)
+    _need(region.dtype in target.multiplies, f"matrices of {region.dtype}", f"kernels multiply {multiplied}")
     _need(region.n % 8 == 0, f"n = {region.n} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
     for p in region.products:
         _need(p.k % 8 == 0, f"k = {p.k} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
@@ -107,21 +110,23 @@ def require_shape(region: Region) -> None:
         _need(o.dtype in BYTES, f"operand {o.name} of {o.dtype}")
     for s in region.stores:
         _need(s.dtype in BYTES, f"store of {s.dtype}")
-    _need(len(region.operands) <= MAX_OPERANDS, f"{len(region.operands)} operands, {MAX_OPERANDS} at most")
+    count = len(region.operands)
+    _need(count <= target.max_operands, f"{count} operands, {target.max_operands} at most")
     _need(len(region.products) <= 2, f"{len(region.products)} products share the tile, two at most")
     if len(region.products) == 2:
-        _require_lanes(region)
+        _require_lanes(region, target)
     if region.summed:
         k = region.products[0].k
         _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
 
 
-def _require_lanes(region: Region) -> None:
+def _require_lanes(region: Region, target: Target) -> None:
     """Two products become adjacent columns of one: same A, same K, both weights [N, K]."""
     p, q = region.products
     _need(p.a == q.a, "two products of different left operands in one tile")
     if region.half:
-        _need(region.half in HALVES, f"heads of {2 * region.half}, not of 64, 128 or 256")
+        widths = " or ".join(", ".join(str(2 * half) for half in target.halves).rsplit(", ", 1))
+        _need(region.half in target.halves, f"heads of {2 * region.half}, not of {widths}")
     else:
         _need(p.b != q.b, "two products of the same weight")
     _need(p.k == q.k, f"two products with k = {p.k} and {q.k}")
@@ -158,7 +163,7 @@ class Stages:
     load: int
 
 
-def stages(region: Region, config: Config) -> Stages:
+def stages(region: Region, config: Config, target: Target = SM_90A) -> Stages:
     """What quack will choose for this Region in this Config."""
     epi_m, epi_n = _subtile(config)
     subtiles = config.tile_m * config.tile_n // (epi_m * epi_n)
@@ -172,7 +177,7 @@ def stages(region: Region, config: Config) -> Stages:
     slots = twice * len(region.stores) + sum(o.extent in LOADED for o in region.operands)
     # One store and one tile load live outside the block of epilogue operands, whose end is padded to 1 KiB.
     inside = fixed or (slots - (lanes == 1 and bool(region.stores)) - bool(load_bytes)) > 0
-    left = SHARED_MEMORY - 1024 - (1024 if inside else 0) - fixed - store_bytes * store - load_bytes * load
+    left = target.shared_memory - 1024 - (1024 if inside else 0) - fixed - store_bytes * store - load_bytes * load
     per_stage = (config.tile_m + config.tile_n) * TILE_K * BYTES[region.dtype]
     ab = left // per_stage
     left -= ab * per_stage

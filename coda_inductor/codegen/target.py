@@ -1,32 +1,125 @@
-"""Is there a machine and a compiler for generated kernels here? Looks at versions, imports nothing."""
+"""The machines that kernels are made for, each a row of facts; and is there one here, and a compiler for it?
+
+Looks at versions. Only `capability` imports a library, torch, so that the command line may read the rows.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from coda_inductor.codegen.tiles import Config, tiles
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.versions import numbers
+
+if TYPE_CHECKING:
+    import torch
+
+
+Tiles = tuple[Config, ...]
+"""Those worth timing, the likely best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The facts of a machine. The rules that ask for them are in legality.py."""
+
+    name: str  # as settings and graphs have it
+    capability: tuple[int, int]
+    environment: tuple[str, ...]  # NAME=value: under which the compiler compiles for it
+    shared_memory: int  # bytes that a block may use
+    least_stages: int  # steps that the mainloop must have room to load ahead
+    max_operands: int  # vectors and tiles together that an epilogue may read
+    multiplies: tuple[str, ...]  # dtypes of matrices
+    halves: tuple[int, ...]  # of heads: the widths that two products may be the halves of
+    large: Tiles  # for more than 1024 rows; what fits into none of these is no Region
+    deep: Tiles  # for widths of `deep_least` and more, and sums as deep
+    deep_least: int
+    plain: Tiles  # for the same, with nothing beside the product
+    heavy: Tiles  # for two tile operands and more: the tiles that spill least come first
+    heads: Tiles  # for halves of heads
+    middle: Tiles  # for up to 1024 rows
+    small: Tiles  # for up to 256 rows
+    tiny: Tiles  # for up to 64 rows
+
+    @property
+    def tiles(self) -> Tiles:
+        """Those of all tables, each once."""
+        of_many = (*self.large, *self.deep, *self.plain, *self.heavy, *self.heads)
+        return tuple(dict.fromkeys((*of_many, *self.middle, *self.small, *self.tiny)))
+
+
+SM_90A = Target(
+    name="sm_90a",
+    capability=(9, 0),
+    environment=("QUACK_ARCH=90", "CUTE_DSL_ARCH=sm_90a"),
+    shared_memory=227 * 1024,
+    least_stages=3,  # with fewer it starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
+    max_operands=12,  # eight row vectors already spill 700 registers in 128x192
+    multiplies=("bf16", "f16"),
+    halves=(32, 64, 128),  # what was tried on hardware, in every tile
+    # For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200,
+    # bench/tiles.py). 160 columns are for widths that neither 128 nor 192 divides; 208 in their place are 1 to 11 %
+    # faster with a residual or a norm's scale, but were the fastest of no kernel that was kept in seven models. What
+    # runs untuned is the first: it has registers left.
+    large=tiles("128x256co2x1 128x192pp2x1n 128x128pp1x2 128x160pp2x1 128x192pp2x1 128x128pp2x1"),
+    # A larger tile, which reads less, is 1 to 2 % faster under a load that lasts.
+    deep=tiles("128x256co2x1 256x192co2x1n 256x192co1x2 128x192pp2x1n 128x160pp2x1 128x192pp2x1"),
+    deep_least=8192,
+    # One of these takes 2 to 6 % less than cuBLAS to write 16 bits, and about as long to 4 % less for 32 (H200,
+    # bench/results/tiles.jsonl).
+    plain=tiles("256x192co2x1 256x192co1x2 128x192pp2x1"),
+    heavy=tiles("128x128pp1x2 128x128pp2x1 128x160pp2x1 128x256co2x1 128x192pp2x1n 128x192pp2x1"),
+    # 128x256 took 7 to 20 % longer (bench/results/rotary.jsonl), 192 rows -1 to +13 %.
+    heads=tiles("128x128pp1x2 128x128pp2x1 192x128pp1x2"),
+    # Few tiles, so smaller ones fill the machine.
+    middle=tiles("128x128pp1x2 128x128pp2x1 128x256co1x2 128x192pp2x1 128x64pp1x2 128x64co1x1"),
+    # The weight is read once, at the memory's speed.
+    small=tiles("128x64co1x1 128x128co1x1 64x64co1x1 64x128co1x1 128x256co1x2"),
+    tiny=tiles("64x64co1x1 64x128co1x1 64x32co1x1 64x256co1x1"),
+)
+TARGETS = {row.name: row for row in (SM_90A,)}
+"""By name. What asks no machine, as the command does, speaks of SM_90A."""
 
 # Tested ranges: lowest, first that was not tested. quack's epilogue interface changed with every minor release so far.
 TESTED = {"nvidia-cutlass-dsl": ((4, 8), (4, 9)), "quack-kernels": ((0, 6, 5), (0, 7))}
 MODULES = ("cutlass", "quack", "triton")
 
 
+def arch(capability: tuple[int, int]) -> str:
+    """A capability as the compiler writes it: sm_80 of (8, 0)."""
+    return "sm_{}{}".format(*capability)
+
+
+def of_name(name: str) -> Target:
+    """The row of that name. Raises KeyError."""
+    return TARGETS[name]
+
+
+def of_capability(capability: tuple[int, int] | None) -> Target:
+    """The row for a device of compute `capability`. Raises Unsupported if there is none (None: no GPU)."""
+    if capability is None:
+        raise Unsupported("no NVIDIA GPU", hint="CODA_INDUCTOR_TARGET=reference runs regions on any device")
+    for row in TARGETS.values():
+        if row.capability == capability:
+            return row
+    known = ", ".join(arch(row.capability) for row in TARGETS.values())
+    raise Unsupported(f"kernels are generated for {known} only, found {arch(capability)}")
+
+
 def capability(device: torch.device | None = None) -> tuple[int, int] | None:
     """The compute capability of `device` (None: the current one), None without a GPU."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    cuda: Any = importlib.import_module("torch").cuda
+    found: tuple[int, int] | None = cuda.get_device_capability(device) if cuda.is_available() else None
+    return found
 
 
 def available(capability: tuple[int, int] | None) -> None:
     """Raises Unsupported unless a device of compute `capability` can run generated kernels (None: no GPU)."""
-    if capability is None:
-        raise Unsupported("no NVIDIA GPU", hint="CODA_INDUCTOR_TARGET=reference runs regions on any device")
-    if capability != (9, 0):
-        raise Unsupported(f"kernels are generated for sm_90 only, found sm_{capability[0]}{capability[1]}")
+    of_capability(capability)
     for package, (lowest, beyond) in TESTED.items():
         found = installed(package)
         span = f">={_text(lowest)},<{_text(beyond)}"

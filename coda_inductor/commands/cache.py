@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
@@ -87,7 +88,7 @@ def _kernel(name: str, paths: list[Path]) -> Entry:
     if not name.startswith(PREFIX):
         return Entry("leftover", (name,), tuple(paths), {})
     tiles = [p.name.partition("-")[2] for p in paths if p.suffix != ".py"]
-    return Entry("kernel", (name.removeprefix(PREFIX),), tuple(paths), {"tiles": tiles, "device": "sm_90a"})
+    return Entry("kernel", (name.removeprefix(PREFIX),), tuple(paths), {"tiles": tiles, "device": SM_90A.name})
 
 
 def _record(path: Path) -> Entry:

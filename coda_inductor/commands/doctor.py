@@ -35,7 +35,6 @@ from coda_inductor.measure import tune
 
 Facts = dict[str, Any]
 
-SM_90 = (9, 0)
 ROWS = 300  # a whole tile of 256 and a part of one
 SAMPLE = Region(
     n=264,
@@ -81,14 +80,14 @@ def doctor(settings: Settings) -> Facts:
         "driver": driver(),
         "gpus": [gpu(i) for i in range(torch.cuda.device_count())] if capability else [],
         "kernels": why(lambda: target.available(capability)),
-        "compiler": why(lambda: target.available(SM_90)),
+        "compiler": why(lambda: target.available(target.SM_90A.capability)),
         "cache": cache(settings),
         "settings": in_force(settings),
         "others": others(),
         "inductor": inductor(),
     }
-    facts["sample"] = sample(capability == SM_90) if facts["compiler"]["works"] else None
-    facts["problems"] = problems(facts) if capability == SM_90 else []
+    facts["sample"] = sample(capability == target.SM_90A.capability) if facts["compiler"]["works"] else None
+    facts["problems"] = problems(facts) if capability == target.SM_90A.capability else []
     return facts
 
 
@@ -116,7 +115,7 @@ def driver() -> str | None:
 def gpu(i: int) -> Facts:
     """One GPU."""
     found = torch.cuda.get_device_properties(i)
-    return {"name": found.name, "arch": f"sm_{found.major}{found.minor}", "bytes": found.total_memory}
+    return {"name": found.name, "arch": target.arch((found.major, found.minor)), "bytes": found.total_memory}
 
 
 def why(check: Any) -> Facts:
@@ -178,7 +177,7 @@ def sample(run: bool) -> Facts:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         (made,) = outcomes([Job(SAMPLE, config)], store).values()
-        facts: Facts = {"target": "sm_90a", "tile": str(config), "seconds": made.seconds, "why": made.reason}
+        facts: Facts = {"target": target.SM_90A.name, "tile": str(config), "seconds": made.seconds, "why": made.reason}
         facts |= compiled(library.folder(SAMPLE, config, Path(store)))
         facts["linked"] = library.load(SAMPLE, config, Path(store)) is not None
         facts |= {"ran": False, "error": None, "allowed": tune.TOLERANCE}
@@ -257,7 +256,7 @@ def _compiler(facts: Facts) -> str:
     if not made["linked"]:
         told += f"; not linked ({', '.join(library.LINKERS)}?), so that every process imports the compiler"
     if not made["ran"]:
-        return f"{told}; not run, no sm_90 GPU"
+        return f"{told}; not run, no {target.arch(target.SM_90A.capability)} GPU"
     return f"{told}; ran, relative error {made['error']:.1e} of {made['allowed']} allowed"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from coda_inductor.codegen import legality, source
+from coda_inductor.codegen import legality, source, target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import PREFIX, entries, existing
 from coda_inductor.commands.words import size, table
@@ -57,7 +57,7 @@ def kernels(
             [Job(site.region, c) for d, (_, site, _) in first.items() for c in tiles[d]], settings.cache_dir
         )
     rows = [_facts(*named, settings, made) | {"count": alike[digest]} for digest, named in first.items()]
-    return {"schema": 1, "target": "sm_90a", "regions": rows, "left": whole}
+    return {"schema": 1, "target": target.SM_90A.name, "regions": rows, "left": whole}
 
 
 def sites(
@@ -161,7 +161,7 @@ def stored(settings: Settings) -> Facts:
                 for form in (sorted(folder.iterdir()) or [folder])
             ]
             rows.append({"kernel": entry.names[0], "path": path, "text": text, "bytes": entry.bytes, "tiles": tiles})
-    return {"schema": 1, "target": "sm_90a", "kernels": rows}
+    return {"schema": 1, "target": target.SM_90A.name, "kernels": rows}
 
 
 TILES = """a tile of 128x192pp2x1: 128 rows and 192 columns a block, 2 x 1 blocks share their loads; pp: two warp groups

@@ -14,19 +14,17 @@ import torch
 @dataclass(frozen=True, slots=True)
 class Format:
     """`cute` is the CuTeDSL type that a kernel reads and writes (None: no kernel does), `words` how a report calls it.
-    `multiplied`: tensor cores multiply matrices of it. `narrow`: it is computed with in float32, and a cast to it
-    rounds."""
+    `narrow`: it is computed with in float32, and a cast to it rounds."""
 
     torch: torch.dtype
     cute: str | None
     words: str
-    multiplied: bool = False
     narrow: bool = False
 
 
 FORMATS = {
-    "bf16": Format(torch.bfloat16, "BFloat16", "16 bits", multiplied=True, narrow=True),
-    "f16": Format(torch.float16, "Float16", "16 bits", multiplied=True, narrow=True),
+    "bf16": Format(torch.bfloat16, "BFloat16", "16 bits", narrow=True),
+    "f16": Format(torch.float16, "Float16", "16 bits", narrow=True),
     "f32": Format(torch.float32, "Float32", "float32"),
     "f64": Format(torch.float64, None, "float64"),
 }
@@ -35,4 +33,3 @@ DTYPES = {name: row.torch for name, row in FORMATS.items()}
 DTYPE_NAMES = {row.torch: name for name, row in FORMATS.items()}
 NARROW = {row.torch: name for name, row in FORMATS.items() if row.narrow}
 """The formats that a cast rounds to, by dtype."""
-MULTIPLIED = tuple(row.torch for row in FORMATS.values() if row.multiplied)

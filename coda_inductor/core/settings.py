@@ -18,7 +18,7 @@ from coda_inductor.core.errors import CodaError, warn
 
 Numerics = Literal["strict", "default"]
 Tune = Literal["off", "quick"]
-Target = Literal["auto", "sm_90a", "reference"]
+Target = Literal["auto", "sm_90a", "reference"]  # the rows of codegen/target.py, which a test compares, and two more
 
 PREFIX = "CODA_INDUCTOR"
 PASSED_ON = "inductor."

@@ -5,9 +5,11 @@ Nothing is measured, so every Region that is legal stays, and whose sizes are kn
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
-from coda_inductor.codegen import legality
+from coda_inductor.codegen import legality, target
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import rewrite
@@ -23,7 +25,7 @@ from coda_inductor.tuning.verdicts import UNTUNED, Decide, Decisions
 
 def target_of(settings: Settings) -> str:
     """The target that is spoken of: without a choice, the one that kernels are made for."""
-    return "sm_90a" if settings.target == "auto" else settings.target
+    return target.SM_90A.name if settings.target == "auto" else settings.target
 
 
 def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -> Report:
@@ -40,4 +42,5 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
         unknown = without_sizes(plan, builts)
         return Limits(unknown) if unknown else decide(plan, builts)
 
-    return rewrite(graph, settings, target_of(settings), Decisions(legality.check, measurable))
+    row = target.of_name(target_of(settings))
+    return rewrite(graph, settings, row.name, Decisions(partial(legality.check, target=row), measurable))

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import legality, target
-from coda_inductor.core.dtypes import MULTIPLIED
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import (
     BUG,
     QUIETLY,
@@ -64,6 +64,7 @@ torch.compile's, at 64 0.90x and at 256 0.97x (H200, 8B widths, CUDA graphs, til
 MANY = 1000  # nodes; three layers of Llama have 934 and take 3 s, of which one walk of the collector, 0.26, is a tenth
 FROZEN = 10_000  # objects; Python 3.12 itself freezes 375 when it starts
 DEVICE = "cuda"
+MULTIPLIED = {DTYPES[name] for row in target.TARGETS.values() for name in row.multiplies}
 
 
 def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
@@ -177,7 +178,8 @@ def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Legal]:
         hint = "CODA_INDUCTOR_TARGET=reference runs on torch"
         raise Unsupported(f"no kernels are generated for {device.type}", hint=hint)
     require_graph(graph)
-    return "sm_90a", legality.check
+    row = target.of_capability(target.capability(device))
+    return row.name, partial(legality.check, target=row)
 
 
 def require_options(settings: Settings) -> None:
@@ -191,7 +193,7 @@ def require_options(settings: Settings) -> None:
 def require_graph(graph: fx.Graph) -> None:
     """Raises Unsupported for a graph that is left to Inductor on every machine, by its products' dtypes or rows."""
     dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in MATRIX_PRODUCTS}
-    if not dtypes & set(MULTIPLIED):
+    if not dtypes & MULTIPLIED:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         hint = "kernels multiply bfloat16 and float16: cast, or use autocast"
         raise Unsupported(f"its products are of {found}", hint=hint)

@@ -17,7 +17,7 @@ from cutlass.cute.runtime import find_runtime_libraries
 from quack.rounding import RoundingMode
 from torch import Tensor
 
-from coda_inductor.codegen import legality, source
+from coda_inductor.codegen import legality, source, target
 from coda_inductor.codegen.device import along_n
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import DTYPES
@@ -28,7 +28,6 @@ from coda_inductor.kernels.cubin import stack_bytes
 from coda_inductor.kernels.executable import Executable, Parts
 from coda_inductor.kernels.module import load_module
 
-SM90 = (9, 0)
 NO_WAITS = ("use_pdl", False)  # of quack's own: device._Overlapping has them
 
 
@@ -58,7 +57,8 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
     """quack's launch plan: only ranks, dtypes and majors are read from the tensors, so they have no memory."""
     names = source.slots(region)
     kinds = tuple((name, "c" if name == "c" else epilogue.ops[name].fn_port) for name in epilogue.operand_names)
-    mint_key = (kinds, SM90[0], len(region.products) == 2, False, (), RoundingMode.RN, (), False)
+    capability = target.SM_90A.capability
+    mint_key = (kinds, capability[0], len(region.products) == 2, False, (), RoundingMode.RN, (), False)
     values: dict[str, Any] = {}
     for slot, o in zip(names.operands, region.operands, strict=True):
         wide = "f32" if len(region.products) == 2 and o.extent == "feature" else o.dtype
@@ -77,7 +77,7 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
     with _objects_in(objects):
         try:
             return quack.gemm_runtime.host.build_gemm_epi_plan(
-                epilogue._mint(*mint_key), SM90, left, matrix, values.pop("D", None), values.pop("c", None),
+                epilogue._mint(*mint_key), capability, left, matrix, values.pop("D", None), values.pop("c", None),
                 epi_values=values, tile_M=config.tile_m, tile_N=config.tile_n, cluster_M=config.cluster_m,
                 cluster_N=config.cluster_n, pingpong=config.pingpong, b_kn=region.products[0].b_layout == "kn",
                 post_init_attrs=(NO_WAITS, *((("resolve_epi_m_major", along_n),) if config.order == "n" else ())),

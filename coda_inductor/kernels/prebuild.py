@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coda_inductor.codegen import legality
+from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -32,7 +32,7 @@ from coda_inductor.kernels.store import open_store
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from coda_inductor.kernels import worker; worker.serve()"
 )
-TARGET = ("QUACK_ARCH=90", "CUTE_DSL_ARCH=sm_90a", "CUDA_VISIBLE_DEVICES=")
+ENV = ("env", *target.SM_90A.environment, "CUDA_VISIBLE_DEVICES=")
 MAX_WORKERS = 16
 LAST_BYTES = 500
 
@@ -147,7 +147,7 @@ class Compiler:
         self.owner, self.said = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = os.pipe()
         self.answers = open(ours, "rb", buffering=0)  # noqa: SIM115 (a buffer has a lock, which a fork would inherit)
-        command = ["env", *TARGET, sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs)]
+        command = [*ENV, sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs)]
         try:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=self.said, stderr=self.said, pass_fds=(theirs,), bufsize=0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from coda_inductor.codegen.tiles import DEEP_LEAST
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Product, Region, Store
@@ -31,6 +31,7 @@ Slower = Callable[[Found], dict[fx.Node, str]]
 NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
 PLAIN = "bare"
 """The kind of these Regions; their nodes bear it as a mark."""
+DEEP_LEAST = SM_90A.deep_least
 PITCH = 8  # elements of 16 bits at whose multiples rows start
 
 

@@ -36,7 +36,7 @@ Loaded = fx.Node | Stored | Term | Computed | Lane
 """Where an epilogue's input comes from: a node, a store, a sum (its reduction), a small computation, or half a node."""
 
 MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
-MAX_READ = 12  # vectors and tiles that an epilogue may read: legality.MAX_OPERANDS, which a test compares
+MAX_READ = 12  # vectors and tiles that an epilogue may read: Target.max_operands, which a test compares
 CROWDED = 8  # with more, per-token vectors are combined outside: eight beside the tile spill in 128x192 already
 SPARED = 4  # reads that combining may spare an epilogue: a guess; the next round of planning counts
 

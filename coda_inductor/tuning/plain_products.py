@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import legality, target
-from coda_inductor.codegen.tiles import DEEP_LEAST
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
@@ -80,7 +79,7 @@ def key(region: Region, inputs: Pair) -> str:
 
 def jobs(region: Region) -> Iterator[prebuild.Job]:
     """The kernels that tuning will ask for."""
-    return (prebuild.Job(region, config) for config in legality.candidates(region, DEEP_LEAST))
+    return (prebuild.Job(region, config) for config in legality.candidates(region, target.SM_90A.deep_least))
 
 
 def multiply(region: Region, inputs: list[Tensor], out: Tensor) -> Callable[[], object]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import get_args
+
 import pytest
 from codegen_cases import CASES, norm_backward, norm_producer, swiglu, token_scale
 from small_regions import small, two
 
-from coda_inductor.codegen import legality, target, tiles
+from coda_inductor.codegen import legality, target
+from coda_inductor.codegen.target import SM_90A
+from coda_inductor.core import settings
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Operand, Product, Reduction, Region, Store
 
@@ -46,7 +51,7 @@ def test_candidates_are_legal_at_every_size() -> None:
             assert found and len(set(found)) == len(found)
             for config in found:
                 legality.require(region, config)
-                assert legality.stages(region, config).ab >= legality.MIN_STAGES
+                assert legality.stages(region, config).ab >= SM_90A.least_stages
 
 
 def test_tiles_for_wide_and_deep_products() -> None:
@@ -59,9 +64,9 @@ def test_tiles_for_wide_and_deep_products() -> None:
     for region in (swiglu(22016, 8192), token_scale(8192, 8192)):
         assert large <= set(names(region)) and names(region)[0] == "128x256co2x1"
     for n, k in ((8192, 8184), (8184, 8192)):
-        assert names(token_scale(n, k)) == [str(c) for c in tiles.LARGE]
-    assert names(norm_producer(8192, 22016)) == [str(c) for c in tiles.LARGE]  # no stages left for larger ones
-    assert names(norm_backward(8192, 22016)) == [str(c) for c in tiles.HEAVY if c.tile_n != 256]
+        assert names(token_scale(n, k)) == [str(c) for c in SM_90A.large]
+    assert names(norm_producer(8192, 22016)) == [str(c) for c in SM_90A.large]  # no stages left for larger ones
+    assert names(norm_backward(8192, 22016)) == [str(c) for c in SM_90A.heavy if c.tile_n != 256]
 
 
 def test_buckets() -> None:
@@ -78,3 +83,15 @@ def test_targets_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(target, "installed", lambda package: None)
     with pytest.raises(Unsupported, match="is not installed"):
         target.available((9, 0))
+
+
+def test_a_target_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {*get_args(settings.Target)} == {"auto", "reference"} | target.TARGETS.keys()
+    assert all(name == row.name for name, row in target.TARGETS.items())
+    assert target.of_capability(SM_90A.capability) is SM_90A
+    less = dataclasses.replace(SM_90A, name="less", shared_memory=SM_90A.shared_memory // 2)
+    monkeypatch.setitem(target.TARGETS, "less", less)
+    region = token_scale(4096, 4096)
+    legality.require(region, SM_90A.large[0])
+    with pytest.raises(Unsupported, match="shared memory for 1 of the 3 steps"):
+        legality.require(region, SM_90A.large[0], target.of_name("less"))

@@ -12,7 +12,7 @@ import pytest
 
 from coda_inductor import cli
 from coda_inductor.codegen import target
-from coda_inductor.commands import doctor
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.core.errors import Unsupported
 
 MODEL = """
@@ -27,7 +27,7 @@ def build():
 
 def can_compile() -> bool:
     try:
-        target.available(doctor.SM_90)
+        target.available(SM_90A.capability)
     except Unsupported:
         return False
     return True

@@ -10,7 +10,7 @@ from asking import Ask
 from asking import ask as ask
 from asking import folder as folder
 
-from coda_inductor.codegen.tiles import LARGE
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.commands import cache
 from coda_inductor.kernels import store
 from coda_inductor.tuning import outcome
@@ -23,7 +23,13 @@ def full(folder: Path) -> Path:
     for name in ("aaaa1111", "bbbb2222"):
         store.write(made / "epilogues" / f"coda_epilogue_{name}.py", "# text")
         store.write(made / "objects" / f"coda_epilogue_{name}-128x256co2x1" / "f" / "k.o", "code")
-    fields = {"config": LARGE[0]._asdict(), "ms": 0.25, "bucket": 8192, "device": "H", "versions": {"torch": "2"}}
+    fields = {
+        "config": SM_90A.large[0]._asdict(),
+        "ms": 0.25,
+        "bucket": 8192,
+        "device": "H",
+        "versions": {"torch": "2"},
+    }
     store.write_record(made, "cccc3333-8192-0123", fields)
     times = dict(zip(outcome.TIMED, (0.5, 0.625, 0.75, 0.6), strict=True))
     store.write_record(made, "contest-dddd4444", {"regions": ["cccc3333"], **times}, outcome.timed)

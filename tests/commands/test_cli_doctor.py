@@ -16,6 +16,7 @@ from asking import folder as folder
 from torch._inductor import config as inductor_config
 
 from coda_inductor.codegen import target
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.commands import doctor
 from coda_inductor.core import versions
 from coda_inductor.core.dtypes import DTYPES
@@ -34,7 +35,7 @@ def test_doctor_compiles_a_kernel_without_a_gpu(ask: Ask, folder: Path) -> None:
     status, facts, _ = ask("doctor", "--json")
     made = facts["sample"]
     assert status == 0 and made["why"] == "" and made["stack"] == 0 and 0 < made["registers"] <= 255
-    assert made["linked"] and made["ran"] == (target.capability() == doctor.SM_90)
+    assert made["linked"] and made["ran"] == (target.capability() == SM_90A.capability)
     assert facts["versions"]["torch"] == torch.__version__ and not folder.exists()
 
 
@@ -48,7 +49,7 @@ def test_the_sample_means_what_it_says() -> None:
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an sm_90 GPU and everything on it."""
-    monkeypatch.setattr(target, "capability", lambda device=None: doctor.SM_90)
+    monkeypatch.setattr(target, "capability", lambda device=None: SM_90A.capability)
     monkeypatch.setattr(target, "available", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(doctor, "sample", no_sample)

@@ -10,7 +10,7 @@ from asking import ask as ask
 from asking import folder as folder
 
 from coda_inductor import cli
-from coda_inductor.codegen.tiles import LARGE
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.commands import kernels as kernels_of
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import record, store
@@ -55,9 +55,11 @@ def test_compiled_kernels_go_to_the_store(ask: Ask, folder: Path) -> None:
 def test_the_measured_tile_is_named(ask: Ask, folder: Path) -> None:
     _, facts, _ = ask("kernels", "tool_model:build", "--json")
     made, _ = kernels_of.sites(*cli.subject("tool_model:build"), "infer", Settings(target="sm_90a"))
-    record.remember(store.open_store(str(folder)), made[0][1].region, facts["regions"][0]["bucket"], LARGE[2], 0.5, [])
+    record.remember(
+        store.open_store(str(folder)), made[0][1].region, facts["regions"][0]["bucket"], SM_90A.large[2], 0.5, []
+    )
     (region,) = ask("kernels", "tool_model:build", "--json")[1]["regions"]
-    assert [t["tile"] for t in region["tiles"] if t["chosen"]] == [str(LARGE[2])]
+    assert [t["tile"] for t in region["tiles"] if t["chosen"]] == [str(SM_90A.large[2])]
     assert [r["ms"] for r in region["records"]] == [0.5]
     said = ask("kernels", "tool_model:build")[1]
     assert "chosen by measurement" in said and "measured: 0.500 ms up to 512 rows" in said

@@ -47,7 +47,8 @@ def test_another_architecture(pretended: None, monkeypatch: pytest.MonkeyPatch, 
     """What torch says of the device is what is asked; a graph on the CPU stands for one on the current device."""
     cuda = types.SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device: found)
     monkeypatch.setattr(target, "capability", REAL_CAPABILITY)
-    monkeypatch.setattr(target, "torch", types.SimpleNamespace(cuda=cuda))
+    importlib = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(target, "importlib", importlib)
     said = f"kernels are generated for sm_90 only, found sm_{found[0]}{found[1]}"
     left_to_inductor(f"every graph is left to Inductor: {said}")
     raised(monkeypatch, said)

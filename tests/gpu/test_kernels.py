@@ -33,7 +33,8 @@ from codegen_cases import (
 )
 from torch import Tensor
 
-from coda_inductor.codegen import legality, target, tiles
+from coda_inductor.codegen import legality, target
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -68,7 +69,7 @@ EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, summed, summed_norm_backward,
     swiglu_backward, bias_sums, weight_gradient, turned_left,
 )  # fmt: skip
-TILES = tuple(dict.fromkeys(tiles.LARGE + tiles.DEEP + tiles.PLAIN))
+TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain))
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +129,12 @@ def test_every_configuration(make: Callable[[int, int], Region], cache_dir: str)
     assert wrong == {}
 
 
-@pytest.mark.parametrize("half", legality.HALVES)
+@pytest.mark.parametrize("half", SM_90A.halves)
 @pytest.mark.parametrize("make", [rotary, rotary_tables], ids=lambda make: make.__name__)
 def test_halves_of_heads_in_every_tile(make: Callable[[int, int, int], Region], half: int, cache_dir: str) -> None:
     """Of an odd number of heads, which end within a tile. A tile that does not fit them waits for ever."""
     region = make(1000, 520, half)
-    legal = [config for config in tiles.ALL if legality.is_legal(region, config)]
+    legal = [config for config in SM_90A.tiles if legality.is_legal(region, config)]
     assert len(legal) > 8
     prebuild([Job(region, config) for config in legal], cache_dir)
     inputs = random_inputs(region, 777, "cuda")
@@ -179,7 +180,7 @@ def test_one_kernel_serves_many_sizes_and_skips_what_nobody_reads(cache_dir: str
 def test_sums_over_tokens_at_every_edge(cache_dir: str) -> None:
     """One row before, at and after the end of a tile, one tile and two of a cluster; whether or not all are read."""
     region = bias_sums(1000, 520)
-    for config in legality.candidates(region, 64)[:1] + tiles.LARGE[:3]:
+    for config in legality.candidates(region, 64)[:1] + SM_90A.large[:3]:
         for m in (1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 385):
             inputs, outs = random_inputs(region, m, "cuda", seed=m), blank_outputs(region, m, "cuda")
             launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from codegen_cases import CASES
 from compiler_process import MISSING
 from processes import fresh
 
-from coda_inductor.codegen.tiles import HEAVY
+from coda_inductor.codegen.target import SM_90A
 
 SCRIPT = """
 import json, sys
@@ -54,7 +55,8 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    done = fresh(SCRIPT, str(tmp_path_factory.mktemp("kernels")), QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a")
+    environment: dict[str, Any] = dict(pair.split("=") for pair in SM_90A.environment)
+    done = fresh(SCRIPT, str(tmp_path_factory.mktemp("kernels")), **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -75,7 +77,7 @@ def test_the_stage_model_is_quacks(rows: list[dict[str, object]]) -> None:
 
 def test_gradients_spill_nothing_in_the_tile_tried_first(rows: list[dict[str, object]]) -> None:
     """Two tile operands with sums over tokens, or with three stores and two sums over features."""
-    stacks = {row["case"]: row["stack"] for row in rows[:-1] if row["config"] == str(HEAVY[0])}
+    stacks = {row["case"]: row["stack"] for row in rows[:-1] if row["config"] == str(SM_90A.heavy[0])}
     assert (stacks["norm_gradients"], stacks["swiglu_backward"]) == (0, 0)
 
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from trained_layers import errors, gradients
 
 from coda_inductor.codegen import legality
-from coda_inductor.codegen.tiles import DEEP_LEAST, PLAIN
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Region, Store
 from coda_inductor.core.settings import Settings
@@ -34,7 +34,7 @@ from coda_inductor.passes.casts import EARLY, round_first, write_wide
 from coda_inductor.passes.plain import as_region
 from coda_inductor.tuning import plain_products
 
-LARGE, WIDTH = DEEP_LEAST, 64
+LARGE, WIDTH = SM_90A.deep_least, 64
 pytestmark = pytest.mark.usefixtures("uncached")
 aten, bf16 = torch.ops.aten, torch.bfloat16
 
@@ -167,7 +167,7 @@ def test_every_layout_is_read_as_it_lies(left: str, right: str) -> None:
     wanted = Product("acc0", 0, 1, K, right, a_layout=left)  # type: ignore[arg-type]
     assert region == Region(N, "bf16", (wanted,), (), (), (Store("acc0", "bf16"),), ())
     assert [i.op for i in inputs] == ["placeholder"] * 2
-    assert legality.candidates(region, M) == PLAIN
+    assert legality.candidates(region, M) == SM_90A.plain
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, int], ...]]] = {

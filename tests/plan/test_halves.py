@@ -15,7 +15,8 @@ from compiling import REFERENCE, close, run
 from torch import Tensor, fx, nn
 from zoo import Decoder, Shape, token_ids
 
-from coda_inductor.codegen import legality, tiles
+from coda_inductor.codegen import legality
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Let, Region, Store
@@ -364,4 +365,4 @@ def test_which_tiles_fit_heads() -> None:
         with pytest.raises(Unsupported, match=f"heads of {2 * half}"):
             legality.check(rotary_tables(4096, 4096, half))
     assert {c.tile_n for c in legality.candidates(rotary(4096, 4096), 8192)} == {128}
-    assert legality.candidates(rotary(4096, 4096), 8192)[0] == tiles.HEADS[0]
+    assert legality.candidates(rotary(4096, 4096), 8192)[0] == SM_90A.heads[0]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from coda_inductor.codegen.target import TARGETS, arch
+
 PACKAGE = Path(__file__).resolve().parents[2] / "coda_inductor"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = PACKAGE.parent / "tests"
@@ -52,6 +54,11 @@ NEVER_IN: dict[str, tuple[str, ...]] = {
     "torch._inductor": ("core/", "patterns/", "rewrite/", "plan/"),
 }
 """Modules to the layers that may not import them."""
+
+ARCHS = {arch(row.capability): str(row.capability) for row in TARGETS.values()}
+MACHINES = {word for name, pair in ARCHS.items() for word in (name, name.upper().replace("_", ""), pair)}
+OF_MACHINES = ("codegen/target.py", "core/settings.py")
+"""sm_90, SM90 and (9, 0), and the only files that may hold them, but for comments and docstrings."""
 
 BY_NAME = ("import_module", "__import__", "behind")
 """Functions that import the module that they are given."""
@@ -121,6 +128,11 @@ def complaints(name: str, source: str) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             found += [f"{node.name} has {lines} lines, limit {FUNCTION_LINES}"] * (lines > FUNCTION_LINES)
+    if name not in OF_MACHINES:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+                node.value = ast.Constant(None)
+        found += [f"holds {word}, a fact of a target" for word in sorted(MACHINES) if word in ast.unparse(tree)]
     lines = source.count("\n")
     return found + [f"{lines} lines, limit {FILE_LINES}"] * (lines > FILE_LINES)
 
@@ -213,6 +225,8 @@ def test_allow_list_is_not_longer_than_needed() -> None:
         ("explain/a.py", "from os import environ\nx = environ['HOME']"),
         ("explain/a.py", "def f():\n" + "    pass\n" * FUNCTION_LINES),
         ("explain/a.py", "pass\n" * (FILE_LINES + 1)),
+        ("explain/a.py", "x = f'{y}sm_90a'"),
+        ("kernels/a.py", "x = 9, 0"),
     ],
 )
 def test_a_planted_offence_is_seen(name: str, source: str) -> None:
