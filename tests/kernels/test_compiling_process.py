@@ -131,7 +131,8 @@ def test_a_fork_of_the_owner_has_a_process_of_its_own(tmp_path: Path) -> None:
     code = """
 import os, sys
 import compiler_process as t
-store, (heavy, small) = sys.argv[1], t.kernels_of(t.norm_backward(256, 64), t.token_scale(256, 64))
+from codegen_cases import norm_backward, token_scale
+store, (heavy, small) = sys.argv[1], t.kernels_of(norm_backward(256, 64), token_scale(256, 64))
 def fork(server, worker):
     if not (child := os.fork()):
         built = t.prebuild([small], store, workers=1) == {}
