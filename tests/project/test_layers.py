@@ -24,9 +24,10 @@ TOWER = (
 ROOM_FILES = 16
 
 RETIRED = frozenset({
-    "Contest", "BareContest", "SweepContest", "Judges", "Lying", "Trials", "Verdict", "Without", "bare", "bare_contest",
-    "bare_products", "contest", "is_bare", "judge", "judges", "lying", "lying_as",
-    "only_summed", "read_bare", "rehearsal", "rehearse", "slower_bare", "sweep_contest", "trials",
+    "Contest", "BareContest", "SweepContest", "Judges", "Lying", "Sweep", "Swept", "Trials", "Verdict", "Without",
+    "bare", "bare_contest",
+    "bare_products", "contest", "is_bare", "judge", "judges", "lies", "lying", "lying_as",
+    "only_summed", "read_bare", "rehearsal", "rehearse", "slower_bare", "sweep_contest", "sweeps", "swept", "trials",
     "unhalved", "unsummed", "without", "write_bare",
 })  # fmt: skip
 """Names of classes, functions, fields and modules that the glossary's have replaced (docs/architecture.md)."""
