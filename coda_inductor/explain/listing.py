@@ -10,7 +10,8 @@ from coda_inductor.explain.report import amounts, place, plural
 
 Facts = dict[str, Any]
 LEGEND = """[step] kind t=time. accN: accumulator of step N; yN, sN: stores and sums of its epilogue; oN: an opaque
-operation's result; pN: a memory-bound pass's. A product and its epilogue are one moment, a pass a kernel of its own."""
+operation's result; pN: a memory-bound pass's. A product and its epilogue are one moment, a pass a kernel of its own.
+rN: a Region; by: the laws behind its products and sums; ->: the steps that read it. a, b, ...: several of one step."""
 
 
 def render(facts: Facts, before: bool = False) -> str:

@@ -180,10 +180,11 @@ def _reason(made: Plan, refused: Refused) -> str:
 
 
 def _fired(made: Plan) -> dict[object, set[str]]:
-    """The laws that made each product (by bit) and each sum what it is."""
+    """The laws that made each product (by bit) and each sum what it is. What a law reads was there before it."""
     fired: dict[object, set[str]] = {}
+    lifted = max((t.id for t in made.program.lifted.term.values()), default=0)
     for f in made.firings:
-        for what in [f.product] if f.product >= 0 else statistics(f.after):
+        for what in [f.product] if f.product >= 0 else [s for s in statistics(f.after) if s.id > lifted]:
             fired.setdefault(what, set()).add(f.law)
     return fired
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Literal
 
 import pytest
 
@@ -22,14 +23,18 @@ def quoted(start: str) -> list[str]:
     return [line.strip() for line in dedent(block).splitlines()]
 
 
-@pytest.mark.parametrize("start", ["bilinearity at acc1a", "[0] gemm r0"])
-def test_what_is_quoted_is_printed(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("start", "mode"), [("bilinearity at acc1a", "infer"), ("[0] gemm r0", "infer"), ("[3] gemm r2", "train")]
+)
+def test_what_is_quoted_is_printed(
+    start: str, mode: Literal["infer", "train"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     sys.modules.pop("docs.norm", None)
     from docs.norm import build
 
     model, args = build()
-    printed = render(program(model, args, {}, "infer", Settings(target="sm_90a")))
+    printed = render(program(model, args, {}, mode, Settings(target="sm_90a")))
     lines = [line.strip().replace(str(ROOT) + "/", "") for line in printed.splitlines()]
     assert all(line in lines for line in quoted(start)), printed
 
