@@ -238,7 +238,7 @@ def every_op(n: int, k: int) -> Region:
     lets = [Let("near", "add", ("acc", "tile")), Let("pos", "abs", ("near",)), Let("one", "add", ("pos", 1.0))]
     total = "one"
     for i, (name, op) in enumerate((name, op) for name, op in OPS.items() if name not in OF_PAIRS):
-        argument = "one" if name in ("rcp", "sqrt", "rsqrt", "log") else "near"
+        argument = "one" if op.positive else "near"
         lets.append(Let(f"o{i}", name, (argument, 0.5)[: op.arity]))
         lets += [Let(f"r{i}", "bf16", (f"o{i}",)), Let(f"t{i}", "add", (f"o{i}", f"r{i}"))]
         lets.append(Let(f"s{i}", "add", (total, f"t{i}")))
@@ -286,7 +286,7 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
     tiles = [p.name for p in products] + [o.name for o in operands if o.extent == "tile"]
     lets: list[Let] = []
     for i in range(rng.randint(1, 12)):
-        op = rng.choice([o for o in OPS if o not in ("rcp", "rsqrt", "log", "sqrt", *OF_PAIRS)])
+        op = rng.choice([o for o, row in OPS.items() if not row.positive and o not in OF_PAIRS])
         args: list[str | float] = [rng.choice(names) for _ in range(OPS[op].arity)]
         if len(args) == 2 and rng.random() < 0.25:
             args[1] = rng.choice([0.0, 0.5, -1.25])

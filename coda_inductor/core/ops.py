@@ -25,7 +25,7 @@ class Op:
     mask where a tile hangs over the edge of the matrix, since hardware fills those places with 0.
 
     `aten` names the ATen operations that compute it of tensors, the one that small computations are written with first;
-    empty where terms say it otherwise, as powers say `sqrt`.
+    empty where terms say it otherwise, as powers say `sqrt`. `positive`: tests give it positive arguments alone.
     """
 
     arity: int
@@ -33,6 +33,7 @@ class Op:
     cute: str
     at_zero: float | None
     aten: tuple[str, ...] = ()
+    positive: bool = False
 
 
 def _round(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -45,11 +46,12 @@ OPS: dict[str, Op] = {
     "sub":     Op(2, torch.sub,                       "({0} - {1})",                           0.0),
     "mul":     Op(2, torch.mul,                       "({0} * {1})",                           0.0),
     "neg":     Op(1, torch.neg,                       "(-{0})",                                0.0),
-    "rcp":     Op(1, torch.reciprocal,                "cute.arch.rcp_approx({0})",             None),
-    "sqrt":    Op(1, torch.sqrt,                      "cute.math.sqrt({0}, fastmath=True)",    0.0),
-    "rsqrt":   Op(1, torch.rsqrt,                     "cute.math.rsqrt({0}, fastmath=True)",   None),
+    "rcp":     Op(1, torch.reciprocal,                "cute.arch.rcp_approx({0})",             None, positive=True),
+    "sqrt":    Op(1, torch.sqrt,                      "cute.math.sqrt({0}, fastmath=True)",    0.0, positive=True),
+    "rsqrt":   Op(1, torch.rsqrt,                     "cute.math.rsqrt({0}, fastmath=True)",   None, positive=True),
     "exp":     Op(1, torch.exp,                       "cute.math.exp({0}, fastmath=True)",     1.0, ("exp.default",)),
-    "log":     Op(1, torch.log,                       "cute.math.log({0})",                    None, ("log.default",)),
+    "log":     Op(1, torch.log,                       "cute.math.log({0})",                    None, ("log.default",),
+                  positive=True),
     "tanh":    Op(1, torch.tanh,                      "tanh({0})",                             0.0, ("tanh.default",)),
     "erf":     Op(1, torch.erf,                       "erf({0})",                              0.0, ("erf.default",)),
     "sigmoid": Op(1, torch.sigmoid,                   "sigmoid({0})",                          0.5),
