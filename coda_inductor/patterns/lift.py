@@ -214,7 +214,7 @@ def _product(lifted: Lifted, node: fx.Node) -> Term:
 def _stored(lifted: Lifted, node: fx.Node) -> Term:
     """The node's term, rounded as the narrow tensor is that it is widened from. Who subtracts a logsumexp from the
     scores relies on that: with one of unrounded scores the losses of 300 steps of a small model by autocast were 5e-4
-    from eager's, with Inductor 2e-4 (tests/test_training_bf16.py)."""
+    from eager's, with Inductor 2e-4 (tests/whole/test_training_bf16.py)."""
     term = lifted.term[node]
     name = NARROW.get(g.tensor(g.narrow(node)).dtype)  # type: ignore[union-attr]
     return lifted.terms.fn(name, term) if name else term
