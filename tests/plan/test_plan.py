@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from small_tensors import rms
 from torch import Tensor
 from zoo import Decoder, Shape, token_ids
 
-from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.patterns.lift import lift
 from coda_inductor.plan import search
@@ -23,8 +24,10 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Conflict, Draft, cycle
 from coda_inductor.plan.plan import Plan
 from coda_inductor.plan.search import plan
+from coda_inductor.rewrite.derive import derive
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.limits import Limits
+from coda_inductor.rewrite.program import Program
 
 ALL = frozenset(law.name for law in LAWS)
 
@@ -190,3 +193,32 @@ def test_a_conflict_while_building_is_planned_around(monkeypatch: pytest.MonkeyP
 
 def _never(made: Plan, draft: Draft) -> Built:
     raise Conflict(Limits(undeferred=1))
+
+
+def test_questions_change_nothing() -> None:
+    """Also before demand is worked off: of a plan under way, of which nothing is decided yet."""
+    (graph,) = captured(half, *half_inputs())
+    lifted = lift(graph.graph)
+    program = Program(lifted)
+    made = Plan(program, derive(program, ALL))
+    terms = [program.new[t] for t in lifted.term.values()]
+
+    def state() -> object:
+        drafts = [(d.space.accs, list(d.stores), list(d.sums), dict(d.supplies)) for d in made.drafts.values()]
+        return drafts, set(made.kept), set(made.sums), list(made._todo), dict(made.combined)
+
+    def ask() -> int:
+        answers = 0
+        for t in terms:
+            for space in [d.space for d in made.drafts.values()] or [program.space(a) for a in program.wholes]:
+                with contextlib.suppress(Unsupported, Conflict):
+                    answers += made.where(t, space) is not None
+        for acc in program.wholes:
+            with contextlib.suppress(Unsupported, Conflict):
+                answers += made.operand(acc) is not None
+        return answers
+
+    for _ in range(2):
+        before = state()
+        assert ask() > 10 and state() == before
+        made.run()
