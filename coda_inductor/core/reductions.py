@@ -24,6 +24,8 @@ class Row:
 
     `linear`: it adds up. Then a factor or a zero beside it costs nothing, and places past the edge of the matrix are
     masked unless they are 0; others leave them out by themselves. `planes`: numbers for each row that warps pass on.
+    `stored`: of a value that is stored in fewer bits it is taken as it was rounded, since who reads it compares it with
+    what is stored.
     """
 
     torch: Callable[[Tensor, int], Tensor]
@@ -32,10 +34,13 @@ class Row:
     sinks: Mapping[str, str] = field(default_factory=dict)
     linear: bool = False
     planes: int = 1
+    stored: bool = False
 
 
 REDUCTIONS = {
     "sum": Row(torch.sum, torch.add, "sum.dim_IntList", {"N": "ColVecReduce", "M": "RowVecReduce"}, linear=True),
     "max": Row(torch.amax, torch.maximum, "amax.default"),
-    "logsumexp": Row(torch.logsumexp, torch.logaddexp, "logsumexp.default", {"N": "OnlineLSEReduce"}, planes=2),
+    "logsumexp": Row(
+        torch.logsumexp, torch.logaddexp, "logsumexp.default", {"N": "OnlineLSEReduce"}, planes=2, stored=True
+    ),
 }

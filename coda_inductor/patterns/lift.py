@@ -224,7 +224,7 @@ def _reduction(lifted: Lifted, r: g.Reduction) -> Term | None:
     ts, x, dims = lifted.terms, lifted.term[r.source], lifted.reading.roots(r.source)
     gone = tuple(i for d in r.dims for i in dims[d])
     extents = lifted.extents(gone)
-    if r.name == "logsumexp":
+    if r.name in REDUCTIONS and REDUCTIONS[r.name].stored:
         return ts.red(r.name, _stored(lifted, r.source), gone, extents) if x.axes.issuperset(gone) else None
     if r.name in REDUCTIONS:
         return ts.red(r.name, x, gone, extents)

@@ -181,6 +181,8 @@ class Plan(Inputs):
             late = g.is_backward(node) and not self.program.in_backward(space)
             over = "M" if set(red.over) == set(space.rows) else "N" if set(red.over) == set(space.columns) else ""
             left = space.columns if over == "M" else space.rows
+            if over == "N" and REDUCTIONS[red.name].linear:
+                return False  # a statistic, which is taken where an epilogue reads it
             if late or over not in REDUCTIONS[red.name].sinks or self.order(node) != left:
                 return False
             draft = self._draft(space)
