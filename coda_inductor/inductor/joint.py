@@ -180,11 +180,14 @@ def _reason(made: Plan, refused: Refused) -> str:
 
 
 def _fired(made: Plan) -> dict[object, set[str]]:
-    """The laws that made each product (by bit) and each sum what it is. What a law reads was there before it."""
+    """The laws that made each product (by bit) and each sum what it is. What a law only reads was there."""
     fired: dict[object, set[str]] = {}
     lifted = max((t.id for t in made.program.lifted.term.values()), default=0)
     for f in made.firings:
-        for what in [f.product] if f.product >= 0 else [s for s in statistics(f.after) if s.id > lifted]:
+        sums = statistics(f.after) if f.product < 0 else []
+        new = [s for s in sums if s.id > lifted] or sums  # the softmax law's sum is lifted
+        whats: list[object] = [f.product] if f.product >= 0 else [*new]
+        for what in whats:
             fired.setdefault(what, set()).add(f.law)
     return fired
 
