@@ -184,11 +184,12 @@ def _fired(made: Plan) -> dict[object, set[str]]:
     fired: dict[object, set[str]] = {}
     lifted = max((t.id for t in made.program.lifted.term.values()), default=0)
     for f in made.firings:
-        sums = statistics(f.after) if f.product < 0 else []
-        new = [s for s in sums if s.id > lifted] or sums  # the softmax law's sum is lifted
-        whats: list[object] = [f.product] if f.product >= 0 else [*new]
-        for what in whats:
-            fired.setdefault(what, set()).add(f.law)
+        if f.product >= 0:
+            fired.setdefault(f.product, set()).add(f.law)
+            continue
+        sums = statistics(f.after)
+        for s in [s for s in sums if s.id > lifted] or sums:  # the softmax law's one sum is lifted
+            fired.setdefault(s, set()).add(f.law)
     return fired
 
 

@@ -86,9 +86,8 @@ class Vectors:
                 return out if factor == 1 else self.call(out, aten.mul.Tensor, out, float(factor)), (TOKENS,)
             node, order = self._value(t.args[0], rows)
             over = [order.index(i) for i in t.over]
-            return self.call(node, g.aten_of(REDUCTIONS[t.name].aten), node, over), tuple(
-                i for i in order if i not in t.over
-            )
+            reduced = self.call(node, g.aten_of(REDUCTIONS[t.name].aten), node, over)
+            return reduced, tuple(i for i in order if i not in t.over)
         if t.kind == "fn":
             args, order = self._aligned(tuple(a for a in t.args if not is_number(a)), rows)
             numbers = [
