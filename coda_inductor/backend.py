@@ -35,7 +35,7 @@ def load() -> ModuleType | Unsupported:
     except Unsupported as why:
         forget_frames(why)
         return why
-    settings.check_kinds(found.NAMES, found.RETIRED)
+    settings.check_kinds(found.NAMES)
     return found
 
 

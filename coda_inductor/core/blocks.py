@@ -27,10 +27,10 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
         here = min(rows, m - start)
         some = [x.narrow(dims[i], start, here) if i in dims and here < m else x for i, x in enumerate(inputs)]
         for i, value in evaluated(region, some, wanted, numbers):
-            out, of = outs[i], region.reductions[i - stored] if i >= stored else None
+            out, reduction = outs[i], region.reductions[i - stored] if i >= stored else None
             assert out is not None
-            if of is None or of.over == "N":
+            if reduction is None or reduction.over == "N":
                 out[start : start + here].copy_(value)
             else:
-                out.copy_(REDUCTIONS[of.of].join(out, value) if start else value)
+                out.copy_(REDUCTIONS[reduction.of].join(out, value) if start else value)
             del value

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReductionOp:
     """`torch` reduces a tensor over a dimension; `join` makes one of what two parts of it gave. `aten` is the ATen
     operation of (tensor, dimensions).
 
@@ -38,9 +38,11 @@ class Row:
 
 
 REDUCTIONS = {
-    "sum": Row(torch.sum, torch.add, "sum.dim_IntList", {"N": "ColVecReduce", "M": "RowVecReduce"}, linear=True),
-    "max": Row(torch.amax, torch.maximum, "amax.default"),
-    "logsumexp": Row(
+    "sum": ReductionOp(
+        torch.sum, torch.add, "sum.dim_IntList", {"N": "ColVecReduce", "M": "RowVecReduce"}, linear=True
+    ),
+    "max": ReductionOp(torch.amax, torch.maximum, "amax.default"),
+    "logsumexp": ReductionOp(
         torch.logsumexp, torch.logaddexp, "logsumexp.default", {"N": "OnlineLSEReduce"}, planes=2, stored=True
     ),
 }

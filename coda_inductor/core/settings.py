@@ -93,10 +93,10 @@ class Settings:
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if not f.name.endswith("_dir"))
         return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
 
-    def check_kinds(self, known: Collection[str], retired: Collection[str] = ()) -> None:
-        """Raises SettingError if `disable` or `only` names what is not among `known`; warns of what is `retired`."""
+    def check_kinds(self, known: Collection[str]) -> None:
+        """Raises SettingError if `disable` or `only` names what is not among `known`; warns of RETIRED_KINDS."""
         for kind in sorted(self.disable | self.only):
-            if kind in retired:
+            if kind in RETIRED_KINDS:
                 warn(f"disable and only: there are no {kind} any more")
             elif kind not in known:
                 unknown("law, region kind or pass", kind, known)
@@ -170,6 +170,8 @@ VARIABLES = {PREFIX if name == "enabled" else f"{PREFIX}_{name.upper()}": name f
 
 RETIRED = {("tune", "full"): "quick", ("numerics", "fast"): "default"}
 """Values that meant the same as another."""
+RETIRED_KINDS = frozenset({"sweeps"})
+"""What `disable` and `only` may still name: a pass that there was."""
 
 
 def _value(where: str, name: str, value: object) -> Any:

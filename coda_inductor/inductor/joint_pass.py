@@ -42,7 +42,7 @@ from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import store
 from coda_inductor.measure import free_memory
 from coda_inductor.ops import lowering
-from coda_inductor.passes.switches import NAMES, RETIRED
+from coda_inductor.passes.switches import NAMES
 from coda_inductor.passes.tracing import passes
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.schedule.hints import assumed
@@ -64,7 +64,7 @@ torch.compile's, at 64 0.90x and at 256 0.97x (H200, 8B widths, CUDA graphs, til
 MANY = 1000  # nodes; three layers of Llama have 934 and take 3 s, of which one walk of the collector, 0.26, is a tenth
 FROZEN = 10_000  # objects; Python 3.12 itself freezes 375 when it starts
 DEVICE = "cuda"
-MULTIPLIED = {DTYPES[name] for row in target.TARGETS.values() for name in row.multiplies}
+MULTIPLIED = dict.fromkeys(DTYPES[name] for row in target.TARGETS.values() for name in row.multiplies)
 
 
 def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
@@ -79,7 +79,7 @@ class JointPass(CustomGraphPass):
     """One instance for each compile, with its settings frozen. `chained`: passes that the user put there, run first."""
 
     def __init__(self, settings: Settings, chained: Any = None) -> None:
-        settings.check_kinds(NAMES, RETIRED)
+        settings.check_kinds(NAMES)
         lowering.register()
         self.settings = settings
         self.chained = passes(chained)
@@ -193,9 +193,10 @@ def require_options(settings: Settings) -> None:
 def require_graph(graph: fx.Graph) -> None:
     """Raises Unsupported for a graph that is left to Inductor on every machine, by its products' dtypes or rows."""
     dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in MATRIX_PRODUCTS}
-    if not dtypes & MULTIPLIED:
+    if not dtypes & MULTIPLIED.keys():
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        hint = "kernels multiply bfloat16 and float16: cast, or use autocast"
+        multiplied = " and ".join(str(dtype).removeprefix("torch.") for dtype in MULTIPLIED)
+        hint = f"kernels multiply {multiplied}: cast, or use autocast"
         raise Unsupported(f"its products are of {found}", hint=hint)
     tokens = device_and_tokens(graph)[1]
     if tokens < SMALL:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coda_inductor.core.region import Region
-from coda_inductor.core.settings import Settings
+from coda_inductor.core.settings import RETIRED_KINDS, Settings
 from coda_inductor.passes.plain import PLAIN
 from coda_inductor.rewrite.laws import LAWS
 
@@ -25,8 +25,6 @@ PASSES = {
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 """What _DISABLE and _ONLY may name."""
-RETIRED = frozenset({"sweeps"})
-"""What they may still name: a pass that there was."""
 
 
 def laws_of(settings: Settings) -> frozenset[str]:
@@ -47,6 +45,6 @@ def allowed(name: str, among: frozenset[str], settings: Settings) -> bool:
     """May a law or a kind of Region be used, or one of PASSES? _ONLY restricts the laws if it names one, and the kinds
     if it names one; if it names anything, a pass must be named, and if it names passes alone, nothing else is used."""
     only = settings.only & among
-    if name in PASSES or settings.only <= PASSES.keys() | RETIRED:
+    if name in PASSES or settings.only <= PASSES.keys() | RETIRED_KINDS:
         only = settings.only
     return name not in settings.disable and (not only or name in only)

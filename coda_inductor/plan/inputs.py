@@ -16,7 +16,7 @@ from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.rotate_half import NOT_ROWS
-from coda_inductor.rewrite.sources import sources, statistics
+from coda_inductor.rewrite.sources import leaves, sources, statistics
 from coda_inductor.rewrite.space import Axes, Space
 
 
@@ -100,6 +100,28 @@ class Inputs:
         if extent == "scalar":
             raise Conflict(Limits({a.bit: "a number that it needs is not known before it runs" for a in space.accs}))
         return Computed(x, extent, self._axes(x, space))
+
+    def reads(self, c: Computed) -> list[fx.Node | Term]:
+        """What a small computation reads: nodes, and sums that epilogues take. Raises Unsupported if there is none."""
+        lifted, found = self.program.lifted, list[fx.Node | Term]()
+        for s in sources(c.term):
+            read, fits = list[fx.Node | Term](), True
+            if s.kind == "leaf":
+                read = [node := lifted.node(s)]
+                fits = c.extent == "feature" or not s.axes or (self.order(node) == c.order and g.dense(node))
+            elif c.extent == "feature" or not (s.axes or s.deps):  # which is a number, of a parameter
+                read, fits = [lifted.node(leaf) for leaf in leaves(s)], not s.deps
+            elif self.can_sum(s, c.order):
+                read = [s]
+            elif (beside := self.pair(s)) is not None:
+                read, fits = [*beside.nodes(lifted)], beside.tokens(self.program) == c.order
+            else:
+                held = self.program.statistic(s, c.order)
+                read, fits = [held[0]] if held else [], held is not None
+            if not fits:
+                raise Unsupported(f"no node holds {s}")
+            found += read
+        return found
 
     def pair(self, red: Term) -> Pair | None:
         """What is summed beside an operation that is left whole, if the reduction is such a sum."""

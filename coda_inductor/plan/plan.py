@@ -20,11 +20,10 @@ from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.again import Again
 from coda_inductor.plan.built import Built
-from coda_inductor.plan.draft import Computed, Conflict, Draft, Refusal, Stored, cycle
+from coda_inductor.plan.draft import Computed, Conflict, Draft, Loaded, Refusal, Stored, cycle
 from coda_inductor.plan.inputs import Inputs
 from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.limits import Limits
-from coda_inductor.rewrite.sources import leaves, sources
 from coda_inductor.rewrite.space import Axes, Space
 
 
@@ -248,40 +247,22 @@ class Plan(Inputs):
     def demand(self, draft: Draft, *values: Term) -> None:
         """What an epilogue reads to make the values must exist."""
         for source in self.loads(draft, *values).values():
-            match source:
-                case fx.Node():
-                    self.need(source)
-                case Stored(term):
-                    self.store(self._draft(self.program.space(term)), source)
-                case Computed():
-                    self._demand_computed(source, draft.space)
-                case Term():
-                    self._take(self._draft(self.program.space(source.args[0])), source)
-                case _:
-                    self.need(source.node)  # half of it
+            self._demand(source, draft.space)
 
-    def _demand_computed(self, c: Computed, space: Space) -> None:
-        """What a small computation reads must exist."""
-        x, extent = c.term, c.extent
-        for s in sources(x):
-            if s.kind == "leaf":
-                read = [self.program.lifted.node(s)]
-                fits = extent == "feature" or not s.axes or (self.order(read[0]) == space.rows and g.dense(read[0]))
-            elif extent == "feature":
-                read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], not s.deps
-            elif not s.axes and not s.deps:  # a number, of a parameter
-                read, fits = [self.program.lifted.node(leaf) for leaf in leaves(s)], True
-            elif fits := self.can_sum(s, space.rows):
-                read = []
-                self._take(self._draft(self.program.space(s.args[0])), s)
-            elif (found := self.pair(s)) is not None:
-                read, fits = found.nodes(self.program.lifted), found.tokens(self.program) == space.rows
-            else:
-                held = self.program.statistic(s, space.rows)
-                read, fits = [held[0]] if held else [], held is not None
-            if not fits:
-                raise Conflict(Limits({a.bit: f"no node holds {s}" for a in space.accs}))
-            for node in read:
-                self.need(node)
-        if extent == "token" and x.kind == "add":
-            self.combined.setdefault(x, space.rows)
+    def _demand(self, source: Loaded, space: Space) -> None:
+        match source:
+            case fx.Node():
+                self.need(source)
+            case Stored(term):
+                self.store(self._draft(self.program.space(term)), source)
+            case Computed():
+                try:
+                    read = self.reads(source)
+                except Unsupported as why:
+                    raise Conflict(Limits({a.bit: why.what for a in space.accs})) from why
+                for each in read:
+                    self._demand(each, space)
+            case Term():
+                self._take(self._draft(self.program.space(source.args[0])), source)
+            case _:
+                self.need(source.node)  # half of it

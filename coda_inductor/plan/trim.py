@@ -7,7 +7,6 @@ from torch import fx
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.draft import Computed, Draft, Stored
 from coda_inductor.plan.plan import Plan
-from coda_inductor.rewrite.sources import leaves, sources
 from coda_inductor.rewrite.space import Lane
 
 
@@ -25,7 +24,7 @@ def trim(plan: Plan) -> Plan:
             continue
         seen.add(item)
         if isinstance(item, Computed):
-            todo += _read(plan, item)
+            todo += plan.reads(item)
         elif isinstance(item, Lane):
             todo.append(item.node)
         elif isinstance(item, Term):  # a sum
@@ -59,20 +58,3 @@ def _reads(plan: Plan, draft: Draft, t: Term) -> list[object]:
         product = plan.program.product(acc)
         out += [plan.operand(acc), *(a for a in product.node.all_input_nodes if a is not product.x)]
     return [*out, *plan.loads(draft, t).values()]
-
-
-def _read(plan: Plan, c: Computed) -> list[object]:
-    """What a small computation reads."""
-    out: list[object] = []
-    for s in sources(c.term):
-        if s.kind == "leaf":
-            out.append(plan.program.lifted.node(s))
-        elif plan.taken(s, c.order):
-            out.append(s)
-        elif c.extent == "token" and (found := plan.pair(s)) is not None:
-            out += found.nodes(plan.program.lifted)
-        elif c.extent == "token" and (held := plan.program.statistic(s, c.order)) is not None:
-            out.append(held[0])
-        else:
-            out += [plan.program.lifted.node(leaf) for leaf in leaves(s)]
-    return out

@@ -94,7 +94,7 @@ def of_backward(described: Any) -> bool:
 
 def saved_names(graph: fx.Graph) -> frozenset[str]:
     """The nodes of a joint graph that the forward keeps for the backward; none if it is not joint. Tuning takes it as
-    a hint: where torch's own partitioner fails on the graph as it is by now, they do without."""
+    a hint: where torch's own partitioner fails on the graph as it is by now, it does without."""
     try:
         halves = partition(graph)
     except Exception as error:

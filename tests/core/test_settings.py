@@ -75,7 +75,7 @@ def test_a_retired_pass_warns_and_nothing_else_is_used() -> None:
     errors.said.clear()
     only = Settings(only=frozenset({"sweeps"}))
     with pytest.warns(CodaWarning, match="there are no sweeps any more"):
-        only.check_kinds(switches.NAMES, switches.RETIRED)
+        only.check_kinds(switches.NAMES)
     assert not any(switches.allowed(kind, switches.REGION_KINDS, only) for kind in switches.REGION_KINDS)
     assert switches.allowed("pair", switches.REGION_KINDS, Settings(disable=frozenset({"sweeps"})))
 
