@@ -239,7 +239,7 @@ def every_op(n: int, k: int) -> Region:
     total = "one"
     for i, (name, op) in enumerate((name, op) for name, op in OPS.items() if name not in OF_PAIRS):
         argument = "one" if op.positive else "near"
-        lets.append(Let(f"o{i}", name, (argument, 0.5)[: op.arity]))
+        lets.append(Let(f"o{i}", name, (argument, 0.5, 0.25)[: op.arity]))
         lets += [Let(f"r{i}", "bf16", (f"o{i}",)), Let(f"t{i}", "add", (f"o{i}", f"r{i}"))]
         lets.append(Let(f"s{i}", "add", (total, f"t{i}")))
         total = f"s{i}"

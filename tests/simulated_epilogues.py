@@ -18,7 +18,8 @@ from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Product, Region
 
 HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
-KINDS = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad", "ColVecReduce", "RowVecReduce", "OnlineLSEReduce")
+KINDS: tuple[str, ...] = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad")
+KINDS += ("ColVecReduce", "RowVecReduce", "OnlineLSEReduce", "ColVecMax", "RowVecMax")
 OF_HALVES = ("HalfStore", "HalfVector", "RotaryCosSinTMALoad")
 
 
@@ -109,6 +110,9 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
             value = value[0] * value[1]
         if sink.kind == "OnlineLSEReduce":
             sums.append(value[:m, : region.n].logsumexp(1))
+            continue
+        if sink.kind.endswith("Max"):
+            sums.append(value[:m, : region.n].amax(1 if sink.kind == "ColVecMax" else 0))
             continue
         dim, size, left = (1, region.n, m) if sink.kind.endswith("ColVecReduce") else (0, m, region.n)
         sums.append((value.narrow(dim, 0, size) if sink.kind.startswith("Masked") else value).sum(dim)[:left])

@@ -1,5 +1,5 @@
-"""What quack 0.6.5 lacks: launches that overlap, sums finished and masked, a feature vector for two lanes, two products
-in one tile or in one accumulator, halves of heads.
+"""What quack 0.6.5 lacks: launches that overlap, sums that are finished, a feature vector for two lanes, two products in
+one tile or in one accumulator, halves of heads. (What an epilogue takes over rows and columns: sinks.py.)
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """
@@ -13,80 +13,20 @@ from typing import Any, Optional
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64
-from quack.compile_utils import make_fake_tensor
+from cutlass import Int32, Int64
 from quack.epilogue import ops
 from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import EpiOp, RowVecLoad, Scalar, TileStore
+from quack.epilogue.ops import RowVecLoad, Scalar, TileStore
 from quack.gemm_sm90 import GemmSm90
 from quack.tile_scheduler import TileSchedulerOptions
 from quack.varlen_utils import VarlenArguments
 
 from coda_inductor.codegen import source
 from coda_inductor.codegen.finish import Total, finish
+from coda_inductor.codegen.sinks import Whole
 
 TILE_K = 64  # legality.TILE_K
 OPEN = 1 << 30  # a door's word; more than a grid has blocks
-
-
-class _TileByTile:
-    """Mixed into a sum over N of quack's: its partial results [M, tiles] lie tile by tile, as finish.py reads them."""
-
-    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
-        dtype, _ = key
-        return make_fake_tensor(dtype, (fctx.m, cute.sym_int()), leading_dim=0, divisibility=1)
-
-
-class ColVecReduce(_TileByTile, ops.ColVecReduce):  # type: ignore[misc]
-    """A sum over N."""
-
-    of = "sum"
-
-
-class RowVecReduce(ops.RowVecReduce):  # type: ignore[misc]
-    """A sum over M."""
-
-    of = "sum"
-
-
-class OnlineLSEReduce(_TileByTile, ops.OnlineLSEReduce):  # type: ignore[misc]
-    """A logsumexp over N."""
-
-    of = "logsumexp"
-
-
-class Whole(EpiOp):  # type: ignore[misc]
-    """The vector that a finished sum goes to, f32: none of the kernel's, but of the one after it."""
-
-    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
-        dtype, _ = key
-        return make_fake_tensor(dtype, (cute.sym_int(),), leading_dim=0, divisibility=1)
-
-    def param_fields(self) -> list[tuple[str, Any, None]]:
-        return [(self.name, object, None)]  # which the kernel gets as None
-
-
-class _Masked:
-    """Mixed into a sum of quack's: leaves out what lies past the end of the summed axis, whatever it is."""
-
-    def _mask_oob_active(self) -> bool:
-        return True
-
-    @cute.jit
-    def _mask_oob(self, frag, coords, limit, tile_shape_mn):  # type: ignore[no-untyped-def]
-        """frag: this subtile's values; coords: their (m, n) in the tile; limit: the tile's columns before N, or its
-        rows before M."""
-        axis = self._reduce_dim()  # type: ignore[attr-defined]
-        for i in cutlass.range(cute.size(frag), unroll_full=True):
-            frag[i] = cutlass.select_(coords[i][axis] < limit, frag[i], Float32(0.0))
-
-
-class MaskedColVecReduce(_Masked, ColVecReduce):
-    """A sum over N without the columns past N."""
-
-
-class MaskedRowVecReduce(_Masked, RowVecReduce):
-    """A sum over M without the rows past M."""
 
 
 class LaneVector(RowVecLoad):  # type: ignore[misc]
@@ -136,7 +76,8 @@ class _Lanes:
             strides: Any = (across, stride_n, pitch)
         else:
             columns = (2, n)
-            strides = (cute.assume(epilogue_args.lane_offset, divby=8), stride_n)  # 16 bytes, as TMA encodes strides
+            aligned = 128 // mB.element_type.width  # 16 bytes, as TMA encodes strides
+            strides = (cute.assume(epilogue_args.lane_offset, divby=aligned), stride_n)
         lanes = cute.make_layout((columns, k, l), stride=(strides, stride_k, stride_l))
         return mA, cute.make_tensor(mB.iterator, lanes), mD, mC, epilogue_args
 
@@ -260,11 +201,13 @@ class Epilogue(EpiMod):  # type: ignore[misc]
 
     mixins: tuple[type, ...] = ()
     suffix = "of_one"
+    lanes = 1
     fields: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, fn: Any, *, reduces: dict[str, Any], extra_ops: tuple[Any, ...] = (), **options: Any) -> None:
         totals = tuple(
-            Total(name, source.whole(name), isinstance(op, ops.RowVecReduce), op.of) for name, op in reduces.items()
+            Total(name, source.whole(name), isinstance(op, ops.RowVecReduce), op.of, self.lanes)
+            for name, op in reduces.items()
         )
         self.mixins = (*self.mixins, _Overlapping)
         if totals:
@@ -292,6 +235,7 @@ class TwoProductsMod(Epilogue):
     `half`, of one."""
 
     mixins = (_Lanes,)
+    lanes = 2
 
     def __init__(self, fn: Any, *, half: int = 0, **options: Any) -> None:
         self.suffix, self.fields = f"lanes{half or ''}", {"half": half}

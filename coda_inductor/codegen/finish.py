@@ -22,12 +22,14 @@ AHEAD = 4  # partial results that a thread asks for at once: none waits for the 
 
 
 class Total(NamedTuple):
-    """One reduction: the field of its partial results, the field of the result, is it over M, and its row's name."""
+    """One reduction: the field of its partial results, the field of the result, is it over M, its row's name, and how
+    many columns of partial results over M lie beside one another for each of the result's: the first counts."""
 
     parts: str
     whole: str
     over_m: bool
     of: str
+    lanes: int = 1
 
 
 def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
@@ -39,8 +41,16 @@ def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
             parts = [getattr(args, total.parts) for total in some]
             if not over_m:  # [length, tiles]
                 parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
+            parts = [_first_lanes(p, total.lanes) if over_m else p for p, total in zip(parts, some, strict=True)]
             wholes = [getattr(args, total.whole) for total in some]
             finish_sums(parts, wholes, [total.of for total in some], cute.size(wholes[0]), stream)
+
+
+def _first_lanes(parts: Any, lanes: int) -> Any:
+    """[tiles, length] of [tiles, length * lanes]."""
+    (tiles, length), (pitch, step) = parts.shape, parts.stride
+    layout = cute.make_layout((tiles, length // lanes), stride=(pitch, step * lanes))
+    return cute.make_tensor(parts.iterator, layout)
 
 
 def finish_sums(parts: list[Any], wholes: list[Any], of: list[str], longest: Any, stream: Any) -> None:
@@ -81,20 +91,21 @@ def _sum(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
 
 
 @cute.jit
+def _max(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
+    lane, warp = thread % LANES, thread // LANES
+    entry = block * LANES + lane
+    largest = _largest(parts, shared, entry, lane, warp)
+    if warp == 0 and entry < parts.shape[1]:
+        whole[entry] = largest
+
+
+@cute.jit
 def _normaliser(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
     """log sum exp, as torch takes it: relative to the largest, unless that is infinite."""
     lane, warp = thread % LANES, thread // LANES
     entry = block * LANES + lane
     tiles, length = parts.shape
-    largest = Float32(-math.inf)
-    if entry < length:
-        for first in cutlass.range(warp, tiles, WARPS * AHEAD):
-            for value in _some(parts, first, entry, Float32(-math.inf)):
-                largest = cute.arch.fmax(largest, value)
-    shared[lane, warp] = largest
-    cute.arch.sync_threads()
-    for other in cutlass.range_constexpr(WARPS):
-        largest = cute.arch.fmax(largest, shared[lane, other])
+    largest = _largest(parts, shared, entry, lane, warp)
     cute.arch.sync_threads()
     finite = largest - largest == Float32(0.0)
     shift = cutlass.select_(finite, largest, Float32(0.0))
@@ -108,12 +119,33 @@ def _normaliser(parts, whole, shared, block, thread):  # type: ignore[no-untyped
         whole[entry] = cute.math.log(total) + shift
 
 
+def larger(a: Any, b: Any) -> Any:
+    """NaN if one of them is, as in torch.amax."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
 def _some(parts: Any, first: Any, entry: Any, otherwise: Any) -> list[Any]:
     """The next of a warp's partial results, from the tile `first` on; `otherwise` past the last."""
     tiles = [first + WARPS * i for i in range(AHEAD)]
     inside = [tile < parts.shape[0] for tile in tiles]
     found = [parts[cutlass.select_(i, tile, first), entry] for i, tile in zip(inside, tiles, strict=True)]
     return [cutlass.select_(i, value, otherwise) for i, value in zip(inside, found, strict=True)]
+
+
+@cute.jit
+def _largest(parts, shared, entry, lane, warp):  # type: ignore[no-untyped-def]
+    """The largest of an entry's partial results, which all warps get; NaN if one of them is."""
+    tiles, length = parts.shape
+    largest = Float32(-math.inf)
+    if entry < length:
+        for first in cutlass.range(warp, tiles, WARPS * AHEAD):
+            for value in _some(parts, first, entry, Float32(-math.inf)):
+                largest = larger(largest, value)
+    shared[lane, warp] = largest
+    cute.arch.sync_threads()
+    for other in cutlass.range_constexpr(WARPS):
+        largest = larger(largest, shared[lane, other])
+    return largest
 
 
 @cute.jit
@@ -127,5 +159,5 @@ def _of_all_warps(total, shared, lane, warp):  # type: ignore[no-untyped-def]
     return total
 
 
-FINISHING = {"sum": _sum, "logsumexp": _normaliser}
+FINISHING = {"sum": _sum, "max": _max, "logsumexp": _normaliser}
 """By the rows of core/reductions.py that an epilogue takes."""

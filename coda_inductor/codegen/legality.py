@@ -21,6 +21,7 @@ from coda_inductor.core.region import Operand, Region
 BYTES = {name: row.torch.itemsize for name, row in FORMATS.items() if row.cute}
 LOADED = ("tile", "table")  # operands that pass through shared memory, a subtile at a time
 TILE_K = 64  # four wgmma instructions of 16-bit operands
+K_BYTES = 128  # of a row of K in one step, whatever the operands
 
 
 def bucket(m: int) -> int:
@@ -32,15 +33,31 @@ def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config,
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
     few = target.tiny if size <= 64 else target.small if size <= 256 else target.middle
-    for table in (few if size <= 1024 else _large(region, target), target.large):
+    many, slow = _large(region, target), region.dtype in target.narrow and not region.fast
+    for table in (few if size <= 1024 and not slow else many, _any(region, target)):
         if legal := tuple(c for c in table if is_legal(region, c, target)):
             return legal
     return ()
 
 
+def _any(region: Region, target: Target) -> tuple[Config, ...]:
+    """The table in one of whose tiles a Region must run."""
+    if region.dtype not in target.narrow:
+        return target.large
+    if region.fast:
+        return target.fast
+    return target.slow_heavy if _tile_operands(region) > 1 else target.slow
+
+
+def _tile_operands(region: Region) -> int:
+    return sum(o.extent == "tile" for o in region.operands)
+
+
 def _large(region: Region, target: Target) -> tuple[Config, ...]:
     """The table for many rows."""
-    if sum(o.extent == "tile" for o in region.operands) > 1:
+    if region.dtype in target.narrow:
+        return _any(region, target)
+    if _tile_operands(region) > 1:
         return target.heavy
     if region.half:
         return target.heads
@@ -56,8 +73,9 @@ def check(region: Region, target: Target = SM_90A) -> None:
     """Raises Unsupported, with the reason of the last hope, if no large tile can run this Region. What fits only into
     small tiles would lose to separate operations wherever they take time."""
     require_shape(region, target)
-    if not any(is_legal(region, c, target) for c in target.large):
-        require(region, max(target.large, key=lambda c: stages(region, c, target).ab), target)
+    table = _any(region, target)
+    if not any(is_legal(region, c, target) for c in table):
+        require(region, max(table, key=lambda c: stages(region, c, target).ab), target)
 
 
 def is_legal(region: Region, config: Config, target: Target = SM_90A) -> bool:
@@ -102,10 +120,18 @@ def _beside(region: Region) -> str:
 def require_shape(region: Region, target: Target) -> None:
     """The conditions that no configuration can mend, cheapest first."""
     multiplied = " or ".join(target.multiplies)
-    _need(region.dtype in target.multiplies, f"matrices of {region.dtype}", f"kernels multiply {multiplied}")
+    for dtype in region.dtypes:
+        _need(dtype in target.multiplies, f"matrices of {dtype}", f"kernels multiply {multiplied}")
+    narrow = [dtype in target.narrow for dtype in region.dtypes]
+    _need(all(narrow) or region.dtype == region.dtypes[1], "a matrix of 8 bits and one of more")
+    if narrow[0]:
+        in_rows = all((p.a_layout, p.b_layout) == ("mk", "nk") for p in region.products)
+        _need(in_rows, "8-bit matrices that do not lie in rows of K")
+        _need(not region.summed, "two products of 8-bit matrices in one sum")
     _need(region.n % 8 == 0, f"n = {region.n} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
     for p in region.products:
-        _need(p.k % 8 == 0, f"k = {p.k} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
+        unit = 16 // BYTES[region.dtype]
+        _need(p.k % unit == 0, f"k = {p.k} is not a multiple of {unit}", "pad the weight: rows must be 16-byte aligned")
     for o in region.operands:
         _need(o.dtype in BYTES, f"operand {o.name} of {o.dtype}")
     for s in region.stores:
@@ -132,9 +158,9 @@ def _require_lanes(region: Region, target: Target) -> None:
     _need(p.k == q.k, f"two products with k = {p.k} and {q.k}")
     _need(p.b_layout == q.b_layout == "nk", "two products of [K, N] weights", "lanes need a weight stored [N, K]")
     _need(all(s.dtype != "f32" for s in region.stores), "an f32 store beside two products", "store 16 bits")
-    _need(all(r.over == "N" for r in region.reductions), "a sum over M beside two products", "one product per tile")
     for r in region.reductions:
-        _need(REDUCTIONS[r.of].linear, f"a {r.of} beside two products", "one product per tile")
+        row = REDUCTIONS[r.of]
+        _need(row.linear or row.repeats, f"a {r.of} beside two products", "one product per tile")
     tiles = [o.name for o in region.operands if o.extent == "tile"]
     _need(not tiles, f"tile operand {', '.join(tiles)} beside two products")
 
@@ -178,7 +204,7 @@ def stages(region: Region, config: Config, target: Target = SM_90A) -> Stages:
     # One store and one tile load live outside the block of epilogue operands, whose end is padded to 1 KiB.
     inside = fixed or (slots - (lanes == 1 and bool(region.stores)) - bool(load_bytes)) > 0
     left = target.shared_memory - 1024 - (1024 if inside else 0) - fixed - store_bytes * store - load_bytes * load
-    per_stage = (config.tile_m + config.tile_n) * TILE_K * BYTES[region.dtype]
+    per_stage = (config.tile_m + config.tile_n) * K_BYTES
     ab = left // per_stage
     left -= ab * per_stage
     if load_bytes:

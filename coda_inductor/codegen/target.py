@@ -34,6 +34,7 @@ class Target:
     least_stages: int  # steps that the mainloop must have room to load ahead
     max_operands: int  # vectors and tiles together that an epilogue may read
     multiplies: tuple[str, ...]  # dtypes of matrices
+    narrow: tuple[str, ...]  # those of them of 8 bits, which are multiplied in rows of K alone, with one another
     halves: tuple[int, ...]  # of heads: the widths that two products may be the halves of
     large: Tiles  # for more than 1024 rows; what fits into none of these is no Region
     deep: Tiles  # for widths of `deep_least` and more, and sums as deep
@@ -41,6 +42,9 @@ class Target:
     plain: Tiles  # for the same, with nothing beside the product
     heavy: Tiles  # for two tile operands and more: the tiles that spill least come first
     heads: Tiles  # for halves of heads
+    fast: Tiles  # for 8-bit matrices that are added up in the tensor cores' own accumulators
+    slow: Tiles  # for those that are not: a second accumulator takes as many registers again
+    slow_heavy: Tiles  # for the same with two tile operands and more
     middle: Tiles  # for up to 1024 rows
     small: Tiles  # for up to 256 rows
     tiny: Tiles  # for up to 64 rows
@@ -48,7 +52,8 @@ class Target:
     @property
     def tiles(self) -> Tiles:
         """Those of all tables, each once."""
-        of_many = (*self.large, *self.deep, *self.plain, *self.heavy, *self.heads)
+        of_many = (*self.large, *self.deep, *self.plain, *self.heavy, *self.heads, *self.fast)
+        of_many += (*self.slow, *self.slow_heavy)
         return tuple(dict.fromkeys((*of_many, *self.middle, *self.small, *self.tiny)))
 
 
@@ -59,7 +64,8 @@ SM_90A = Target(
     shared_memory=227 * 1024,
     least_stages=3,  # with fewer it starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
     max_operands=12,  # eight row vectors already spill 700 registers in 128x192
-    multiplies=("bf16", "f16"),
+    multiplies=("bf16", "f16", "e4m3", "e5m2"),
+    narrow=("e4m3", "e5m2"),
     halves=(32, 64, 128),  # what was tried on hardware, in every tile
     # For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200,
     # bench/tiles.py). 160 columns are for widths that neither 128 nor 192 divides; 208 in their place are 1 to 11 %
@@ -75,6 +81,13 @@ SM_90A = Target(
     heavy=tiles("128x128pp1x2 128x128pp2x1 128x160pp2x1 128x256co2x1 128x192pp2x1n 128x192pp2x1"),
     # 128x256 took 7 to 20 % longer (bench/results/rotary.jsonl), 192 rows -1 to +13 %.
     heads=tiles("128x128pp1x2 128x128pp2x1 192x128pp1x2"),
+    # The best of 13 for two products with three stores and statistics beside them, of widths 8192 and 14336 (H100).
+    fast=tiles("128x160pp2x1 128x128pp1x2 128x192pp2x1n 128x192pp2x1 128x128pp2x1 128x256co2x1"),
+    # The best of 13 for scales alone, and with a norm's gradient beside them (H100, 0.55 TFLOP: 424 and 447 us where
+    # cuBLAS takes 443 and 399). Other large ones spill, and take 4 to 17 times as long.
+    slow=tiles("128x128co2x1 128x192co1x1 128x160co2x1 128x192co2x1 192x128co2x1 256x96co2x1"),
+    # SwiGLU's gradient with four statistics, 16384 x 8192 x 2048: 895 us, in 128x128co2x1 1125 (H100).
+    slow_heavy=tiles("128x96pp2x1 64x128pp2x1 128x64pp2x1 128x128co2x1"),
     # Few tiles, so smaller ones fill the machine.
     middle=tiles("128x128pp1x2 128x128pp2x1 128x256co1x2 128x192pp2x1 128x64pp1x2 128x64co1x1"),
     # The weight is read once, at the memory's speed.

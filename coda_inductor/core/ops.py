@@ -26,6 +26,9 @@ class Op:
 
     `aten` names the ATen operations that compute it of tensors, the one that small computations are written with first;
     empty where terms say it otherwise, as powers say `sqrt`. `positive`: tests give it positive arguments alone.
+
+    `triton` is a Triton expression with torch's own rounding, for elementwise passes (elementwise.py); empty: none
+    computes it.
     """
 
     arity: int
@@ -34,6 +37,12 @@ class Op:
     at_zero: float | None
     aten: tuple[str, ...] = ()
     positive: bool = False
+    triton: str = ""
+
+
+def _in_triton(name: str) -> str:
+    """Rounded to a format and widened again, in Triton."""
+    return f"({{0}}).to(tl.{name}).to(tl.float32)"
 
 
 def _round(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -42,10 +51,14 @@ def _round(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 # fmt: off
 OPS: dict[str, Op] = {
-    "add":     Op(2, torch.add,                       "({0} + {1})",                           0.0),
-    "sub":     Op(2, torch.sub,                       "({0} - {1})",                           0.0),
-    "mul":     Op(2, torch.mul,                       "({0} * {1})",                           0.0),
-    "neg":     Op(1, torch.neg,                       "(-{0})",                                0.0),
+    "add":     Op(2, torch.add,                       "({0} + {1})",                           0.0,
+                  triton="({0} + {1})"),
+    "sub":     Op(2, torch.sub,                       "({0} - {1})",                           0.0,
+                  triton="({0} - {1})"),
+    "mul":     Op(2, torch.mul,                       "({0} * {1})",                           0.0,
+                  triton="({0} * {1})"),
+    "neg":     Op(1, torch.neg,                       "(-{0})",                                0.0,
+                  triton="(-{0})"),
     "rcp":     Op(1, torch.reciprocal,                "cute.arch.rcp_approx({0})",             None, positive=True),
     "sqrt":    Op(1, torch.sqrt,                      "cute.math.sqrt({0}, fastmath=True)",    0.0, positive=True),
     "rsqrt":   Op(1, torch.rsqrt,                     "cute.math.rsqrt({0}, fastmath=True)",   None, positive=True),
@@ -55,17 +68,21 @@ OPS: dict[str, Op] = {
     "tanh":    Op(1, torch.tanh,                      "tanh({0})",                             0.0, ("tanh.default",)),
     "erf":     Op(1, torch.erf,                       "erf({0})",                              0.0, ("erf.default",)),
     "sigmoid": Op(1, torch.sigmoid,                   "sigmoid({0})",                          0.5),
-    "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0, ("abs.default",)),
+    "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0, ("abs.default",),
+                  triton="tl.abs({0})"),
     "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1}, nan=True)", 0.0,
-                  ("maximum.default", "clamp_min.default")),
+                  ("maximum.default", "clamp_min.default"),
+                  triton="tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
     "min":     Op(2, lambda a, b: _pairwise(torch.minimum, a, b), "cute.arch.fmin({0}, {1}, nan=True)", 0.0,
-                  ("minimum.default", "clamp_max.default")),
+                  ("minimum.default", "clamp_max.default"),
+                  triton="tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
+    "scaled":  Op(3, lambda x, rows, columns: x * rows * columns, "({0} * {1} * {2})", 0.0),  # x [M, N]
     "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a pair
     "second":  Op(1, lambda t: t[..., 1],             "{0}.b",                                 0.0),
 }
 # fmt: on
 OPS |= {
-    name: Op(1, _round(row.torch), f"Float32({{0}}).to({row.cute}).to(Float32)", 0.0)
+    name: Op(1, _round(row.torch), f"Float32({{0}}).to({row.cute}).to(Float32)", 0.0, triton=_in_triton(row.triton))
     for name, row in FORMATS.items()
     if row.narrow
 }

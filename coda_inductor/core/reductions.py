@@ -1,7 +1,7 @@
 """What an epilogue may take over the columns or the rows of its tile: one row per reduction.
 
 A row is all that knows a reduction: graphs are read and written by `aten`, the interpreter calls `torch`, generated
-modules name a class of codegen/device.py, and codegen/finish.py has the kernel that makes one result of what the tiles
+modules name a class of codegen/sinks.py, and codegen/finish.py has the kernel that makes one result of what the tiles
 left.
 """
 
@@ -19,13 +19,13 @@ class ReductionOp:
     """`torch` reduces a tensor over a dimension; `join` makes one of what two parts of it gave. `aten` is the ATen
     operation of (tensor, dimensions).
 
-    `sinks` has the class of codegen/device.py that takes it in an epilogue, by what it is taken over: "N" leaves one
+    `sinks` has the class of codegen/sinks.py that takes it in an epilogue, by what it is taken over: "N" leaves one
     number for each row, "M" for each column. Without one the graph is read and written, and Inductor computes it.
 
     `linear`: it adds up. Then a factor or a zero beside it costs nothing, and places past the edge of the matrix are
     masked unless they are 0; others leave them out by themselves. `planes`: numbers for each row that warps pass on.
     `stored`: of a value that is stored in fewer bits it is taken as it was rounded, since who reads it compares it with
-    what is stored.
+    what is stored. `repeats`: of a value twice it is the same as of it once.
     """
 
     torch: Callable[[Tensor, int], Tensor]
@@ -35,13 +35,16 @@ class ReductionOp:
     linear: bool = False
     planes: int = 1
     stored: bool = False
+    repeats: bool = False
 
 
 REDUCTIONS = {
     "sum": ReductionOp(
         torch.sum, torch.add, "sum.dim_IntList", {"N": "ColVecReduce", "M": "RowVecReduce"}, linear=True
     ),
-    "max": ReductionOp(torch.amax, torch.maximum, "amax.default"),
+    "max": ReductionOp(
+        torch.amax, torch.maximum, "amax.default", {"N": "ColVecMax", "M": "RowVecMax"}, stored=True, repeats=True
+    ),
     "logsumexp": ReductionOp(
         torch.logsumexp, torch.logaddexp, "logsumexp.default", {"N": "OnlineLSEReduce"}, planes=2, stored=True
     ),

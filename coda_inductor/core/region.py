@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-Extent = Literal["token", "feature", "tile", "table"]
-"""What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]. Where two products are halves of
+Extent = Literal["token", "feature", "tile", "table", "scalar"]
+"""What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]; "scalar", of an elementwise pass
+alone, is one number. Where two products are halves of
 heads, what varies over columns are pairs: a "feature" is [2 * N], as the heads lie, and a "table" [M, 2 * half], in
 which column n of both halves reads the pair at 2 * (n % half). Operations `first` and `second` take them apart."""
 
@@ -94,7 +95,8 @@ class Region:
     `half`, the first takes the even blocks and the second the odd ones (as rotary embeddings pair features).
 
     The operation's inputs are the matrices (as many as the products index), then the operands, in this order; its
-    outputs are the stores, then the reductions. `dtype` is that of all matrices.
+    outputs are the stores, then the reductions. `dtype` is that of all matrices, or of the left ones if the `right`
+    ones have another. `fast`: 8-bit matrices are added up in the tensor cores' own accumulators, of fewer bits.
     """
 
     n: int
@@ -105,6 +107,8 @@ class Region:
     stores: tuple[Store, ...]
     reductions: tuple[Reduction, ...]
     half: int = 0
+    right: str = ""
+    fast: bool = False
 
     @cached_property
     def text(self) -> str:
@@ -149,6 +153,11 @@ class Region:
         return 2 * self.n if self.half else self.n
 
     @property
+    def dtypes(self) -> tuple[str, str]:
+        """Of the left and of the right matrices."""
+        return self.dtype, self.right or self.dtype
+
+    @property
     def compute(self) -> torch.dtype:
         """The dtype of accumulators and of all arithmetic between product and store."""
         return torch.float64 if self.dtype == "f64" else torch.float32
@@ -166,4 +175,6 @@ def parse(text: str) -> Region:
         stores=tuple(Store(**s) for s in d["stores"]),
         reductions=tuple(Reduction(**r) for r in d["reductions"]),
         half=d["half"],
+        right=d["right"],
+        fast=d["fast"],
     )

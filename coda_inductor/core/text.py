@@ -18,12 +18,17 @@ def right(region: Region, lane: int, name: str) -> str:
     return f"{turned}[:, {('first', 'second')[lane]} {region.half} of {2 * region.half}]" if region.half else turned
 
 
+def _dtypes(region: Region) -> str:
+    left, right = region.dtypes
+    return f"{left}{f' @ {right}' if right != left else ''}{', fast' if region.fast else ''}"
+
+
 def show(region: Region, m: str = "M") -> str:
     """One line per product, operand, statement, store and reduction."""
     lines = []
     for lane, p in enumerate(region.products):
         made = " + ".join(f"{left(region, f'in{a}')} @ {right(region, lane, f'in{b}')}" for a, b in p.pairs)
-        lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={p.k}, {region.dtype})")
+        lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={p.k}, {_dtypes(region)})")
     for i, o in enumerate(region.operands, region.matrices):
         shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}
         shape = shapes.get(o.extent, f"[{m}, {region.n}]")

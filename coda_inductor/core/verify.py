@@ -25,7 +25,7 @@ def verify(region: Region) -> Region:
     _verify_products(region, check)
     if region.half:
         _verify_halves(region, check)
-    for dtype in (region.dtype, *(o.dtype for o in region.operands), *(s.dtype for s in region.stores)):
+    for dtype in (*region.dtypes, *(o.dtype for o in region.operands), *(s.dtype for s in region.stores)):
         check(dtype in DTYPES, f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     tiles, defined, pairs = set(), set(), set()
     for name, extent in [(p.name, "tile") for p in region.products] + [(o.name, o.extent) for o in region.operands]:

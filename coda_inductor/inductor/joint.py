@@ -20,7 +20,9 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.casts import Cast, round_first, write_wide
+from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
+from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared
 from coda_inductor.passes.switches import CASTS, NAMES, REGION_KINDS, TABLES, allowed
 from coda_inductor.passes.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
@@ -57,6 +59,7 @@ class Work:
     opaque: tuple[Refusal, ...] = ()
     tables: tuple[Table, ...] = ()
     casts: tuple[Cast, ...] = ()
+    passes: tuple[Pass, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -75,6 +78,19 @@ def casts_first(work: Work) -> None:
     """Needs the graph as it came. What is copied and then rounded is rounded first."""
     if work.may(CASTS):
         work.casts = round_first(work.graph)
+
+
+def scaled(work: Work) -> None:
+    """Of 8-bit products: what is computed twice is computed once, and right matrices are transposed views of [N, K]."""
+    if any(node.target in g.SCALED for node in work.graph.nodes):
+        share(work.graph)
+        in_rows(work.graph)
+        largest_of_rows(work.graph)
+
+
+def passes(work: Work) -> None:
+    """Casts of one tensor to 8 bits, in rows and transposed, are one pass over memory."""
+    work.passes = write_passes(work.graph, work.target, work.before)
 
 
 def regions(work: Work) -> None:
@@ -99,7 +115,8 @@ def regions(work: Work) -> None:
 
 
 def tables(work: Work) -> None:
-    """Sines and cosines that many elements read are stored once."""
+    """Sines and cosines that many elements read, and 8-bit tensors that several products read, are stored once."""
+    store_shared(work.graph)
     if work.may(TABLES):
         work.tables = store_tables(work.graph)
 
@@ -134,7 +151,7 @@ def copies(work: Work) -> None:
 
 
 Stage = Callable[[Work], None]
-STAGES: tuple[Stage, ...] = (casts_first, regions, tables, wide_products, plain, copies)
+STAGES: tuple[Stage, ...] = (casts_first, scaled, passes, regions, tables, wide_products, plain, copies)
 """The order, which is meant: a plain product is what no Region took, and copies are made of the finished graph."""
 
 
@@ -162,7 +179,7 @@ def rewrite(
         module.graph = backup
         raise
     seconds = time.perf_counter() - start
-    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, seconds)
+    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.passes, seconds)
 
 
 def may_widen(settings: Settings, target: str) -> bool:

@@ -41,7 +41,7 @@ from coda_inductor.inductor.joint import rewrite
 from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import store
 from coda_inductor.measure import free_memory
-from coda_inductor.ops import lowering
+from coda_inductor.ops import elementwise, lowering
 from coda_inductor.passes.switches import NAMES
 from coda_inductor.passes.tracing import passes
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
@@ -81,6 +81,7 @@ class JointPass(CustomGraphPass):
     def __init__(self, settings: Settings, chained: Any = None) -> None:
         settings.check_kinds(NAMES)
         lowering.register()
+        elementwise.register()
         self.settings = settings
         self.chained = passes(chained)
         self.unsettled = self.rewrote = False

@@ -7,6 +7,7 @@ from typing import Any
 
 from coda_inductor.core.region import Region
 from coda_inductor.passes.casts import Cast
+from coda_inductor.passes.elementwise import Pass
 from coda_inductor.passes.tables import Table
 
 
@@ -45,6 +46,8 @@ class Report:
     """What is computed once for many elements."""
     casts: tuple[Cast, ...] = ()
     """What was cast elsewhere than it is now."""
+    passes: tuple[Pass, ...] = ()
+    """Casts to 8 bits, in rows and transposed, that read their tensor once."""
     seconds: float = 0.0
     backward: tuple[int, int] = (0, 0)
     """Of tuning: how many of the backward's Regions, as they were first derived, are kept, and how many there were.

@@ -86,7 +86,8 @@ class Executable:
         for field, other in self._seconds:
             fields[other] = fields[field]  # one tensor, of whose heads each store takes its halves
         for over_m, sums in self._sums.items():
-            length, parts = self._partials(a, over_m, len(sums))
+            parts = self._partials(a, over_m, len(sums))
+            length = self.region.n if over_m else a.shape[0]
             for (part, whole, i), partial in zip(sums, parts, strict=True):
                 out = outs[i]
                 fields[part], fields[whole] = partial, partial.new_empty(length) if out is None else out
@@ -96,8 +97,8 @@ class Executable:
             for field, value in zip(self._spans, (a_apart, b_apart, int(a_turned), int(b_turned)), strict=True):
                 fields[field] = value
         if self._offset is not None:
-            # From the first weight to the second, in elements; both are 16-bit.
-            fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // 2
+            # From the first weight to the second, in elements.
+            fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // b.element_size()
         d = None if self._d is None else self._store(self._d, outs[self._d], a)
         c = None if self._c is None else inputs[self._c]
 
@@ -107,20 +108,20 @@ class Executable:
 
         return run
 
-    def _partials(self, a: Tensor, over_m: bool, count: int) -> tuple[int, Sequence[Tensor]]:
-        """The length of a sum, and for each of `count` what its tiles leave: [tiles of M, N] or [M, tiles of N], either
-        way with one tile's behind another's."""
+    def _partials(self, a: Tensor, over_m: bool, count: int) -> Sequence[Tensor]:
+        """For each of `count` sums what its tiles leave: [tiles of M, N] or [M, tiles of N], either way with one tile's
+        behind another's. Of two products, N counts the columns of both."""
         m, n = a.shape[0], self.region.n
         if over_m:
-            tiles, length = -(-m // self.config.tile_m), n
-            shape, strides = [tiles, n], [n, 1]
+            tiles, length = -(-m // self.config.tile_m), n * len(self.region.products)
+            shape, strides = [tiles, length], [length, 1]
         else:
             tiles, length = -(-n * len(self.region.products) // self.config.tile_n), m
             shape, strides = [m, tiles], [1, m]
         if count == 1:  # most: unbind took a fifth of a launch's time on the host
-            return length, [torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device)]
+            return [torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device)]
         shape, strides = [count, *shape], [tiles * length, *strides]
-        return length, torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device).unbind()
+        return torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device).unbind()
 
     def _store(self, i: int, out: Tensor | None, like: Tensor) -> Tensor:
         if out is not None:
@@ -130,8 +131,8 @@ class Executable:
 
 
 def _spanned(x: Tensor, y: Tensor) -> tuple[Tensor, int, bool]:
-    """(that of two tensors which lies first, how many of its elements, of 16 bits, later the other starts, is it y)."""
-    apart = (y.data_ptr() - x.data_ptr()) // 2
+    """(that of two tensors which lies first, how many of its elements later the other starts, is it y)."""
+    apart = (y.data_ptr() - x.data_ptr()) // x.element_size()
     return (x, apart, False) if apart > 0 else (y, -apart, True)
 
 

@@ -1,6 +1,6 @@
 """A Region in a Config as a callable on CUDA tensors: module on disk -> epilogue -> compiled kernel -> library.
 
-The only module, beside device.py, that imports quack.
+The only module, beside device.py and sinks.py, that imports quack.
 """
 
 from __future__ import annotations
@@ -72,16 +72,18 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
         values["lane_offset"] = 0
     values |= dict.fromkeys(source.SPANS, 0) if region.summed else {}
     values |= dict.fromkeys(source.DOORS, 0)
-    matrix = _blank(region.dtype, 8, 8)
-    left = matrix if region.products[0].a_layout == "mk" else matrix.t()
+    left, right = (_blank(dtype, 16, 16) for dtype in region.dtypes)
+    left = left if region.products[0].a_layout == "mk" else left.t()
+    attributes: list[tuple[str, Any]] = [NO_WAITS]
+    attributes += [("resolve_epi_m_major", along_n)] if config.order == "n" else []
+    attributes += [("fp8_slow_accum", False)] if region.fast else []
     with _objects_in(objects):
         try:
             return quack.gemm_runtime.host.build_gemm_epi_plan(
-                epilogue._mint(*mint_key), capability, left, matrix, values.pop("D", None), values.pop("c", None),
+                epilogue._mint(*mint_key), capability, left, right, values.pop("D", None), values.pop("c", None),
                 epi_values=values, tile_M=config.tile_m, tile_N=config.tile_n, cluster_M=config.cluster_m,
                 cluster_N=config.cluster_n, pingpong=config.pingpong, b_kn=region.products[0].b_layout == "kn",
-                post_init_attrs=(NO_WAITS, *((("resolve_epi_m_major", along_n),) if config.order == "n" else ())),
-                gemm_cls_ref=epilogue._class_ref(mint_key),
+                post_init_attrs=tuple(attributes), gemm_cls_ref=epilogue._class_ref(mint_key),
             )  # fmt: skip
         except Exception as error:  # the boundary to a compiler: whatever it raises, this kernel does not exist
             raise Unsupported(f"no kernel for {config}: {type(error).__name__}: {error}") from error

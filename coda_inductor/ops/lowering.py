@@ -221,7 +221,14 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
 
 def in_memory(inputs: Sequence[Any]) -> list[Any]:
     """The inputs, computed and in rows."""
-    return [ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)) for x in inputs]
+    return [_in_rows(ir.ExternKernel.realize_input(x)) for x in inputs]
+
+
+def _in_rows(x: Any) -> Any:
+    """x in rows. What is cast to 8 bits is a transposed weight, and would come as that lies: in columns."""
+    if x.get_dtype().itemsize == 1:
+        return ir.ExternKernel.require_stride_order(x, [1, 0])
+    return ir.ExternKernel.require_stride1(x)
 
 
 def launched(kernel: Any, op: Any, tensors: list[Any], constants: tuple[str, str], layouts: list[Any]) -> list[Any]:

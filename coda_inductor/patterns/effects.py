@@ -145,6 +145,12 @@ def ordered(node: fx.Node) -> bool:
     return other or node.is_impure(impure_random=False)
 
 
+def computes(node: fx.Node) -> bool:
+    """Is the node an operation of torch's own that does nothing but compute, the same each time?"""
+    op = node.target
+    return isinstance(op, torch._ops.OpOverload) and op.namespace in ALONE and _pure(op)
+
+
 @cache
 def _pure(op: torch._ops.OpOverload) -> bool:
     """Does an operation of torch's own nothing but compute, whatever its arguments?"""

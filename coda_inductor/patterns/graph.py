@@ -27,10 +27,68 @@ VIEWS: frozenset[object] = frozenset({
 LOOPS: frozenset[object] = frozenset({aten.var_mean.correction})
 """Operations that Inductor makes a loop of although they are no single value."""
 
-MATRIX_PRODUCTS: frozenset[object] = frozenset({aten.mm.default, aten.addmm.default})
+SCALED: frozenset[object] = frozenset({aten._scaled_mm.default, aten._scaled_mm_v2.default})
+"""Products of 8-bit operands, whose results are multiplied by both operands' scales."""
+MATRIX_PRODUCTS: frozenset[object] = frozenset({aten.mm.default, aten.addmm.default}) | SCALED
 """Products that may become Regions."""
 PRODUCTS: frozenset[object] = MATRIX_PRODUCTS | {aten.bmm.default}
 """All that are read as contractions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What a product reads: `left` [.., M, K] and `right` [.., K, N]; `addends` to the result, as addmm has; and
+    `scales`, numbers or vectors that the result is multiplied by before. `fast`: 8-bit operands may be added up in the
+    tensor cores' own accumulators. `understood`: nothing else is asked of it."""
+
+    left: fx.Node
+    right: fx.Node
+    addends: tuple[fx.Node, ...] = ()
+    scales: tuple[fx.Node, ...] = ()
+    fast: bool = False
+    understood: bool = True
+
+
+BY_TENSOR_OR_ROW = (0, 1)  # torch.nn.functional.ScalingType
+
+
+def operands(node: fx.Node) -> Operands:
+    """What one of the PRODUCTS reads."""
+    args: tuple[Any, ...] = node.args
+    if node.target not in SCALED:
+        *terms, left, right = args
+        plain = bool(node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1)
+        return Operands(left, right, tuple(terms), understood=plain)
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, args, strict=False)) | node.kwargs
+    scales = [given["scale_a"], given["scale_b"]]
+    plain = not given.get("scale_result") and not given.get("contraction_dim")
+    if node.target is aten._scaled_mm_v2.default:
+        plain &= all(len(some) == 1 for some in scales) and all(
+            kind in BY_TENSOR_OR_ROW for side in "ab" for kind in given[f"recipe_{side}"]
+        )
+        scales = [some[0] for some in scales]
+    addends = () if given.get("bias") is None else (given["bias"],)
+    fast = bool(given.get("use_fast_accum"))
+    return Operands(args[0], args[1], addends, (scales[0], scales[1]), fast, plain and _by_row(node, scales))
+
+
+def like(a: fx.Node, b: fx.Node) -> bool:
+    """Do two products read operands of the same dtypes, and add them up alike?"""
+    mine, theirs = operands(a), operands(b)
+    pairs = ((mine.left, theirs.left), (mine.right, theirs.right))
+    return mine.fast == theirs.fast and all(tensor(x).dtype == tensor(y).dtype for x, y in pairs)  # type: ignore[union-attr]
+
+
+def _by_row(node: fx.Node, scales: Sequence[fx.Node]) -> bool:
+    """Is each scale one float32 number, or one for each row or column of a product?"""
+    found = [tensor(s) for s in scales]
+    if any(t is None or t.dtype != torch.float32 for t in found):
+        return False
+    m, n = sizes(node)
+    shapes = [sizes(s) for s in scales]
+    one = [all(size == ONE for size in shape) for shape in shapes]
+    return (one[0] or shapes[0] == (m, ONE)) and (one[1] or shapes[1] == (ONE, n))
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -257,6 +315,19 @@ def narrow(node: fx.Node) -> fx.Node:
     return root(node, lambda n: is_view(n) or widens(n))
 
 
+LAID_OUT_AS = "coda_laid_out_as"
+"""Of an item of a list that an operation of ours returns: which of its inputs has its axes, and whether they are
+swapped. In a node's meta."""
+
+
+def laid_out_as(node: fx.Node) -> tuple[fx.Node, bool] | None:
+    """The tensor of two dimensions that has the axes of an item of an operation's list, and are they swapped?"""
+    if node.target is not operator.getitem or LAID_OUT_AS not in node.meta:
+        return None
+    index, swapped = node.meta[LAID_OUT_AS]
+    return node.args[0].args[0][index], swapped  # type: ignore[union-attr,index,return-value]
+
+
 def is_weight(node: fx.Node) -> bool:
     """Is the node an input of the graph, up to layout and dtype?"""
     return root(node, lambda n: is_view(n) or is_cast(n)).op in ("placeholder", "get_attr")
@@ -265,7 +336,18 @@ def is_weight(node: fx.Node) -> bool:
 def reads_weight(product: fx.Node) -> bool:
     """Does the product multiply rows of tokens with an input? (A weight's gradient may multiply with one too: the
     first layer's.)"""
-    return is_weight(product.args[-1]) and not is_weight_gradient(product)  # type: ignore[arg-type]
+    right = operands(product).right
+    return is_weight(root(right, _cast_to_8_bits) if product.target in SCALED else right) and not is_weight_gradient(
+        product
+    )
+
+
+def _cast_to_8_bits(node: fx.Node) -> bool:
+    """Is the node part of what computes an 8-bit tensor of its first argument?"""
+    return node.op == "call_function" and (is_view(node) or is_cast(node) or node.target in SCALING)
+
+
+SCALING = frozenset({aten.mul.Tensor, aten.clamp_min.default, aten.clamp_max.default})
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -275,4 +357,4 @@ def is_backward(node: fx.Node) -> bool:
 
 def is_weight_gradient(product: fx.Node) -> bool:
     """Is the product one of the backward whose left operand is read column by column, as dZ of dW = dZ^T X is?"""
-    return is_backward(product) and bool(product.args[-2].meta["val"].stride()[-1] != 1)  # type: ignore[union-attr]
+    return is_backward(product) and bool(operands(product).left.meta["val"].stride()[-1] != 1)

@@ -105,6 +105,8 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
     tensors = [a for a in node.all_input_nodes if g.tensor(a) is not None]
     if (part := g.lane(node)) is not None:
         return _part(reading, node, part, is_feature)
+    if (like := g.laid_out_as(node)) is not None and like[0] in reading.dims:
+        return reading.dims[like[0]][:: -1 if like[1] else 1]
     if any(a not in reading.dims for a in tensors):
         raise Misfit("it reads integers or empty tensors")
     if node.target in POINTWISE and not node.kwargs.get("rounding_mode"):
@@ -163,17 +165,15 @@ def _view(reading: Reading, node: fx.Node) -> Dims:
 
 
 def _product(reading: Reading, node: fx.Node) -> Dims:
-    *bias, x, w = node.args
-    assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
-    if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
-        raise Misfit("addmm with alpha or beta")
-    a, b = reading.dims[x], reading.dims[w]
+    of = g.operands(node)
+    if not of.understood:
+        raise Misfit("addmm with alpha or beta, or scales of blocks")
+    a, b = reading.dims[of.left], reading.dims[of.right]
     reading.axes.unify(a[-1], b[-2])
     if len(a) == 3:
         reading.axes.unify(a[0], b[0])
     out = (*a[:-1], b[-1])
-    for t in bias:
-        assert isinstance(t, fx.Node)
+    for t in (*of.addends, *of.scales):
         for mine, theirs, size in zip(out[::-1], reading.dims[t][::-1], g.sizes(t)[::-1], strict=False):
             if size != ONE:
                 reading.axes.unify(mine, theirs)

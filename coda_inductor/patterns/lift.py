@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import NARROW
@@ -32,6 +33,13 @@ class Product:
     w: fx.Node
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+
+    @property
+    def stored(self) -> torch.dtype:
+        """In what its epilogue stores a tile that no node of the graph holds: as its operands are, or in 16 bits."""
+        of = self.node if self.node.target in g.SCALED else self.x
+        dtype: torch.dtype = of.meta["val"].dtype
+        return dtype
 
 
 @dataclass(slots=True)
@@ -55,6 +63,8 @@ class Lifted:
     """Where each node stands in the graph."""
     joint: bool = False
     """Is a backward part of it?"""
+    scaled: set[Term] = field(default_factory=set)
+    """Products of 8-bit operands that are multiplied by their scales by an operation of its own."""
     layouts: dict[fx.Node, tuple[tuple[int, ...], bool]] = field(default_factory=dict)
     """How nodes lie, once somebody has asked: Program.lies."""
 
@@ -138,6 +148,8 @@ def _left(lifted: Lifted, node: fx.Node) -> bool:
     another precision."""
     if node not in lifted.reading.dims or node in lifted.reading.opaque:
         return True
+    if node.target in g.SCALED:
+        return False  # which widens its operands itself
     return any(g.precision(a) not in (None, g.precision(node)) for a in node.all_input_nodes)
 
 
@@ -186,6 +198,8 @@ def _digits(lifted: Lifted, lane: int, index: int) -> list[tuple[int, int]]:
 def _pointwise(lifted: Lifted, node: fx.Node) -> Term | None:
     if node.target is prims.convert_element_type.default:
         return lifted.term[node.args[0]]  # type: ignore[index]
+    if node.target is aten.mul.Tensor and (term := _rescaled(lifted, node)) is not None:
+        return term
     try:
         args = [lifted.term[a] if isinstance(a, fx.Node) else lifted.terms.const(a) for a in node.args]  # type: ignore[arg-type]
         alpha = node.kwargs.get("alpha", 1)
@@ -201,14 +215,41 @@ def _pointwise(lifted: Lifted, node: fx.Node) -> Term | None:
 
 
 def _product(lifted: Lifted, node: fx.Node) -> Term:
-    *bias, x, w = node.args
-    assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
-    over = lifted.reading.roots(x)[-1]
-    con = lifted.terms.con(lifted.term[x], lifted.term[w], over, lifted.bits[node])
+    of, ts = g.operands(node), lifted.terms
+    over = lifted.reading.roots(of.left)[-1]
+    con = ts.con(lifted.term[of.left], lifted.term[of.right], over, lifted.bits[node])
     dims = lifted.reading.roots(node)
     if node.target is not aten.bmm.default and con.bit == lifted.bits[node]:
-        lifted.products[con.bit] = Product(node, x, w, dims[0], dims[1])
-    return lifted.terms.add(con, *(lifted.term[b] for b in bias)) if bias else con  # type: ignore[index]
+        lifted.products[con.bit] = Product(node, of.left, of.right, dims[0], dims[1])
+    value = _scaled(ts, con, *(lifted.term[s] for s in of.scales)) if of.scales else con
+    return ts.add(value, *(lifted.term[b] for b in of.addends)) if of.addends else value
+
+
+def _scaled(ts: Terms, con: Term, rows: Term, columns: Term) -> Term:
+    """A product of 8-bit operands times both operands' scales: one value, which is stored as such."""
+    if is_number(rows) and is_number(columns):
+        return con
+    one = not rows.axes and not columns.axes  # two numbers are read as one
+    return ts.fn("scaled", con, *((ts.const(1.0), ts.mul(rows, columns)) if one else (rows, columns)))
+
+
+def _rescaled(lifted: Lifted, node: fx.Node) -> Term | None:
+    """The term of a product of 8-bit operands without scales, which is multiplied by them afterwards: by the product of
+    a vector over rows and one over columns."""
+    found = [a for a in node.all_input_nodes if g.narrow(a).target in g.SCALED]
+    both = [a for a in node.all_input_nodes if a.target is aten.mul.Tensor]
+    if lifted.terms.rounding or not len(found) == len(both) == 1 or lifted.term[found[0]].kind != "con":
+        return None
+    con, scales = lifted.term[found[0]], [a for a in both[0].args if isinstance(a, fx.Node)]
+    if con.bit not in lifted.products or len(scales) != 2:
+        return None
+    product = lifted.products[con.bit]
+    for rows, columns in (scales, scales[::-1]):
+        spans = lifted.term[rows].axes, lifted.term[columns].axes
+        if spans == (frozenset(product.rows), frozenset(product.columns)):
+            lifted.scaled.add(term := _scaled(lifted.terms, con, lifted.term[rows], lifted.term[columns]))
+            return term
+    return None
 
 
 def _stored(lifted: Lifted, node: fx.Node) -> Term:

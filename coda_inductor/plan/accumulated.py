@@ -31,6 +31,8 @@ def addend(plan: Plan, draft: Draft) -> Term | None:
         return None
     if plan.program.lifted.terms.rounding:
         return None  # both products round before they are added up
+    if plan.program.product(acc).node.target in g.SCALED:
+        return None  # each has its own scales
     uses = _uses(plan, draft)
     if not all(reader is not None and reader.kind == "add" for reader, _ in uses[acc]):
         return None

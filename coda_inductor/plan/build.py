@@ -73,6 +73,13 @@ class _Writer(Statements):
         x = self.plan.program.product(self.draft.space.accs[0]).x
         return DTYPE_NAMES.get(g.tensor(x).dtype, "")  # type: ignore[union-attr]
 
+    def matrices(self) -> tuple[str, str, bool]:
+        """The dtypes of left and right matrices, the latter's empty if it is the same, and how they are added up."""
+        node = self.plan.program.product(self.draft.space.accs[0]).node
+        of = g.operands(node)
+        left, right = (DTYPE_NAMES.get(g.tensor(x).dtype, "") for x in (of.left, of.right))  # type: ignore[union-attr]
+        return left, "" if right == left else right, of.fast
+
     def rank(self, t: Term) -> tuple[int, bool, list[int]]:
         """An order of arguments that does not depend on where in the graph a layer stands."""
         late = bool(t.deps & self.draft.space.mask)
@@ -118,7 +125,10 @@ def build(plan: Plan, draft: Draft) -> Built:
     )
     n = total(draft.space.columns).static
     assert n is not None
-    region = Region(n, writer._dtype(), tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums, half)
+    left, right, fast = writer.matrices()
+    region = Region(
+        n, left, tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums, half, right, fast
+    )
     return Built(verify(region), [*matrices, *writer.sources], draft, writer.added)
 
 

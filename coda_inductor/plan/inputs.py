@@ -10,7 +10,7 @@ from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.terms import Term
+from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Stored
 from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.limits import Limits
@@ -57,6 +57,8 @@ class Inputs:
             if not self.program.has_tile(x, space) or self.program.composed(x, space):
                 return None
             return self._tile_source(x, space)
+        if extent == "scalar" and not is_number(x) and not statistics(x):
+            return self._computed(x, space)
         if x.kind == "red" and self.can_sum(x, space.rows):
             return x if self.rows(x) == space.rows else self._computed(x, space)
         if x.kind == "red" and self.pair(x):
@@ -95,7 +97,7 @@ class Inputs:
 
     def _computed(self, x: Term, space: Space) -> Computed:
         extent = space.extent(x)
-        if extent == "scalar" and x.kind == "red" and not x.deps:
+        if extent == "scalar" and not any(s.deps for s in statistics(x)):
             extent = "feature"  # the same for all columns
         if extent == "scalar":
             raise Conflict(Limits({a.bit: "a number that it needs is not known before it runs" for a in space.accs}))
@@ -153,8 +155,7 @@ class Inputs:
         if node is not None:
             return node
         _, accs = self.united(self.program.space(x))
-        dtype = g.tensor(self.program.product(accs[0]).x).dtype  # type: ignore[union-attr]
-        return Stored(x, DTYPE_NAMES[dtype])
+        return Stored(x, DTYPE_NAMES[self.program.product(accs[0]).stored])
 
     def can_sum(self, x: Term, rows: Axes) -> bool:
         """Can the epilogue that makes the summed values sum them, and are its rows these in some order?"""

@@ -48,7 +48,10 @@ class Plan(Inputs):
 
     def plain(self, draft: Draft) -> bool:
         """Does the draft only store what its product computes anyway?"""
-        return not draft.sums and all(s.term in self.program.wholes for s in draft.stores)
+        return not draft.sums and all(
+            s.term in self.program.wholes and any(n.target in g.PRODUCTS for n in self.program.nodes[s.term])
+            for s in draft.stores
+        )
 
     def need(self, node: fx.Node, by: fx.Node | None = None) -> None:
         """The node's tensor must exist; `by` is the operation that reads it, None for an epilogue."""
@@ -177,7 +180,7 @@ class Plan(Inputs):
         try:
             space = self.program.space(red.args[0])
             self.program.check(red.args[0], space)
-            late = g.is_backward(node) and not self.program.in_backward(space)
+            late = g.is_backward(node) and not self.program.in_backward(space) and not REDUCTIONS[red.name].stored
             over = "M" if set(red.over) == set(space.rows) else "N" if set(red.over) == set(space.columns) else ""
             left = space.columns if over == "M" else space.rows
             if over == "N" and REDUCTIONS[red.name].linear:

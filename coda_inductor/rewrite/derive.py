@@ -44,7 +44,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         held[term].append(node)
     readers: dict[Term, int] = defaultdict(int)
     terms = program.lifted.terms
-    wholes = {program.lifted.term[p.node] for p in program.lifted.products.values()}
+    wholes = {program.lifted.term[p.node] for p in program.lifted.products.values()} | program.lifted.scaled
     for t in program.lifted.read:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
@@ -76,8 +76,10 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
 
 
 def _plain(t: Term) -> bool:
-    """Is t a product, with its bias at most? cuBLAS computes that as well."""
-    return t.kind == "con" or (t.kind == "add" and all(a.kind in ("con", "leaf") for a in t.args))
+    """Is t a product, with scales and its bias at most?"""
+    if t.kind == "add":
+        return all(a.kind == "leaf" or (a.kind != "add" and _plain(a)) for a in t.args)
+    return t.kind == "con" or (t.kind == "fn" and t.name == "scaled")
 
 
 def _read(sums: Term) -> set[Term]:

@@ -16,6 +16,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.rotate_half import MIXED, NOT_ROWS, heads, lanes
+from coda_inductor.rewrite.sources import statistics
 from coda_inductor.rewrite.space import Axes, Heads, Lane, Space
 from coda_inductor.rewrite.state import State, weight_of
 
@@ -105,6 +106,7 @@ class Program(State):
             mine.rows == theirs.rows
             and sizes.total(self.columns(acc)) == sizes.total(self.columns(last))
             and weight_of(mine)[1] == weight_of(theirs)[1]
+            and g.like(mine.node, theirs.node)
             and (acc.bit == last.bit or self._same_features(acc, last))
         )
 
@@ -143,8 +145,9 @@ class Program(State):
     def _early(self, x: Term, space: Space) -> list[Term]:
         """What of an early x must be looked at further: nothing if it can be loaded as it is."""
         extent = space.extent(x)
-        of_parameter = x.kind == "red" and not x.deps and space.heads is None  # read as a vector over the columns
-        if extent == "scalar" and (of_parameter or (x.kind == "mul" and not x.args)):
+        alone = space.heads is None  # where a number is read as a vector over the columns
+        of_parameter = x.kind == "red" and not x.deps and alone
+        if extent == "scalar" and (of_parameter or (alone and not statistics(x)) or (x.kind == "mul" and not x.args)):
             return []
         if extent in ("other", "scalar"):
             raise Unsupported(f"{x.name or 'a value'} varies over other axes than its product")

@@ -119,7 +119,8 @@ class Group:
             return self.values[source]  # type: ignore[no-any-return]
         if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
             width = r.products[0].k if i < r.matrices else r.n
-            self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
+            drawn = torch.randn(self.tokens, width, device=self.device)
+            self.values[source] = drawn.to(DTYPES[source.dtype])
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)
@@ -152,6 +153,8 @@ def sample(node: fx.Node, device: torch.device) -> Any:
     out = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
     if not value.dtype.is_floating_point:
         return out.zero_()
+    if value.dtype.itemsize == 1:
+        return out.copy_(torch.randn(shape, device=device))
     if out.dim() > 1 and shape[-1] > 1:
         return out.normal_(std=shape[-1] ** -0.5 if g.is_weight(node) else 1.0)
     return out.uniform_(0.5, 1.5)

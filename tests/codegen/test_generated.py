@@ -127,7 +127,7 @@ def test_rendering_is_deterministic_and_by_content() -> None:
     compile(source.render(odd), "odd", "exec")  # a keyword as a name, an infinite literal
 
 
-@pytest.mark.parametrize("name", ["device.py", "finish.py"])
+@pytest.mark.parametrize("name", ["device.py", "finish.py", "sinks.py"])
 def test_kernels_are_named_by_all_of_the_device_code(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

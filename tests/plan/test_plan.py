@@ -147,7 +147,7 @@ REASONS: dict[str, Callable[..., Any]] = {
     "halves are needed as well": lambda x, w, v: (torch.relu((x @ w)[:, :4]) * (x @ w)[:, 4:], torch.relu(x @ w)),
     "more than two products": lambda x, w, v: ((x @ w) * (x @ v), (x @ v) * (x @ (w * v)), (x @ w) * (x @ (w * v))),
     "its memory order": lambda x, w, v: torch.relu((x @ w).t().contiguous()),
-    "other axes than its product": lambda x, w, v: torch.relu(x @ w * x.sum()),
+    "other axes than its product": lambda x, w, v: torch.relu((x @ w)[None] * v[:1].t()[:, :, None]),
 }
 
 

@@ -1,0 +1,103 @@
+"""An elementwise pass over tensors [M, N]: what it reads once, and what it writes, in rows or transposed.
+
+For what stands between products of 8-bit matrices: each tensor is cast with a scale for each row and again, transposed,
+with one for each column. One frozen record for code generation, cache key and launch, as the Region is; its meaning is
+`interpret`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.core.interpret import SHAPE
+from coda_inductor.core.ops import OPS
+from coda_inductor.core.region import Let, Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The value `value` leaves as a contiguous tensor of `dtype`: [M, N], or `transposed` [N, M]."""
+
+    value: str
+    dtype: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """operands -> lets -> outputs, in float32. Operands are the operation's inputs, in this order: "tile" is [M, N],
+    "token" [M], "feature" [N], "scalar" one number. `n` is N."""
+
+    n: int
+    operands: tuple[Operand, ...]
+    lets: tuple[Let, ...]
+    outputs: tuple[Output, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: equal text, equal kernel."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def m(self, inputs: Sequence[Tensor]) -> Any:
+        """M of these inputs: an int, of fake tensors perhaps a symbol."""
+        return inputs[[o.extent for o in self.operands].index("tile")].shape[0]
+
+
+def parse(text: str) -> Elementwise:
+    """The record that `Elementwise.text` wrote."""
+    d: dict[str, Any] = json.loads(text)
+    return Elementwise(
+        n=d["n"],
+        operands=tuple(Operand(**o) for o in d["operands"]),
+        lets=tuple(Let(x["name"], x["op"], tuple(x["args"])) for x in d["lets"]),
+        outputs=tuple(Output(**s) for s in d["outputs"]),
+    )
+
+
+def verify(record: Elementwise) -> Elementwise:
+    """Returns the record, or raises BrokenInvariant with what is wrong with it."""
+    names = [o.name for o in record.operands]
+    problems = [] if any(o.extent == "tile" for o in record.operands) else ["no operand [M, N]"]
+    problems += [f"{o.name} per {o.extent}" for o in record.operands if o.extent not in (*SHAPE, "tile", "scalar")]
+    for let in record.lets:
+        known = all(a in names for a in let.args if isinstance(a, str))
+        if let.op not in OPS or not OPS[let.op].triton or len(let.args) != OPS[let.op].arity or not known:
+            problems.append(f"{let.name} = {let.op}{let.args}")
+        names.append(let.name)
+    problems += [f"{out.value} as {out.dtype}" for out in record.outputs if out.value not in names]
+    if problems or not record.outputs or len({*names}) < len(names):
+        what = "; ".join(problems) or "no output, or a name twice"
+        raise BrokenInvariant(f"elementwise pass {record.digest}: {what}")
+    return record
+
+
+def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, on torch."""
+    values: dict[str, Any] = {}
+    for o, x in zip(record.operands, inputs, strict=True):
+        shape = SHAPE.get(o.extent, () if o.extent == "scalar" else x.shape)
+        values[o.name] = x.to(torch.float32).reshape(shape)
+    for let in record.lets:
+        values[let.name] = OPS[let.op].torch(*(values[a] if isinstance(a, str) else a for a in let.args))
+    shape = (record.m(inputs), record.n)
+    made = []
+    for out in record.outputs:
+        value = values[out.value].expand(shape)
+        made.append((value.t() if out.transposed else value).to(DTYPES[out.dtype]).contiguous().clone())
+    return made

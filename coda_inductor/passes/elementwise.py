@@ -1,0 +1,288 @@
+"""Casts of one tensor to 8 bits, in rows and transposed, as one pass over memory.
+
+Products of 8-bit matrices read rows of K alone. So a gradient is cast twice, in rows for the gradient of what its layer
+reads and transposed for that of the weight, each time with other scales; and so is what the layer reads. Inductor makes
+a kernel of each, and writes transposed at 1.2 TB/s of 3 (H100). Where a tensor is cast transposed, all of its casts
+become one operation that reads it once. What the backward multiplies of the forward's tensors is made in the forward
+with the rest, and kept in 8 bits.
+
+Every operation and rounding stays as it is written in the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from coda_inductor.core.dtypes import DTYPE_NAMES, NARROW
+from coda_inductor.core.elementwise import Elementwise, Output, verify
+from coda_inductor.core.ops import OPS
+from coda_inductor.core.region import Let, Operand
+from coda_inductor.ops.elementwise import ELEMENTWISE
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import Memory, computes, effects
+from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.infer import Reading, read_axes
+from coda_inductor.patterns.pointwise import FUNCTIONS
+from coda_inductor.write.order import sort
+from coda_inductor.write.verifying import Before
+from coda_inductor.write.writing import Writing
+
+EIGHT_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+PITCH = 16  # elements of 8 bits of which rows are made that TMA reads
+
+OPERATIONS = {op: name for name, ops in FUNCTIONS.items() for op in ops if OPS[name].triton} | {
+    aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.neg.default: "neg",
+    aten.add.Scalar: "add", aten.sub.Scalar: "sub", aten.mul.Scalar: "mul",
+}  # fmt: skip
+"""What a pass computes, and its name among OPS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass: its record, its shape [M, N], the nodes that it supplies, and the user's line."""
+
+    record: Elementwise
+    m: str
+    outputs: tuple[str, ...]
+    source: str
+
+
+@dataclass(slots=True)
+class Made:
+    """One tensor that leaves a cast: the cast, the node that holds it (the cast, or a copy of its transpose), and where
+    the axes of the source's memory are cut to be read in the other order: 0 if they are not."""
+
+    cast: fx.Node
+    node: fx.Node
+    cut: int
+
+
+@dataclass(slots=True)
+class Expression:
+    """The statements of a pass, as they are written. `full` are the axes of its tensors [M, N]."""
+
+    reading: Reading
+    source: fx.Node
+    full: frozenset[int]
+    operands: dict[fx.Node, str] = field(default_factory=dict)
+    lets: list[Let] = field(default_factory=list)
+
+    def value(self, node: fx.Node) -> str:
+        """The name of a node's value."""
+        if axes(self.reading, node) != self.full or node is self.source:
+            return self.operands.setdefault(node, f"in{len(self.operands)}")
+        if g.is_view(node):
+            return self.value(node.all_input_nodes[0])
+        dtype = node.meta["val"].dtype
+        name = self.value(node.all_input_nodes[0]) if g.is_cast(node) else self._computed(node)
+        if dtype in NARROW:
+            name = self._let(NARROW[dtype], name)
+        return name
+
+    def _computed(self, node: fx.Node) -> str:
+        args = [self.value(a) if isinstance(a, fx.Node) else float(a) for a in node.args]  # type: ignore[arg-type]
+        return self._let(OPERATIONS[node.target], *args)
+
+    def _let(self, op: str, *args: str | float) -> str:
+        for known in self.lets:
+            if (known.op, known.args) == (op, args):
+                return known.name
+        self.lets.append(Let(f"v{len(self.lets)}", op, args))
+        return self.lets[-1].name
+
+
+def axes(reading: Reading, node: fx.Node) -> frozenset[int]:
+    """The axes that a node varies over."""
+    return frozenset(i for d in reading.roots(node) for i in d)
+
+
+def in_memory(reading: Reading, node: fx.Node) -> tuple[int, ...] | None:
+    """The node's axes as they lie, major to minor; None if there are gaps."""
+    dims = memory_order(node)
+    return tuple(i for d in dims for i in reading.roots(node)[d]) if g.dense(node, dims) else None
+
+
+def memory_order(node: fx.Node) -> list[int]:
+    """The node's dimensions by their strides, the largest first."""
+    value = g.tensor(node)
+    assert value is not None
+    strides = [s if isinstance(s, int) else s.node.hint for s in value.stride()]
+    return sorted(range(value.dim()), key=lambda d: (-(strides[d] or 0), d))
+
+
+def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[Pass, ...]:
+    """Puts the passes into a joint or inference graph, in place."""
+    found = graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
+    casts = [n for n in found if n.args[1] in EIGHT_BITS]
+    if not casts:
+        return ()
+    reading = read_axes(graph)
+    made = []
+    for members in grouped(graph, casts, reading):
+        if (written := _write(graph, target, reading, members)) is not None:
+            made.append(written)
+    if made:
+        sort(graph, before.effects)
+    return tuple(made)
+
+
+def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tuple[fx.Node, list[Made]]]:
+    """The tensors whose casts become passes, and what the casts leave, of which one at least is transposed."""
+    found = defaultdict[tuple[fx.Node, bool], list[Made]](list)
+    unstable = effects(graph).unstable
+    memory = Memory(graph) if unstable else None
+    for cast in casts:
+        if cast not in reading.dims or (source := source_of(cast, reading)) is None:
+            continue
+        if memory is not None and memory.of(source) in unstable:
+            continue
+        apart = g.is_weight(source) and g.is_backward(cast)  # a weight is there in the backward, too
+        found[source, apart] += leaving(cast, reading, source)
+    groups = []
+    for (source, _), some in found.items():
+        cuts = [made.cut for made in some if made.cut]
+        some = [made for made in some if made.cut in (0, *cuts[:1])]
+        some = [made for made in some if early(made.cast, source)]
+        if any(made.cut for made in some):
+            groups.append((source, some))
+    return groups
+
+
+def source_of(cast: fx.Node, reading: Reading) -> fx.Node | None:
+    """The one tensor [M, N] that a cast is made of, with vectors and numbers; None if there are several, or what makes
+    it is nothing that a pass computes."""
+    found = tensors_of(cast.args[0], axes(reading, cast), reading)  # type: ignore[arg-type]
+    source = found.pop() if len(found) == 1 else None
+    if source is None or source.meta["val"].dtype not in DTYPE_NAMES or source.meta["val"].dtype.itemsize > 4:
+        return None
+    return source if in_memory(reading, source) is not None else None
+
+
+def tensors_of(node: fx.Node, full: frozenset[int], reading: Reading) -> set[fx.Node]:
+    """The tensors over the axes `full` that a node is made of by what a pass computes; of 16 bits and made of several,
+    or in memory anyway, it is one itself."""
+    if node not in reading.dims or axes(reading, node) != full:
+        return set()
+    if g.is_view(node):
+        return tensors_of(node.all_input_nodes[0], full, reading)
+    if not (g.is_cast(node) or node.target in OPERATIONS):
+        return {node}
+    found = set[fx.Node]().union(*(tensors_of(a, full, reading) for a in node.all_input_nodes))
+    narrow = node.meta["val"].dtype in NARROW
+    return {node} if narrow and (len(found) > 1 or not all(map(_inline, readers(node)))) else found
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Those who read a node, also through views."""
+    return [reader for user in node.users for reader in (readers(user) if g.is_view(user) else [user])]
+
+
+def _inline(user: fx.Node) -> bool:
+    """Would Inductor compute what the user reads in the user's own loop?"""
+    return g.is_cast(user) or user.target in OPERATIONS or g.reduction(user) is not None
+
+
+def leaving(cast: fx.Node, reading: Reading, source: fx.Node) -> list[Made]:
+    """What of a cast is in memory: itself, or copies of its transpose."""
+    whole, found, rest = in_memory(reading, source), list[Made](), False
+    assert whole is not None
+    todo = [*cast.users]
+    for user in todo:  # which grows
+        copy = user.target is aten.clone.default
+        if copy and (cut := _cut(whole, in_memory(reading, user))):
+            found.append(Made(cast, user, cut))
+        elif g.is_view(user) and not copy:
+            todo += user.users
+        else:
+            rest = True
+    if rest and (cut := _cut(whole, in_memory(reading, cast))) is not None:
+        found.append(Made(cast, cast, cut))
+    return found
+
+
+def _cut(whole: tuple[int, ...], found: tuple[int, ...] | None) -> int | None:
+    """Where the axes are cut to be read in the other order; 0 if they are not, None if they lie otherwise."""
+    if found == whole:
+        return 0
+    return next((i for i in range(1, len(whole)) if whole[i:] + whole[:i] == found), None)
+
+
+def early(cast: fx.Node, source: fx.Node) -> bool:
+    """Is all that a cast reads there as soon as its source is, by way of operations that may run there?"""
+    above = g.reached([source], lambda n: n.all_input_nodes)
+    between = g.reached([cast], lambda n: [a for a in n.all_input_nodes if a not in above])
+    return all(_early(n) for n in between)
+
+
+def _early(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return not g.is_tangent(node)
+    return node.target is operator.getitem or (computes(node) and node.target not in g.PRODUCTS)
+
+
+def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node, list[Made]]) -> Pass | None:
+    source, members = group
+    whole, cut = in_memory(reading, source), next(made.cut for made in members if made.cut)
+    assert whole is not None
+    m, n = (reading.axes.total(part) for part in (whole[:cut], whole[cut:]))
+    if n.static is None or n.static % PITCH or m.static is None or m.static % PITCH:
+        return None
+    expression = Expression(reading, source, frozenset(whole))
+    values = [expression.value(made.cast.args[0]) for made in members]  # type: ignore[arg-type]
+    kinds = {(): "scalar", whole[:cut]: "token", whole[cut:]: "feature"}
+    extents = {}
+    for node in expression.operands:
+        order = tuple(i for d in reading.roots(node) for i in d)
+        if node is not source and order not in kinds:
+            return None
+        extents[node] = "tile" if node is source else kinds[order]
+    names = {x: DTYPE_NAMES[x.meta["val"].dtype] for x in expression.operands}
+    operands = [Operand(name, extents[x], names[x]) for x, name in expression.operands.items()]  # type: ignore[arg-type]
+    outputs = [Output(v, DTYPE_NAMES[x.cast.args[1]], bool(x.cut)) for v, x in zip(values, members, strict=True)]  # type: ignore[index]
+    record = verify(Elementwise(n.static, tuple(operands), tuple(expression.lets), tuple(outputs)))
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    first = min((made.node for made in members), key=place.__getitem__)
+    later = g.reached(expression.operands, lambda n: [a for a in n.all_input_nodes if place[a] > place[first]])
+    for node in sorted(later, key=place.__getitem__):
+        if place[node] > place[first]:
+            first.prepend(node)
+    writing = Writing(graph, first)
+    inputs = [_flat(writing, x, extents[x], n.static) for x in expression.operands]
+    op = writing.call(source if not g.is_weight(source) else first, ELEMENTWISE, inputs, record.text, target)
+    hoist(op, source)
+    for i, made in enumerate(members):
+        out = writing.call(op, operator.getitem, op, i)
+        out.meta[g.LAID_OUT_AS] = ([*extents].index(source), bool(made.cut))
+        made.node.replace_all_uses_with(_laid_out(writing, out, made.node))
+    line = next(filter(None, map(g.source_line, (first, source))), "")
+    return Pass(record, str(m), tuple(made.node.name for made in members), line)
+
+
+def _flat(writing: Writing, node: fx.Node, extent: str, n: int) -> fx.Node:
+    """An input as the operation reads it."""
+    order = memory_order(node) if extent == "tile" else []
+    if order != sorted(order):
+        node = writing.call(node, aten.permute.default, node, order)
+    shape = {"tile": [-1, n], "scalar": []}.get(extent, [-1])
+    return writing.call(node, aten.reshape.default, node, shape)
+
+
+def _laid_out(writing: Writing, out: fx.Node, like: fx.Node) -> fx.Node:
+    """An output in another node's shape."""
+    order, shape = memory_order(like), like.meta["val"].shape
+    out = writing.reshape(out, [shape[d] for d in order])
+    back = [order.index(d) for d in range(len(order))]
+    return out if back == sorted(back) else writing.call(out, aten.permute.default, out, back)
+
+
+def hoist(op: fx.Node, source: fx.Node) -> None:
+    """What the operation reads stands on the side of its source."""
+    if g.is_backward(op):
+        return
+    for node in g.reached([op], lambda n: n.all_input_nodes):
+        node.meta.pop("partitioner_tag", None) if g.is_backward(node) else None
