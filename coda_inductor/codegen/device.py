@@ -1,5 +1,5 @@
-"""What quack 0.6.5 lacks: launches that overlap, sums that are finished, a feature vector for two lanes, two products in
-one tile or in one accumulator, halves of heads. (What an epilogue takes over rows and columns: sinks.py.)
+"""What quack 0.6.5 lacks: launches that overlap, sums that are finished, a feature vector for two lanes, two products
+in one tile or in one accumulator, halves of heads. (What an epilogue takes over rows and columns: sinks.py.)
 
 Imported by generated modules, so it imports the compiler. Its content is part of every generated module's name.
 """

@@ -101,3 +101,9 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
         value = values[out.value].expand(shape)
         made.append((value.t() if out.transposed else value).to(DTYPES[out.dtype]).contiguous().clone())
     return made
+
+
+def told(record: Elementwise) -> str:
+    """What it makes, in words: "read once, written as e4m3, e4m3 transposed"."""
+    outputs = [f"{o.dtype}{' transposed' if o.transposed else ''}" for o in record.outputs]
+    return f"read once, written as {', '.join(outputs)}"

@@ -50,7 +50,7 @@ def attribute(touches: Iterable[Touch], sites: Sequence[Site | Cast]) -> dict[st
 
 def smallest_tile(graph: fx.Graph) -> int:
     """Elements of the smallest output [M, N] of a product over the tokens, as many as most products have rows."""
-    names = ("aten::mm", "aten::addmm")
+    names = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
     products = [n for n in graph.nodes if getattr(n.target, "_schema", None) and n.target._schema.name in names]
     rows = [elements(p) // max(_last(p), 1) for p in products]
     if not rows:

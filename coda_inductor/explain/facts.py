@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.elementwise import told
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.text import left, right
 from coda_inductor.explain.account import attribute, smallest_tile, touched, touches_tile
@@ -22,12 +23,14 @@ from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, target_of
 from coda_inductor.explain.report import render
 from coda_inductor.inductor.records import Refusal, Report, Site
+from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.schedule.kinds import elements, kind_of, owner
 from coda_inductor.schedule.model import Kernel, kernels, partition, saved
 
 __all__ = ["explain", "explain_graph", "render"]
 
 Facts = dict[str, Any]
+PRODUCTS = ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2")
 TOTALS = (
     "bytes_before", "bytes_after", "bytes_epilogues", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions",
     "kernels_before", "kernels_after",
@@ -82,7 +85,8 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     share = attribute(touches, [*report.sites, *report.casts])
     nodes = {n.name: n for n in graph.nodes}
     regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
-    left = sorted((k for k in after if touches_tile(k, smallest)), key=lambda k: -k.bytes)
+    large = [k for k in after if touches_tile(k, smallest)]
+    left = sorted((k for k in large if k.nodes[0].target is not ELEMENTWISE), key=lambda k: -k.bytes)
     chains = [refusal(kernel, report) for kernel in left]
     facts: Facts = {
         "kind": "joint" if halves else "inference",
@@ -90,6 +94,10 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
         "refused": ([] if declined(report) else chains) + lone(report, nodes, chains),
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
+        "elementwise": [
+            {"shape": f"[{p.m}, {p.record.n}]", "what": told(p.record), "outputs": list(p.outputs), "source": p.source}
+            for p in report.passes
+        ],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
     beside = sum(r["bytes_after"] for r in regions)
@@ -98,7 +106,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "bytes_after": sum(k.bytes for k in after) + beside,
         "bytes_epilogues": beside,
         "covered": sum(share.values()),
-        "passes_left": len(left),
+        "passes_left": len(large),
         "saved_bytes": sum(saved(halves).values()) if halves else 0,
         "saved_bytes_inductor": saved_before,
         "regions": len(regions),
@@ -121,7 +129,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     sums = {"N": shapes["token"], "M": shapes["feature"]}  # what is left of a sum varies as such a vector
     stores = sum(rows * width * size[s.dtype] for s in region.stores)
     stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
-    tiles = len(region.products) * rows * n * size[region.dtype]
+    tiles = len(region.products) * rows * n * max(size[region.dtype], size["bf16"])  # 8-bit products leave in 16
     plain = region.is_plain and not bytes_before  # it stores what the product stored
     return {
         "id": site.name,
@@ -173,7 +181,7 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
     feeds = {_operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
     if any("attention" in name for name in feeds):
         why = "it reads the result of attention, which is no product of ours"
-    elif not feeds & {"mm", "addmm", "bmm", "baddbmm", "region"}:
+    elif not feeds & {*PRODUCTS, "bmm", "baddbmm", "region"}:
         why = "no product's result is read here"
     elif opaque := [r for r in report.opaque if r.node in names]:
         return {"node": opaque[0].node, "reason": opaque[0].reason, "source": opaque[0].source}
@@ -190,7 +198,7 @@ def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) 
     return [
         {"node": r.node, "reason": r.reason, "source": r.source}
         for r in report.refused
-        if r.reason not in said and (not r.node or (r.node in nodes and _operation(nodes[r.node]) in ("mm", "addmm")))
+        if r.reason not in said and (not r.node or (r.node in nodes and _operation(nodes[r.node]) in PRODUCTS))
     ]
 
 

@@ -37,6 +37,8 @@ def render(report: Facts) -> str:
         lines += [f"  {plural(n, 'table')} {shape} computed once  {place(at)}" for (shape, at), n in tables.items()]
         casts = Counter((c["shape"], c["what"], c["source"]) for c in graph["casts"])
         lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in casts.items()]
+        passes = Counter((p["shape"], p["what"], p["source"]) for p in graph["elementwise"])
+        lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in passes.items()]
         said = {(p["why"], p["source"]) for p in graph["passes"]}
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]

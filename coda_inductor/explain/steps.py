@@ -23,6 +23,7 @@ from coda_inductor.explain.offline import rewrite_for, target_of
 from coda_inductor.inductor.joint import is_joint
 from coda_inductor.inductor.records import Report
 from coda_inductor.ops.custom import REGION
+from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.passes.plain import PLAIN
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
@@ -215,11 +216,11 @@ class Listing:
             product = {"name": f"acc{i}", "a": a, "b": b, "k": str(region.products[0].k)}
             facts |= {"products": [product], "loads": [], "source": _line(step.node), "digest": region.digest}
         elif step.node is not None and step.node.target in PRODUCTS:
-            *bias, x, w = (n for n in step.node.args if isinstance(n, fx.Node))
-            k = str(x.meta["val"].shape[-1])
-            a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (x, w))
-            product = {"name": f"acc{i}", "a": a, "b": b, "k": k}
-            facts |= {"products": [product], "loads": [self.name(n) for n in bias], "source": _line(step.node)}
+            of = g.operands(step.node)
+            a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (of.left, of.right))
+            product = {"name": f"acc{i}", "a": a, "b": b, "k": str(of.left.meta["val"].shape[-1])}
+            beside = [self.name(n) for n in (*of.addends, *of.scales)]
+            facts |= {"products": [product], "loads": beside, "source": _line(step.node)}
         elif step.node is not None:
             facts |= {"what": str(step.node.target), "source": _line(step.node)}
         return facts
@@ -300,7 +301,7 @@ def units(graph: fx.Graph) -> list[Step]:
         first = min(place.get(n, 0) for n in kernel.nodes)
         steps.append(Step("pass", None, kernel, list(kernel.reads), list(kernel.writes), first))
     for op in lower(graph).order:
-        if not isinstance(op, Extern):
+        if not isinstance(op, Extern) or op.out.target is ELEMENTWISE:
             continue
         if any(isinstance(n.meta.get("val"), Tensor) for n in (op.out, *op.out.users)):
             made = [u for u in op.out.users if kind_of(u) == "output"] if not g.tensor(op.out) is not None else [op.out]

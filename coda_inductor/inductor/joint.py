@@ -20,10 +20,11 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.casts import Cast, round_first, write_wide
+from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared
-from coda_inductor.passes.switches import CASTS, NAMES, REGION_KINDS, TABLES, allowed
+from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, REGION_KINDS, TABLES, allowed
 from coda_inductor.passes.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
 from coda_inductor.plan.built import Built
@@ -80,6 +81,12 @@ def casts_first(work: Work) -> None:
         work.casts = round_first(work.graph)
 
 
+def complex_products(work: Work) -> None:
+    """Products of complex numbers are products of their two parts."""
+    if work.may(COMPLEX):
+        as_real(work.graph)
+
+
 def scaled(work: Work) -> None:
     """Of 8-bit products: what is computed twice is computed once, and right matrices are transposed views of [N, K]."""
     if any(node.target in g.SCALED for node in work.graph.nodes):
@@ -90,7 +97,8 @@ def scaled(work: Work) -> None:
 
 def passes(work: Work) -> None:
     """Casts of one tensor to 8 bits, in rows and transposed, are one pass over memory."""
-    work.passes = write_passes(work.graph, work.target, work.before)
+    if work.may(ELEMENTWISE):
+        work.passes = write_passes(work.graph, work.target, work.before)
 
 
 def regions(work: Work) -> None:
@@ -151,7 +159,17 @@ def copies(work: Work) -> None:
 
 
 Stage = Callable[[Work], None]
-STAGES: tuple[Stage, ...] = (casts_first, scaled, passes, regions, tables, wide_products, plain, copies)
+STAGES: tuple[Stage, ...] = (
+    complex_products,
+    casts_first,
+    scaled,
+    passes,
+    regions,
+    tables,
+    wide_products,
+    plain,
+    copies,
+)
 """The order, which is meant: a plain product is what no Region took, and copies are made of the finished graph."""
 
 

@@ -248,9 +248,9 @@ def reduction(node: fx.Node) -> Reduction | None:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line "file:line" outside torch that made the node; empty if unknown."""
+    """The innermost line "file:line" outside torch and torchao that made the node; empty if unknown."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    mine = [(f, n) for f, n in frames if "/torch/" not in f]
+    mine = [(f, n) for f, n in frames if not re.search("/torch(ao)?/", f)]
     return "{}:{}".format(*(mine or frames)[-1]) if frames else ""
 
 

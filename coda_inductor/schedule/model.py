@@ -2,7 +2,7 @@
 
 Loops (lowering.py) are fused (fusion.py). Every tensor counts once per kernel that touches it, what a broadcast repeats
 counts once, a gather counts what it uses, views are free. Products, attention and other extern operations are not
-memory-bound kernels. bench/inductor_bytes.py asks Inductor itself.
+memory-bound kernels; elementwise passes of ours are. bench/inductor_bytes.py asks Inductor itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from coda_inductor.core.errors import forget_frames
+from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.patterns.graph import copied, is_tangent
 from coda_inductor.schedule.fusion import Fusion, Group, parts_read
 from coda_inductor.schedule.hints import Path
-from coda_inductor.schedule.kinds import elements, is_tensor, itemsize, lower, owner
+from coda_inductor.schedule.kinds import Extern, elements, is_tensor, itemsize, lower, owner
 
 log = logging.getLogger("coda_inductor.tuning")
 
@@ -119,7 +120,14 @@ def _kernels(graph: fx.Graph) -> list[Kernel]:
     for group in groups:
         for buffer in group.reads():
             readers[buffer].add(group)
-    return [k for g in groups if (k := _kernel(g, lowered.needed, readers)).bytes]
+    made = [k for g in groups if (k := _kernel(g, lowered.needed, readers)).bytes]
+    return made + [_pass(op) for op in lowered.order if isinstance(op, Extern) and op.out.target is ELEMENTWISE]
+
+
+def _pass(op: Extern) -> Kernel:
+    """An elementwise pass of ours, which reads and writes all that it is given."""
+    reads = {n: elements(n) * itemsize(n) for n in op.reads}
+    return Kernel((op.out,), reads, {n: elements(n) * itemsize(n) for n in op.out.users})
 
 
 def _kernel(group: Group, needed: set[fx.Node], readers: dict[fx.Node, set[Group]]) -> Kernel:

@@ -1,0 +1,71 @@
+"""Products of complex numbers as products of their two parts.
+
+Rotary embeddings are often written as complex products: view_as_complex(q) * table, view_as_real. Inductor leaves
+complex operations to eager kernels, each a pass over memory of its own, with a cast before and after. As real numbers
+[.., 2] all of it is one loop, and is fused with what stands around it.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import ordered
+from coda_inductor.patterns.graph import aten
+from coda_inductor.write.writing import Writing
+
+COMPUTED = frozenset({aten.mul.Tensor, aten._conj.default})
+
+
+def as_real(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Rewrites complex products of which only the real view is read, in place; what is read instead."""
+    made = []
+    for node in graph.find_nodes(op="call_function", target=aten.view_as_real.default):
+        product = node.args[0]
+        if product.target is not aten.mul.Tensor or not all(u.target is node.target for u in product.users):
+            continue
+        if not all(isinstance(a, fx.Node) and _is_complex(a) for a in product.args):
+            continue
+        real = _parts(Writing(graph, product), product, {})
+        node.replace_all_uses_with(real)
+        made.append(real)
+    if made:
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+    return tuple(made)
+
+
+def _is_complex(node: fx.Node) -> bool:
+    value = g.tensor(node)
+    return value is not None and value.dtype.is_complex
+
+
+def _parts(writing: Writing, node: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A complex node as real numbers [.., 2]."""
+    if node not in done:
+        done[node] = _new(writing, node, done)
+    return done[node]
+
+
+def _new(writing: Writing, node: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:
+    source = node.args[0] if node.args else None
+    if node.target is aten.view_as_complex.default:
+        return source  # type: ignore[return-value]
+    if node.target is aten.clone.default and isinstance(source, fx.Node) and source.target in COMPUTED:
+        return _parts(writing, source, done)
+    if node.target not in COMPUTED or not all(isinstance(a, fx.Node) and _is_complex(a) for a in node.args):
+        return writing.call(node, aten.view_as_real.default, node)
+    call = writing.call
+    pairs = [[call(node, aten.select.int, _parts(writing, a, done), -1, i) for i in (0, 1)] for a in node.args]  # type: ignore[arg-type]
+    (a, b), *rest = pairs
+    if rest:
+        ((c, d),) = rest
+        first = call(node, aten.sub.Tensor, _times(writing, node, a, c), _times(writing, node, b, d))
+        second = call(node, aten.add.Tensor, _times(writing, node, a, d), _times(writing, node, b, c))
+    else:
+        first, second = a, call(node, aten.neg.default, b)
+    parts = [call(node, aten.unsqueeze.default, part, -1) for part in (first, second)]
+    return call(node, aten.cat.default, parts, -1)
+
+
+def _times(writing: Writing, like: fx.Node, x: fx.Node, y: fx.Node) -> fx.Node:
+    return writing.call(like, aten.mul.Tensor, x, y)
