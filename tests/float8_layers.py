@@ -119,16 +119,14 @@ class Mlp(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT-style layer, with a tanh for the attention: LayerNorm, GELU, biases, residuals."""
+    """The second half of a GPT-style layer: LayerNorm, GELU, biases, residual."""
 
     def __init__(self, linear: type[nn.Linear] = Linear) -> None:
         super().__init__()
-        self.n1, self.v, self.o = nn.LayerNorm(WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
-        self.n2, self.up, self.down = nn.LayerNorm(WIDTH), linear(WIDTH, INNER), linear(INNER, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), linear(WIDTH, INNER), linear(INNER, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = x + self.o(torch.tanh(self.v(self.n1(x))))
-        return h + self.down(F.gelu(self.up(self.n2(h)), approximate="tanh"))  # type: ignore[no-any-return]
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(F.gelu(self.up(self.norm(h)), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 BLOCKS: dict[str, type[Mlp] | type[Gpt]] = {"mlp": Mlp, "gpt": Gpt}

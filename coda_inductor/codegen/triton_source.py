@@ -53,7 +53,7 @@ def render(record: Elementwise) -> str:
         spelled[let.name] = f"t{i}"
     for i, out in enumerate(record.outputs):
         value = f"tl.broadcast_to({spelled[out.value]}, (BLOCK_M, BLOCK_N)).to(tl.{FORMATS[out.dtype].triton})"
-        body.append(WRITES[out.transposed].format(f"out{i}", value))
+        body.append(f"if out{i} is not None:\n        {WRITES[out.transposed].format(f'out{i}', value)}")
     pointers = [f"in{i}" for i in range(len(record.operands))] + [f"out{i}" for i in range(len(record.outputs))]
     return TEMPLATE.format(pointers=", ".join(pointers), body="\n    ".join(body))
 

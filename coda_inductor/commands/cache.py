@@ -26,6 +26,7 @@ from coda_inductor.kernels.store import HINT, open_store
 Facts = dict[str, Any]
 
 PREFIX = "coda_epilogue_"
+ELEMENTWISE = "coda_elementwise_"
 SHORTEST = 4  # digits that name an entry
 BUSY = ("busy_ms", "busy_baseline_ms")  # of a measurement's record, unless turns decided
 
@@ -85,6 +86,8 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 def _kernel(name: str, paths: list[Path]) -> Entry:
     """A generated module and the folders of its compiled forms, or what an interrupted write left."""
+    if name.startswith(ELEMENTWISE):
+        return Entry("kernel", (name.removeprefix(ELEMENTWISE),), tuple(paths), {"tiles": [], "device": "Triton"})
     if not name.startswith(PREFIX):
         return Entry("leftover", (name,), tuple(paths), {})
     tiles = [p.name.partition("-")[2] for p in paths if p.suffix != ".py"]

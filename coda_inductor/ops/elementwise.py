@@ -16,8 +16,7 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.elementwise import Elementwise, interpret, parse
-from coda_inductor.core.settings import Settings
-from coda_inductor.kernels.elementwise import launch
+from coda_inductor.kernels.elementwise import made
 from coda_inductor.ops.lowering import current, given, launched
 
 _library = torch.library.Library("coda", "FRAGMENT")
@@ -29,9 +28,10 @@ def _eager(inputs: list[Tensor], record: str, target: str) -> list[Tensor]:
 
 
 def _fake(inputs: list[Tensor], record: str, target: str) -> list[Tensor]:
-    made, m = parse(record), parse(record).m(inputs)
-    sizes = [(made.n, m) if out.transposed else (m, made.n) for out in made.outputs]
-    return [inputs[0].new_empty(size, dtype=DTYPES[o.dtype]) for size, o in zip(sizes, made.outputs, strict=True)]
+    what = parse(record)
+    m, first = what.m(inputs), inputs[0]
+    sizes = [(what.n, m) if out.transposed else (m, what.n) for out in what.outputs]
+    return [first.new_empty(size, dtype=DTYPES[o.dtype]) for size, o in zip(sizes, what.outputs, strict=True)]
 
 
 _library.impl("elementwise", _eager, "CompositeExplicitAutograd")
@@ -42,14 +42,13 @@ ELEMENTWISE = torch.ops.coda.elementwise.default
 
 
 class Launcher:
-    """What a compiled graph calls."""
+    """What a compiled graph calls, with the settings of the compile that makes or loads the graph."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.settings = text, current()
+        self.run = made(text, current().cache_dir)
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        settings: Settings = self.settings
-        launch(self.text, settings.cache_dir, inputs, outs)
+        self.run(inputs, outs)
 
 
 class ElementwiseKernel(ir.FallbackKernel):

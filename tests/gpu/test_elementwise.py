@@ -1,0 +1,74 @@
+"""Elementwise passes on a GPU against the interpreter: bit for bit, any M and N, outputs poisoned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.elementwise import Elementwise, Output, interpret, verify
+from coda_inductor.core.region import Let, Operand
+from coda_inductor.kernels.elementwise import Pass
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+
+SIZES = [(1, 16), (37, 48), (256, 4096), (4097, 176)]
+
+
+def casts(n: int, dtype: str, largest: float) -> Elementwise:
+    """A normalised tensor cast in rows and transposed, each with scales of its own, and its own value in 16 bits."""
+    operands = [Operand("x", "tile", "bf16"), Operand("r", "token", "f32"), Operand("g", "feature", "bf16")]
+    operands += [Operand("rows", "token", "f32"), Operand("columns", "feature", "f32"), Operand("one", "scalar", "f32")]
+    lets = [Let("a", "mul", ("x", "r")), Let("b", "mul", ("a", "g")), Let("n", "bf16", ("b",))]
+    for name, scale in (("p", "rows"), ("q", "columns"), ("s", "one")):
+        lets += [Let(f"{name}0", "mul", ("n", scale)), Let(f"{name}1", "max", (f"{name}0", -largest))]
+        lets.append(Let(f"{name}2", "min", (f"{name}1", largest)))
+    outputs = [Output("p2", dtype), Output("q2", dtype, True), Output("n", "bf16"), Output("s2", dtype, True)]
+    return verify(Elementwise(n, tuple(operands), tuple(lets), tuple(outputs)))
+
+
+def given(record: Elementwise, m: int, odd: bool) -> list[Tensor]:
+    """Random inputs; `odd`: with zeros, NaN and infinite values, and rows that saturate."""
+    shapes = {"tile": (m, record.n), "token": (m,), "feature": (record.n,), "scalar": ()}
+    out = [torch.randn(shapes[o.extent], device="cuda").to(DTYPES[o.dtype]) for o in record.operands]
+    if odd:
+        x = out[0]
+        x[0], x[m // 2, 3], x[m // 3, 5], x[-1, 7] = 0.0, float("nan"), float("inf"), -float("inf")
+        out[3][::3] = 1e6
+    return out
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers, with one NaN for all."""
+    whole = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
+    return whole.masked_fill(x.float().isnan(), 0)
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["finite", "odd"])
+@pytest.mark.parametrize(("dtype", "largest"), [("e4m3", 448.0), ("e5m2", 57344.0)])
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_kernel_is_the_interpreter(m: int, n: int, dtype: str, largest: float, odd: bool, tmp_path: Path) -> None:
+    record = casts(n, dtype, largest)
+    tmp_path.chmod(0o700)
+    for _ in range(2):  # fresh inputs
+        inputs = given(record, m, odd)
+        wanted = interpret(record, inputs)
+        outs = [torch.full_like(w, float("nan")) for w in wanted]
+        Pass(record.text, str(tmp_path))(inputs, outs)
+        for found, expected in zip(outs, wanted, strict=True):
+            assert found.shape == expected.shape and found.is_contiguous()
+            assert torch.equal(found.float().isnan(), expected.float().isnan())
+            assert torch.equal(bits(found), bits(expected))
+
+
+def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
+    record = casts(64, "e4m3", 448.0)
+    tmp_path.chmod(0o700)
+    inputs = given(record, 40, False)
+    wanted = interpret(record, inputs)
+    out = torch.empty_like(wanted[1])
+    Pass(record.text, str(tmp_path))(inputs, [None, out, None, None])
+    assert torch.equal(bits(out), bits(wanted[1]))

@@ -1,0 +1,262 @@
+"""Training with linear layers in 8 bits: the Regions and passes of whole blocks, and outputs and gradients that are as
+near to float64's as Inductor's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from evaluate import strict_reference
+from float8_layers import BLOCKS, E4M3, INNER, RECIPES, WIDTH, Linear, Mlp, by, errors, exact, step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report, Site
+
+BATCH, LENGTH = 2, 56
+OPTIONS: dict[str, Any] = {"target": "reference", "strict": True}
+
+# The one place to change when more is derived: M x N x K of each product, dtypes, reductions.
+REGIONS = {
+    ("rowwise", "mlp"): """112x128x64+64 e4m3@e4m3 fast max M, max N
+112x64x128 e4m3@e4m3 fast
+112x128x64 e4m3@e4m3 max M, max M, max N, max N
+64x128x112 e4m3@e4m3
+112x64x128 e4m3@e4m3
+128x64x112 e4m3@e4m3
+112x64x128 e4m3@e4m3 sum M
+128x64x112 e4m3@e4m3""",
+    ("rowwise", "gpt"): """112x128x64 e4m3@e4m3 fast max M, max N
+112x64x128 e4m3@e4m3 fast
+112x128x64 e4m3@e4m3 max M, max N, sum M
+64x128x112 e4m3@e4m3
+112x64x128 e4m3@e4m3 sum M, sum M
+128x64x112 e4m3@e4m3""",
+    ("tensorwise", "mlp"): """112x128x64+64 e4m3@e4m3 fast max N
+112x64x128 e4m3@e4m3 fast
+112x128x64 e5m2@e4m3 max N, max N
+112x64x128 e5m2@e4m3 sum M""",
+    ("tensorwise", "gpt"): """112x128x64 e4m3@e4m3 fast max N
+112x64x128 e4m3@e4m3 fast
+112x128x64 e5m2@e4m3 max N, sum M
+112x64x128 e5m2@e4m3 sum M, sum M""",
+    ("rowwise_with_gw_hp", "mlp"): """112x128x64+64 e4m3@e4m3 fast max N
+112x64x128 e4m3@e4m3 fast
+112x128x64 e4m3@e4m3 max N, max N
+112x64x128 e4m3@e4m3
+112x64x128 e4m3@e4m3 sum M""",
+    ("rowwise_with_gw_hp", "gpt"): """112x128x64 e4m3@e4m3 fast max N
+112x64x128 e4m3@e4m3 fast
+112x128x64 e4m3@e4m3 max N, sum M
+112x64x128 e4m3@e4m3 sum M, sum M""",
+}
+PASSES: dict[tuple[str, str], dict[str, int]] = {
+    ("rowwise", "mlp"): {"e4m3 e4m3.T": 4, "e4m3.T": 4},
+    ("rowwise", "gpt"): {"e4m3 e4m3.T": 3, "e4m3.T": 3},
+    ("tensorwise", "mlp"): {"e4m3 e4m3.T": 1, "e5m2 e5m2.T": 3, "e4m3.T": 4},
+    ("tensorwise", "gpt"): {"e4m3 e4m3.T": 1, "e5m2 e5m2.T": 2, "e4m3.T": 3},
+    ("rowwise_with_gw_hp", "mlp"): {"e4m3.T": 3},
+    ("rowwise_with_gw_hp", "gpt"): {"e4m3.T": 2},
+}
+
+
+@cache
+def why_not() -> str:
+    """Why this torch cannot multiply by scales of rows and columns on a CPU, "" if it can."""
+    a, rows, columns = torch.ones(16, 16).to(E4M3), torch.ones(16, 1), torch.ones(1, 16)
+    try:
+        torch._scaled_mm(a, a.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+    except (RuntimeError, ValueError) as refusal:
+        return f"torch {torch.__version__}: {str(refusal).splitlines()[0]}"
+    return ""
+
+
+by_row = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
+each_recipe = pytest.mark.parametrize("recipe", [pytest.param(r, marks=by_row if "row" in r else ()) for r in RECIPES])
+each_block = pytest.mark.parametrize("block", BLOCKS)
+
+
+def described(site: Site) -> str:
+    """A Region's products, and what is taken of what it makes."""
+    region = site.region
+    products = f"{site.m}x{region.n}x" + "+".join(str(p.k) for p in region.products)
+    taken = [", ".join(sorted(f"{r.of} {r.over}" for r in region.reductions))] if region.reductions else []
+    return " ".join([products, "@".join(region.dtypes), *["fast"] * region.fast, *taken])
+
+
+def left(report: Report) -> dict[str, int]:
+    """What the passes leave, and how many leave it."""
+    return Counter(" ".join(sorted(o.dtype + ".T" * o.transposed for o in p.record.outputs)) for p in report.passes)
+
+
+def drawn(model: nn.Module, seed: int, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    """Draws the model's parameters; an input, and the output's gradient."""
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    x, grad = (torch.randn(batch, LENGTH, WIDTH).bfloat16() for _ in range(2))
+    return x, grad
+
+
+def off(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, grad: Tensor) -> list[float]:
+    """The errors of the output and of all gradients."""
+    true = exact(model)
+    return errors(step(run, x, model, grad), step(true, x.double(), true, grad.double()))
+
+
+def ratios(mine: list[list[float]], theirs: list[list[float]]) -> list[float]:
+    """Of each tensor's errors, added up over the seeds."""
+    return [sum(a) / sum(b) for a, b in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True)]
+
+
+@cache
+def by_inductor(recipe: str, block: str) -> list[list[float]]:
+    """Inductor's own errors, for each of five seeds."""
+    model = by(recipe, BLOCKS[block]())
+    torch._dynamo.reset()
+    return [off(torch.compile(model, backend="inductor"), model, *drawn(model, seed)) for seed in range(5)]
+
+
+@pytest.mark.parametrize("numerics", ["", "strict"])
+@each_block
+@each_recipe
+def test_gradients_are_about_as_exact_as_inductors(recipe: str, block: str, numerics: str) -> None:
+    """Over five seeds: on average, and of each tensor."""
+    theirs = by_inductor(recipe, block)
+    model = by(recipe, BLOCKS[block]())
+    options = OPTIONS | ({"numerics": numerics} if numerics else {})
+    with strict_reference(run=False):
+        REPORTS.clear()
+        run = torch.compile(model, backend="coda", options=options)
+        mine = [off(run, model, *drawn(model, seed)) for seed in range(5)]
+    (report,) = REPORTS
+    if numerics:
+        assert len(report.sites) >= len(REGIONS[recipe, block].splitlines())
+    else:
+        assert [described(site) for site in report.sites] == REGIONS[recipe, block].split("\n")
+    assert left(report) == PASSES[recipe, block]
+    found = ratios(mine, theirs)
+    assert sum(found) / len(found) <= 1.05 and max(found) <= 1.25, found
+
+
+def near_eagers(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
+    """The output and all gradients against eager's."""
+    found = ratios([off(run, model, x, grad)], [off(model, model, x, grad)])
+    assert sum(found) / len(found) <= 1.05 and max(found) <= 1.25, found
+
+
+@by_row
+def test_any_number_of_rows() -> None:
+    """One graph for two batches. Passes are left for weights: transposed, rows of others may end anywhere."""
+    model = by("rowwise", Mlp())
+    with strict_reference(run=False):
+        REPORTS.clear()
+        run = torch.compile(model, backend="coda", options=OPTIONS, dynamic=True)
+        for batch in (2, 4):
+            near_eagers(model, run, *drawn(model, batch, batch))
+    (report,) = REPORTS
+    assert left(report) == {"e4m3.T": 3}
+    assert [r.of for site in report.sites[:3] for r in site.region.reductions] == ["max"] * 6
+
+
+@each_recipe
+def test_gradients_add_up(recipe: str) -> None:
+    """Two calls before the gradients are read."""
+    model = by(recipe, Mlp())
+    (x, grad), true = drawn(model, 0), exact(model)
+    found: list[list[Tensor]] = []
+    with strict_reference(run=False):
+        for run, of in ((torch.compile(model, backend="coda", options=OPTIONS), model), (model, model), (true, true)):
+            of.zero_grad()
+            for i in (1, -2):
+                dtype = next(of.parameters()).dtype
+                run((x * i).to(dtype)).backward(grad.to(dtype))
+            found.append([p.grad for p in of.parameters() if p.grad is not None])
+    mine, theirs = (errors(some, found[2]) for some in found[:2])
+    assert len(mine) == 4 and max(ratios([mine], [theirs])) <= 1.25
+
+
+class Tied(nn.Module):
+    """One weight in two products of a tile, and once more in another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Linear(WIDTH, INNER, bias=False), Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(F.gelu(self.up(x)))
+        return self.down(F.silu(self.up(h)) * self.up(h))  # type: ignore[no-any-return]
+
+
+@each_recipe
+def test_a_weight_that_is_used_twice(recipe: str) -> None:
+    model = by(recipe, Tied())
+    with strict_reference(run=False):
+        REPORTS.clear()
+        near_eagers(model, torch.compile(model, backend="coda", options=OPTIONS), *drawn(model, 0))
+    (report,) = REPORTS
+    assert len(report.sites) >= 7 and report.passes
+
+
+@each_recipe
+def test_frozen_weights(recipe: str) -> None:
+    """Of the gate and of the norm; no gradient of the weight, and so fewer casts and Regions."""
+    model = by(recipe, Mlp())
+    for name, p in model.named_parameters():
+        p.requires_grad_("gate" not in name and "gain" not in name)
+    with strict_reference(run=False):
+        REPORTS.clear()
+        near_eagers(model, torch.compile(model, backend="coda", options=OPTIONS), *drawn(model, 0))
+    (report,) = REPORTS
+    of_weights = 1 if recipe == "rowwise" else 0
+    assert len(report.sites) == len(REGIONS[recipe, "mlp"].split("\n")) - of_weights
+
+
+class Checkpointed(nn.Module):
+    """Two blocks that are run again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for make in BLOCKS.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@each_recipe
+def test_checkpointed_blocks(recipe: str) -> None:
+    model = by(recipe, Checkpointed())
+    with strict_reference(run=False):
+        REPORTS.clear()
+        near_eagers(model, torch.compile(model, backend="coda", options=OPTIONS), *drawn(model, 0))
+    (report,) = REPORTS
+    assert len(report.sites) > len(REGIONS[recipe, "mlp"].split("\n")) and report.passes
+
+
+@each_block
+@each_recipe
+def test_torchaos_own_layers(recipe: str, block: str) -> None:
+    """Where torchao is installed: the same Regions and passes, and the same bits by eager."""
+    convert = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    mine = by(recipe, BLOCKS[block]())
+    x, grad = drawn(mine, 0)
+    theirs = BLOCKS[block](nn.Linear).bfloat16()
+    theirs.load_state_dict(mine.state_dict())
+    convert.convert_to_float8_training(theirs, config=convert.Float8LinearConfig.from_recipe_name(recipe))
+    assert all(map(torch.equal, step(mine, x, mine, grad), step(theirs, x, theirs, grad)))
+    with strict_reference(run=False):
+        REPORTS.clear()
+        near_eagers(mine, torch.compile(theirs, backend="coda", options=OPTIONS), x, grad)
+    (report,) = REPORTS
+    assert [described(site) for site in report.sites] == REGIONS[recipe, block].split("\n")
+    assert left(report) == PASSES[recipe, block]
