@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from eight_bit_cases import EIGHT_BITS
 from torch import Tensor
 
 from coda_inductor.core.dtypes import DTYPES
@@ -268,9 +269,8 @@ def alone(of: str, over: str) -> Callable[[int, int], Region]:
 
 
 _REDUCED = {(r.of, r.over) for make in _MADE for r in make(64, 64).reductions}
-CASES = _MADE + tuple(
-    alone(of, over) for of, row in REDUCTIONS.items() for over in row.sinks if (of, over) not in _REDUCED
-)
+_ALONE = tuple(alone(of, over) for of, row in REDUCTIONS.items() for over in row.sinks if (of, over) not in _REDUCED)
+CASES = _MADE + _ALONE + EIGHT_BITS
 """Each row of core/reductions.py is in one."""
 
 
@@ -314,13 +314,13 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    dtype = DTYPES[region.dtype]
+    of_left, of_right = (DTYPES[dtype] for dtype in region.dtypes)
     matrices: dict[int, Tensor] = {}
     for p in region.products:
         for a, b in p.pairs:
-            matrices[a] = normal(*((m, p.k) if p.a_layout == "mk" else (p.k, m))).to(dtype)
+            matrices[a] = normal(*((m, p.k) if p.a_layout == "mk" else (p.k, m))).to(of_left)
             weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
-            matrices[b] = (weight / p.k**0.5).to(dtype)
+            matrices[b] = (weight / p.k**0.5).to(of_right)
     for side, turned in zip(zip(*region.products[0].pairs, strict=True), (False, up_first), strict=True):
         if region.summed:
             order = side[::-1] if turned else side

@@ -76,7 +76,7 @@ class Multiply(torch.autograd.Function):
         return product(left.rows(), right, fast=True).reshape(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w_t = ctx.saved_tensors
         recipe, by_row = ctx.recipe, ctx.recipe != "tensorwise"
         of_grad = E4M3 if by_row else E5M2
@@ -100,7 +100,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype == torch.float64:
             return F.linear(x, self.weight, self.bias)
-        out = Multiply.apply(x, self.weight.t(), self.recipe)
+        out = Multiply.apply(x, self.weight.t(), self.recipe)  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias.to(out.dtype)  # type: ignore[no-any-return]
 
 

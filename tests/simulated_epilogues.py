@@ -105,7 +105,7 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
     for slot in slots.sums:
         sink, value = given["reduces"][slot], found[slot]
         if len(products) == 2:
-            value = value[0] + value[1]
+            value = torch.maximum(*value) if sink.kind.endswith("Max") else value[0] + value[1]
         elif sink.scaled:
             value = value[0] * value[1]
         if sink.kind == "OnlineLSEReduce":

@@ -119,7 +119,7 @@ def _beside(region: Region) -> str:
 
 def require_shape(region: Region, target: Target) -> None:
     """The conditions that no configuration can mend, cheapest first."""
-    multiplied = " or ".join(target.multiplies)
+    multiplied = " or ".join(", ".join(target.multiplies).rsplit(", ", 1))
     for dtype in region.dtypes:
         _need(dtype in target.multiplies, f"matrices of {dtype}", f"kernels multiply {multiplied}")
     narrow = [dtype in target.narrow for dtype in region.dtypes]

@@ -196,7 +196,8 @@ def require_graph(graph: fx.Graph) -> None:
     dtypes = {n.meta["val"].dtype for n in graph.nodes if n.target in MATRIX_PRODUCTS}
     if not dtypes & MULTIPLIED.keys():
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        multiplied = " and ".join(str(dtype).removeprefix("torch.") for dtype in MULTIPLIED)
+        names = [str(dtype).removeprefix("torch.") for dtype in MULTIPLIED]
+        multiplied = " and ".join(", ".join(names).rsplit(", ", 1))
         hint = f"kernels multiply {multiplied}: cast, or use autocast"
         raise Unsupported(f"its products are of {found}", hint=hint)
     tokens = device_and_tokens(graph)[1]

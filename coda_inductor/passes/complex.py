@@ -7,6 +7,7 @@ complex operations to eager kernels, each a pass over memory of its own, with a 
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from coda_inductor.patterns import graph as g
@@ -35,8 +36,12 @@ def as_real(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def _is_complex(node: fx.Node) -> bool:
+    """Is the node a complex tensor whose memory holds its two parts? One that is conjugated when it is read does not,
+    unless the graph says so itself."""
     value = g.tensor(node)
-    return value is not None and value.dtype.is_complex
+    if value is None or value.dtype not in (torch.complex64, torch.complex128):
+        return False
+    return node.target is aten._conj.default or not value.is_conj()
 
 
 def _parts(writing: Writing, node: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:

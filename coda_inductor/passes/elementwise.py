@@ -4,7 +4,7 @@ Products of 8-bit matrices read rows of K alone. So a gradient is cast twice, in
 reads and transposed for that of the weight, each time with other scales; and so is what the layer reads. Inductor makes
 a kernel of each, and writes transposed at 1.2 TB/s of 3 (H100). Where a tensor is cast transposed, all of its casts
 become one operation that reads it once. What the backward multiplies of the forward's tensors is made in the forward
-with the rest, and kept in 8 bits.
+with the rest, and kept in 8 bits, unless the backward reads the tensor anyway.
 
 Every operation and rounding stays as it is written in the graph.
 """
@@ -33,6 +33,8 @@ from coda_inductor.write.verifying import Before
 from coda_inductor.write.writing import Writing
 
 EIGHT_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+LOADED = DTYPE_NAMES.keys() - {torch.float64}
+DEPTH = 32  # operations between a cast and its tensor
 PITCH = 16  # elements of 8 bits of which rows are made that TMA reads
 
 OPERATIONS = {op: name for name, ops in FUNCTIONS.items() for op in ops if OPS[name].triton} | {
@@ -133,48 +135,69 @@ def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[Pass, ..
 
 def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tuple[fx.Node, list[Made]]]:
     """The tensors whose casts become passes, and what the casts leave, of which one at least is transposed."""
-    found = defaultdict[tuple[fx.Node, bool], list[Made]](list)
+    found, known = defaultdict[fx.Node, list[Made]](list), dict[fx.Node, set[fx.Node]]()
+    place = {node: i for i, node in enumerate(graph.nodes)}
     unstable = effects(graph).unstable
     memory = Memory(graph) if unstable else None
     for cast in casts:
-        if cast not in reading.dims or (source := source_of(cast, reading)) is None:
+        if cast not in reading.dims or (source := source_of(cast, reading, known)) is None:
             continue
-        if memory is not None and memory.of(source) in unstable:
-            continue
-        apart = g.is_weight(source) and g.is_backward(cast)  # a weight is there in the backward, too
-        found[source, apart] += leaving(cast, reading, source)
+        if memory is None or memory.of(source) not in unstable:
+            found[source] += leaving(cast, reading, source) if early(cast, source, place) else []
     groups = []
-    for (source, _), some in found.items():
-        cuts = [made.cut for made in some if made.cut]
-        some = [made for made in some if made.cut in (0, *cuts[:1])]
-        some = [made for made in some if early(made.cast, source)]
-        if any(made.cut for made in some):
-            groups.append((source, some))
+    for source, some in found.items():
+        sides = [some]
+        if not g.is_backward(source) and (g.is_weight(source) or there(source, [made.cast for made in some])):
+            sides = [[made for made in some if g.is_backward(made.cast) == late] for late in (False, True)]
+        for side in sides:
+            cuts = [made.cut for made in side if made.cut]
+            members = [made for made in side if made.cut in (0, *cuts[:1])]
+            groups += [(source, members)] if cuts else []
     return groups
 
 
-def source_of(cast: fx.Node, reading: Reading) -> fx.Node | None:
+def there(source: fx.Node, casts: list[fx.Node]) -> bool:
+    """Does the backward read the forward's tensor anyway, for something else than these casts? Then what it multiplies
+    is cast there, and nothing more is kept."""
+    between = g.reached(casts, lambda n: [a for a in n.all_input_nodes if a is not source])
+    widened = g.reached([source], lambda n: [u for u in n.users if g.is_view(u) or g.is_cast(u)])
+    return any(g.is_backward(u) and u not in between and u not in widened for n in widened for u in n.users)
+
+
+def source_of(cast: fx.Node, reading: Reading, known: dict[fx.Node, set[fx.Node]]) -> fx.Node | None:
     """The one tensor [M, N] that a cast is made of, with vectors and numbers; None if there are several, or what makes
     it is nothing that a pass computes."""
-    found = tensors_of(cast.args[0], axes(reading, cast), reading)  # type: ignore[arg-type]
-    source = found.pop() if len(found) == 1 else None
-    if source is None or source.meta["val"].dtype not in DTYPE_NAMES or source.meta["val"].dtype.itemsize > 4:
-        return None
-    return source if in_memory(reading, source) is not None else None
+    found = tensors_of(cast.args[0], axes(reading, cast), reading, known)  # type: ignore[arg-type]
+    source = next(iter(found)) if len(found) == 1 else None
+    return source if source is not None and in_memory(reading, source) is not None else None
 
 
-def tensors_of(node: fx.Node, full: frozenset[int], reading: Reading) -> set[fx.Node]:
+def tensors_of(
+    node: fx.Node, full: frozenset[int], reading: Reading, known: dict[fx.Node, set[fx.Node]], depth: int = DEPTH
+) -> set[fx.Node]:
     """The tensors over the axes `full` that a node is made of by what a pass computes; of 16 bits and made of several,
-    or in memory anyway, it is one itself."""
+    or in memory anyway, it is one itself. (`known` are those of other nodes.)"""
     if node not in reading.dims or axes(reading, node) != full:
         return set()
-    if g.is_view(node):
-        return tensors_of(node.all_input_nodes[0], full, reading)
-    if not (g.is_cast(node) or node.target in OPERATIONS):
-        return {node}
-    found = set[fx.Node]().union(*(tensors_of(a, full, reading) for a in node.all_input_nodes))
-    narrow = node.meta["val"].dtype in NARROW
-    return {node} if narrow and (len(found) > 1 or not all(map(_inline, readers(node)))) else found
+    if node not in known:
+        found = {node}
+        if depth and (g.is_view(node) or is_computed(node)):
+            each = (tensors_of(a, full, reading, known, depth - 1) for a in node.all_input_nodes)
+            below = set[fx.Node]().union(*each)
+            narrow = node.meta["val"].dtype in NARROW and not g.is_view(node)
+            found = {node} if narrow and (len(below) > 1 or not all(map(_inline, readers(node)))) else below
+        known[node] = found
+    return known[node]
+
+
+def is_computed(node: fx.Node) -> bool:
+    """Does a pass compute the operation, in float32 and rounded to 16 bits where that is so in the graph?"""
+    value = g.tensor(node)
+    if value is None or value.dtype not in (torch.float32, *NARROW) or node.kwargs:
+        return False
+    return g.is_cast(node) or (
+        node.target in OPERATIONS and all(isinstance(a, fx.Node | int | float) for a in node.args)
+    )
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
@@ -184,7 +207,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 def _inline(user: fx.Node) -> bool:
     """Would Inductor compute what the user reads in the user's own loop?"""
-    return g.is_cast(user) or user.target in OPERATIONS or g.reduction(user) is not None
+    return g.is_cast(user) or is_computed(user) or g.reduction(user) is not None
 
 
 def leaving(cast: fx.Node, reading: Reading, source: fx.Node) -> list[Made]:
@@ -212,17 +235,16 @@ def _cut(whole: tuple[int, ...], found: tuple[int, ...] | None) -> int | None:
     return next((i for i in range(1, len(whole)) if whole[i:] + whole[:i] == found), None)
 
 
-def early(cast: fx.Node, source: fx.Node) -> bool:
+def early(cast: fx.Node, source: fx.Node, place: dict[fx.Node, int]) -> bool:
     """Is all that a cast reads there as soon as its source is, by way of operations that may run there?"""
-    above = g.reached([source], lambda n: n.all_input_nodes)
-    between = g.reached([cast], lambda n: [a for a in n.all_input_nodes if a not in above])
-    return all(_early(n) for n in between)
+    between = g.reached([cast], lambda n: [a for a in n.all_input_nodes if place[a] > place[source]])
+    gradients = any(g.is_tangent(a) for n in between for a in n.all_input_nodes)
+    return (g.is_backward(source) or g.is_tangent(source) or not gradients) and all(map(_early, between))
 
 
 def _early(node: fx.Node) -> bool:
-    if node.op == "placeholder":
-        return not g.is_tangent(node)
-    return node.target is operator.getitem or (computes(node) and node.target not in g.PRODUCTS)
+    given = node.op == "placeholder" or node.target is operator.getitem
+    return given or (computes(node) and node.target not in g.PRODUCTS)
 
 
 def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node, list[Made]]) -> Pass | None:
@@ -238,7 +260,7 @@ def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node,
     extents = {}
     for node in expression.operands:
         order = tuple(i for d in reading.roots(node) for i in d)
-        if node is not source and order not in kinds:
+        if (node is not source and order not in kinds) or node.meta["val"].dtype not in LOADED:
             return None
         extents[node] = "tile" if node is source else kinds[order]
     names = {x: DTYPE_NAMES[x.meta["val"].dtype] for x in expression.operands}

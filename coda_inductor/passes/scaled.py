@@ -13,7 +13,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.rewrite.state import TRANSPOSES
-from coda_inductor.write.writing import ORIGIN, Writing, stored
+from coda_inductor.write.writing import Writing, stored
 
 SIDES = ("partitioner_tag", "recompute", "ac_graph_id")
 
@@ -61,16 +61,10 @@ def in_rows(graph: fx.Graph) -> None:
     done = dict[fx.Node, fx.Node]()
     for node in list(graph.nodes):
         right = g.operands(node).right if node.target in g.SCALED else None
-        if right is None or right.target in TRANSPOSES or right.op == "placeholder":
+        if right is None or right.target in TRANSPOSES or not g.dense(right, (1, 0)):
             continue
         if right not in done:
-            if not g.dense(right, (1, 0)):
-                continue
-            with graph.inserting_after(right):
-                rows = graph.call_function(aten.permute.default, (right, [1, 0]))
-            with graph.inserting_after(rows):
-                done[right] = graph.call_function(aten.permute.default, (rows, [1, 0]))
-            for new in (rows, done[right]):
-                new.meta = {key: right.meta[key] for key in ORIGIN if key in right.meta}
-                new.meta["val"] = aten.permute.default(new.args[0].meta["val"], [1, 0])  # type: ignore[union-attr]
+            writing = Writing(graph, node)
+            rows = writing.call(right, aten.permute.default, right, [1, 0])
+            done[right] = writing.call(right, aten.permute.default, rows, [1, 0])
         node.replace_input_with(right, done[right])

@@ -56,7 +56,7 @@ def operands(node: fx.Node) -> Operands:
     """What one of the PRODUCTS reads."""
     args: tuple[Any, ...] = node.args
     if node.target not in SCALED:
-        *terms, left, right = args
+        *terms, left, right = (a for a in args if isinstance(a, fx.Node))  # mm.dtype also has a dtype
         plain = bool(node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1)
         return Operands(left, right, tuple(terms), understood=plain)
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]

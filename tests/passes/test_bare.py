@@ -202,7 +202,7 @@ def test_those_of_another_device_or_an_illegal_dtype_are_none() -> None:
     assert [len(x) for x in plain.plain_products(graph(bf16), legal, cpu)] == [1, 0]
     assert [len(x) for x in plain.plain_products(graph(bf16), legal, torch.device("cuda"))] == [0, 0]
     found, refused = plain.plain_products(graph(torch.float32), legal, cpu)
-    assert not found and list(refused.values()) == ["matrices of f32 (kernels multiply bf16 or f16)"]
+    assert not found and list(refused.values()) == ["matrices of f32 (kernels multiply bf16, f16, e4m3 or e5m2)"]
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)  # type: ignore[untyped-decorator]

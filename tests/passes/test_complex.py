@@ -1,0 +1,76 @@
+"""Products of complex numbers as products of their parts: the same values, and what is read as complex is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from compiling import REFERENCE, run
+from torch import Tensor
+
+from coda_inductor.inductor import joint
+from coda_inductor.passes.complex import as_real
+
+pytestmark = pytest.mark.usefixtures("uncached")
+
+T, HEADS, HEAD = 6, 2, 8
+
+
+def table(dtype: torch.dtype = torch.complex128) -> Tensor:
+    angles = torch.arange(T)[:, None] * 0.3 ** torch.arange(HEAD // 2)
+    return torch.polar(torch.ones_like(angles), angles).to(dtype)
+
+
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary embeddings of x @ w, as complex numbers."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2)))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-3)
+
+
+def backwards(x: Tensor, turns: Tensor) -> Tensor:
+    """Turned back: the conjugate of a part of a longer table."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2)))
+    return torch.view_as_real(pairs * torch.cat([turns, turns])[:T].conj()[:, None]).flatten(-3)
+
+
+def both_read(x: Tensor, turns: Tensor) -> Tensor:
+    """The product is also read as complex numbers."""
+    product = torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2))) * turns[:, None]
+    return torch.view_as_real(product).flatten(-3) + product.abs().sum()
+
+
+def rotated(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda x, w, turns: f(x @ w, turns)
+
+
+@pytest.mark.parametrize(("f", "left"), [(turned, 0), (backwards, 0), (both_read, 1)])
+def test_values_and_gradients(
+    f: Callable[[Tensor, Tensor], Tensor], left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def counted(graph: torch.fx.Graph) -> object:
+        made = as_real(graph)
+        values = [n.meta.get("val") for n in graph.nodes if n.target is torch.ops.aten.mul.Tensor]
+        found.append(sum(isinstance(v, Tensor) and v.is_complex() for v in values))
+        return made
+
+    monkeypatch.setattr(joint, "as_real", counted)
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 16, dtype=torch.float64).requires_grad_() for n in (T, 16))
+    ran = run(rotated(f), x, w, table(), options=REFERENCE | {"strict": True}, grad=True)
+    wanted = rotated(f)(x, w, table())
+    torch.testing.assert_close(ran.output, wanted, rtol=1e-12, atol=1e-12)
+    for got, exact in zip(
+        torch.autograd.grad(ran.output.sum(), (x, w)), torch.autograd.grad(wanted.sum(), (x, w)), strict=True
+    ):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+    assert bool(found[0]) == bool(left), found
+
+
+def test_it_can_be_switched_off() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(T, 16, dtype=torch.float64), torch.randn(16, 16, dtype=torch.float64)
+    ran = run(rotated(turned), x, w, table(), options=REFERENCE | {"strict": True, "disable": "complex"})
+    torch.testing.assert_close(ran.output, rotated(turned)(x, w, table()), rtol=1e-12, atol=1e-12)

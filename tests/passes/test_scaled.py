@@ -1,0 +1,141 @@
+"""8-bit products in the form that Regions read: what is computed once, how matrices lie, what is largest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from float8_layers import E4M3, Scaled, product
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from coda_inductor.ops.custom import STORED
+from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.rewrite.state import TRANSPOSES
+
+M, N, K = 32, 48, 64
+
+
+def traced(f: Callable[..., object], *args: Tensor) -> fx.GraphModule:
+    return make_fx(f, select_decomp_table(), tracing_mode="fake")(*args)
+
+
+def casts(module: fx.GraphModule) -> int:
+    found = module.graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
+    return sum(node.args[1] == E4M3 for node in found)
+
+
+def same(module: fx.GraphModule, f: Callable[..., object], *args: Tensor) -> None:
+    """The graph is well formed, and returns what f does."""
+    module.graph.lint()
+    module.recompile()
+    for mine, theirs in zip(module(*(x.clone() for x in args)), f(*(x.clone() for x in args)), strict=True):  # type: ignore[call-overload]
+        assert torch.equal(mine.float(), theirs.float()) and mine.stride() == theirs.stride()
+
+
+def two_layers(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Which cast what they read each for itself."""
+    return tuple(product(Scaled(x, -1), Scaled(y.t(), 0), fast=True) for y in (v, w))  # type: ignore[return-value]
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N, K).bfloat16()
+
+
+def test_equal_computations_are_one() -> None:
+    module = traced(two_layers, *inputs())
+    assert casts(module) == 4
+    share(module.graph)
+    assert casts(module) == 3
+    same(module, two_layers, *inputs())
+
+
+def test_the_sides_of_a_joint_graph_share_nothing() -> None:
+    module = traced(two_layers, *inputs())
+    nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+    for node in nodes[len(nodes) // 2 :]:
+        node.meta["partitioner_tag"] = "is_backward"
+    share(module.graph)
+    assert casts(module) == 4
+
+
+def test_what_is_returned_stays_apart() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        return Scaled(x, -1).data, Scaled(x, -1).data
+
+    module = traced(f, inputs()[0])
+    share(module.graph)
+    assert casts(module) == 2
+    assert len(module.graph.find_nodes(op="call_function", target=aten.amax.default)) == 1
+    same(module, f, inputs()[0])
+
+
+def test_what_is_overwritten_in_between_is_not_the_same() -> None:
+    def f(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = product(Scaled(x, -1), Scaled(v.t(), 0), fast=True)
+        x.mul_(-2)
+        return first, product(Scaled(x, -1), Scaled(w.t(), 0), fast=True)
+
+    module = traced(f, *inputs())
+    (write,) = module.graph.find_nodes(op="call_function", target=aten.mul_.Tensor)
+    write.replace_all_uses_with(write.args[0])  # as chained passes may leave it
+    share(module.graph)
+    assert casts(module) == 4
+    same(module, f, *inputs())
+
+
+def test_draws_are_not_the_same() -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.rand_like(x) + torch.rand_like(x),)
+
+    module = traced(f, inputs()[0])
+    before = len(module.graph.nodes)
+    share(module.graph)
+    assert len(module.graph.nodes) == before
+
+
+def test_right_matrices_become_views_of_rows() -> None:
+    """Of a transposed weight the cast lies as that does, and is no view."""
+    module = traced(two_layers, *inputs())
+    in_rows(module.graph)
+    products = [node for node in module.graph.nodes if node.target in g.SCALED]
+    for node in products:
+        right = g.operands(node).right
+        assert right.target in TRANSPOSES and g.dense(right.args[0])  # type: ignore[arg-type]
+        assert right.meta["val"].stride() == (1, K)
+    same(module, two_layers, *inputs())
+    count = len(module.graph.nodes)
+    in_rows(module.graph)
+    assert len(module.graph.nodes) == count  # once is enough
+
+
+@pytest.mark.parametrize("shape", [(M, K), (2, 16, K), (K,)])
+def test_the_largest_is_that_of_the_rows(shape: tuple[int, ...]) -> None:
+    """NaN too; but of a vector there is nothing to split, and a weight's rows no epilogue makes."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sin(x).abs().max(), x.abs().max()
+
+    x = torch.randn(shape).bfloat16()
+    module = traced(f, x)
+    largest_of_rows(module.graph)
+    left = module.graph.find_nodes(op="call_function", target=aten.max.default)
+    assert len(left) == (1 if len(shape) > 1 else 2)
+    same(module, f, x)
+    x.view(-1)[3] = float("nan")
+    module.recompile()
+    assert all(value.isnan() for value in module(x))
+
+
+def test_what_several_products_read_is_stored_once() -> None:
+    module = traced(two_layers, *inputs())
+    share(module.graph)
+    store_shared(module.graph)
+    (kept,) = module.graph.find_nodes(op="call_function", target=STORED)
+    assert kept.meta["val"].dtype == E4M3 and len(kept.users) == 2
+    same(module, two_layers, *inputs())
