@@ -161,6 +161,9 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "casts"): BEFORE,
     ("disable", "layouts"): BEFORE,  # test_tangents.py
     ("only", "layouts"): [],
+    ("disable", "complex,elementwise"): BEFORE,  # test_complex.py, test_elementwise_passes.py
+    ("only", "complex"): [],
+    ("only", "elementwise"): [],
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 
