@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -156,3 +158,17 @@ def step(run: Callable[[Tensor], Tensor], x: Tensor, model: nn.Module, grad: Ten
 def errors(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> list[float]:
     """Of each tensor, relative, Frobenius."""
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+
+@cache
+def why_not() -> str:
+    """Why this torch cannot multiply by scales of rows and columns on a CPU, "" if it can."""
+    a, rows, columns = torch.ones(16, 16).to(E4M3), torch.ones(16, 1), torch.ones(1, 16)
+    try:
+        torch._scaled_mm(a, a.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+    except (RuntimeError, ValueError) as refusal:
+        return f"torch {torch.__version__}: {str(refusal).splitlines()[0]}"
+    return ""
+
+
+by_row = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from compiling import REFERENCE, run
 from evaluate import strict_reference
-from float8_layers import E4M3, E5M2, Linear, Scaled
+from float8_layers import E4M3, E5M2, Linear, Scaled, by_row
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -254,6 +254,7 @@ def saved(out: Tensor) -> tuple[Tensor, ...]:
     return found.saved_tensors  # type: ignore[no-any-return]
 
 
+@by_row
 def test_what_the_backward_casts_is_cast_in_the_forward() -> None:
     """What is kept for it is of 8 bits, and transposed."""
     model = Linear(N, 96, bias=False).bfloat16()
@@ -274,6 +275,7 @@ def test_what_the_backward_casts_is_cast_in_the_forward() -> None:
     assert torch.equal(mine, theirs)
 
 
+@by_row
 def test_nothing_more_is_kept_of_what_the_backward_reads_anyway() -> None:
     """The product with a gain reads it: what the backward multiplies of it is cast there."""
     model, gain = Linear(N, N, bias=False).bfloat16(), torch.ones(N, requires_grad=True, dtype=torch.bfloat16)
@@ -312,6 +314,7 @@ def test_what_a_hoisted_pass_reads_is_no_longer_the_backwards(late: bool) -> Non
     assert late or not any(map(g.is_backward, g.reached([made], lambda n: n.all_input_nodes)))
 
 
+@by_row
 def test_a_weight_is_cast_where_it_is_read() -> None:
     """Nothing of it is kept: it is there in the backward, too."""
     model = Linear(N, 96, bias=False).bfloat16()

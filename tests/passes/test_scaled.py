@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from float8_layers import E4M3, Scaled, product
+from float8_layers import E4M3, Scaled, by_row, product
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -47,6 +47,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N, K).bfloat16()
 
 
+@by_row
 def test_equal_computations_are_one() -> None:
     module = traced(two_layers, *inputs())
     assert casts(module) == 4
@@ -75,6 +76,7 @@ def test_what_is_returned_stays_apart() -> None:
     same(module, f, inputs()[0])
 
 
+@by_row
 def test_what_is_overwritten_in_between_is_not_the_same() -> None:
     def f(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         first = product(Scaled(x, -1), Scaled(v.t(), 0), fast=True)
@@ -99,6 +101,7 @@ def test_draws_are_not_the_same() -> None:
     assert len(module.graph.nodes) == before
 
 
+@by_row
 def test_right_matrices_become_views_of_rows() -> None:
     """Of a transposed weight the cast lies as that does, and is no view."""
     module = traced(two_layers, *inputs())
@@ -132,6 +135,7 @@ def test_the_largest_is_that_of_the_rows(shape: tuple[int, ...]) -> None:
     assert all(value.isnan() for value in module(x))
 
 
+@by_row
 def test_what_several_products_read_is_stored_once() -> None:
     module = traced(two_layers, *inputs())
     share(module.graph)

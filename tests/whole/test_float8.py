@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import strict_reference
-from float8_layers import BLOCKS, E4M3, INNER, RECIPES, WIDTH, Linear, Mlp, by, errors, exact, step
+from float8_layers import BLOCKS, INNER, RECIPES, WIDTH, Linear, Mlp, by, by_row, errors, exact, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,18 +67,6 @@ PASSES: dict[tuple[str, str], dict[str, int]] = {
 }
 
 
-@cache
-def why_not() -> str:
-    """Why this torch cannot multiply by scales of rows and columns on a CPU, "" if it can."""
-    a, rows, columns = torch.ones(16, 16).to(E4M3), torch.ones(16, 1), torch.ones(1, 16)
-    try:
-        torch._scaled_mm(a, a.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
-    except (RuntimeError, ValueError) as refusal:
-        return f"torch {torch.__version__}: {str(refusal).splitlines()[0]}"
-    return ""
-
-
-by_row = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 each_recipe = pytest.mark.parametrize("recipe", [pytest.param(r, marks=by_row if "row" in r else ()) for r in RECIPES])
 each_block = pytest.mark.parametrize("block", BLOCKS)
 
