@@ -33,7 +33,7 @@ def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config,
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
     few = target.tiny if size <= 64 else target.small if size <= 256 else target.middle
-    many, slow = _large(region, target), region.dtype in target.narrow and not region.fast
+    many, slow = _large(region, target), BYTES.get(region.dtype) == 1 and not region.fast
     for table in (few if size <= 1024 and not slow else many, _any(region, target)):
         if legal := tuple(c for c in table if is_legal(region, c, target)):
             return legal
@@ -42,7 +42,7 @@ def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config,
 
 def _any(region: Region, target: Target) -> tuple[Config, ...]:
     """The table in one of whose tiles a Region must run."""
-    if region.dtype not in target.narrow:
+    if BYTES.get(region.dtype) != 1:
         return target.large
     if region.fast:
         return target.fast
@@ -55,7 +55,7 @@ def _tile_operands(region: Region) -> int:
 
 def _large(region: Region, target: Target) -> tuple[Config, ...]:
     """The table for many rows."""
-    if region.dtype in target.narrow:
+    if BYTES.get(region.dtype) == 1:
         return _any(region, target)
     if _tile_operands(region) > 1:
         return target.heavy
@@ -122,9 +122,9 @@ def require_shape(region: Region, target: Target) -> None:
     multiplied = " or ".join(", ".join(target.multiplies).rsplit(", ", 1))
     for dtype in region.dtypes:
         _need(dtype in target.multiplies, f"matrices of {dtype}", f"kernels multiply {multiplied}")
-    narrow = [dtype in target.narrow for dtype in region.dtypes]
-    _need(all(narrow) or region.dtype == region.dtypes[1], "a matrix of 8 bits and one of more")
-    if narrow[0]:
+    eight_bits = [BYTES[dtype] == 1 for dtype in region.dtypes]
+    _need(all(eight_bits) or region.dtype == region.dtypes[1], "matrices of two dtypes")
+    if eight_bits[0]:
         in_rows = all((p.a_layout, p.b_layout) == ("mk", "nk") for p in region.products)
         _need(in_rows, "8-bit matrices that do not lie in rows of K")
         _need(not region.summed, "two products of 8-bit matrices in one sum")
@@ -160,6 +160,7 @@ def _require_lanes(region: Region, target: Target) -> None:
     _need(all(s.dtype != "f32" for s in region.stores), "an f32 store beside two products", "store 16 bits")
     for r in region.reductions:
         row = REDUCTIONS[r.of]
+        _need(row.repeats or r.over == "N", f"a {r.of} over M beside two products", "one product per tile")
         _need(row.linear or row.repeats, f"a {r.of} beside two products", "one product per tile")
     tiles = [o.name for o in region.operands if o.extent == "tile"]
     _need(not tiles, f"tile operand {', '.join(tiles)} beside two products")

@@ -285,6 +285,6 @@ def form(region: Region) -> str:
     )
 
 
-def module_name(text: str) -> str:
-    """Equal text, equal name."""
-    return f"coda_epilogue_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+def module_name(text: str, kind: str = "epilogue") -> str:
+    """Equal text, equal name. `kind`: what is generated."""
+    return f"coda_{kind}_{hashlib.sha256(text.encode()).hexdigest()[:24]}"

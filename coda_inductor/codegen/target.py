@@ -34,7 +34,6 @@ class Target:
     least_stages: int  # steps that the mainloop must have room to load ahead
     max_operands: int  # vectors and tiles together that an epilogue may read
     multiplies: tuple[str, ...]  # dtypes of matrices
-    narrow: tuple[str, ...]  # those of them of 8 bits, which are multiplied in rows of K alone, with one another
     halves: tuple[int, ...]  # of heads: the widths that two products may be the halves of
     large: Tiles  # for more than 1024 rows; what fits into none of these is no Region
     deep: Tiles  # for widths of `deep_least` and more, and sums as deep
@@ -65,7 +64,6 @@ SM_90A = Target(
     least_stages=3,  # with fewer it starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
     max_operands=12,  # eight row vectors already spill 700 registers in 128x192
     multiplies=("bf16", "f16", "e4m3", "e5m2"),
-    narrow=("e4m3", "e5m2"),
     halves=(32, 64, 128),  # what was tried on hardware, in every tile
     # For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200,
     # bench/tiles.py). 160 columns are for widths that neither 128 nor 192 divides; 208 in their place are 1 to 11 %

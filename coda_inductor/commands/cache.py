@@ -25,8 +25,7 @@ from coda_inductor.kernels.store import HINT, open_store
 
 Facts = dict[str, Any]
 
-PREFIX = "coda_epilogue_"
-ELEMENTWISE = "coda_elementwise_"
+EPILOGUE, ELEMENTWISE = "coda_epilogue_", "coda_elementwise_"  # of generated modules
 SHORTEST = 4  # digits that name an entry
 BUSY = ("busy_ms", "busy_baseline_ms")  # of a measurement's record, unless turns decided
 
@@ -87,11 +86,11 @@ def _inside(folder: Path) -> Iterator[Path]:
 def _kernel(name: str, paths: list[Path]) -> Entry:
     """A generated module and the folders of its compiled forms, or what an interrupted write left."""
     if name.startswith(ELEMENTWISE):
-        return Entry("kernel", (name.removeprefix(ELEMENTWISE),), tuple(paths), {"tiles": [], "device": "Triton"})
-    if not name.startswith(PREFIX):
+        return Entry("pass", (name.removeprefix(ELEMENTWISE),), tuple(paths), {})
+    if not name.startswith(EPILOGUE):
         return Entry("leftover", (name,), tuple(paths), {})
     tiles = [p.name.partition("-")[2] for p in paths if p.suffix != ".py"]
-    return Entry("kernel", (name.removeprefix(PREFIX),), tuple(paths), {"tiles": tiles, "device": SM_90A.name})
+    return Entry("kernel", (name.removeprefix(EPILOGUE),), tuple(paths), {"tiles": tiles, "device": SM_90A.name})
 
 
 def _record(path: Path) -> Entry:
@@ -167,8 +166,9 @@ def render(facts: Facts) -> str:
             for r in rows
         ]
     )
-    kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in ("kernel", "tuning", "contest", "leftover")}
-    words = {"kernel": "kernel", "tuning": "tuning record", "contest": "measurement", "leftover": "leftover file"}
+    words = {"kernel": "kernel", "pass": "elementwise pass", "tuning": "tuning record", "contest": "measurement"}
+    words["leftover"] = "leftover file"
+    kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in words}
     counts = ", ".join(plural(len(found), words[kind]) for kind, found in kinds.items() if found)
     total = f"{counts}, {size(sum(r['bytes'] for r in rows))}" if rows else "nothing"
     verb = "removed from" if facts["action"] == "rm" else "in"
@@ -179,6 +179,8 @@ def _what(row: Facts) -> str:
     """The part of a row that its kind decides."""
     if row["kind"] == "kernel":
         return " ".join(row["tiles"]) or "not compiled"
+    if row["kind"] == "pass":
+        return "compiled and kept by Triton"
     if row["kind"] == "tuning":
         return f"up to {row['bucket']} rows: {_tile(row['config'])} {_ms(row['ms'])}"
     if row["kind"] == "contest":

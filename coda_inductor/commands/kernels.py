@@ -15,7 +15,7 @@ from torch import fx
 
 from coda_inductor.codegen import legality, source, target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.commands.cache import PREFIX, entries, existing
+from coda_inductor.commands.cache import EPILOGUE, entries, existing
 from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -124,7 +124,7 @@ def _facts(name: str, site: Site, rows: int, settings: Settings, made: Mapping[J
         "k": max(p.k for p in region.products),
         "products": sum(len(p.pairs) for p in region.products),
         "source": site.source,
-        "kernel": module.removeprefix(PREFIX),
+        "kernel": module.removeprefix(EPILOGUE),
         "path": str(path) if path and path.exists() else None,
         "text": text,
         "bucket": bucket,
@@ -151,7 +151,7 @@ def stored(settings: Settings) -> Facts:
     rows = []
     for entry in entries(store) if store else ():
         if entry.kind == "kernel":
-            module = PREFIX + entry.names[0]
+            module = EPILOGUE + entry.names[0]
             path = next((str(p) for p in entry.paths if p.suffix == ".py"), None)
             text = Path(path).read_text() if path else ""
             tiles = [

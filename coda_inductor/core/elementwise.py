@@ -7,12 +7,9 @@ with one for each column. One frozen record for code generation, cache key and l
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import SHAPE
 from coda_inductor.core.ops import OPS
-from coda_inductor.core.region import Let, Operand
+from coda_inductor.core.region import Keyed, Let, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Elementwise:
+class Elementwise(Keyed):
     """operands -> lets -> outputs, in float32. Operands are the operation's inputs, in this order: "tile" is [M, N],
     "token" [M], "feature" [N], "scalar" one number. `n` is N."""
 
@@ -44,19 +41,14 @@ class Elementwise:
     lets: tuple[Let, ...]
     outputs: tuple[Output, ...]
 
-    @cached_property
-    def text(self) -> str:
-        """Canonical JSON: equal text, equal kernel."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+    @property
+    def tile(self) -> int:
+        """Which input is [M, N]; the first of several."""
+        return [o.extent for o in self.operands].index("tile")
 
-    @cached_property
-    def digest(self) -> str:
-        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
-
-    def m(self, inputs: Sequence[Tensor]) -> Any:
-        """M of these inputs: an int, of fake tensors perhaps a symbol."""
-        return inputs[[o.extent for o in self.operands].index("tile")].shape[0]
+    def sizes(self, m: Any) -> list[tuple[Any, Any]]:
+        """Of the outputs, for M rows."""
+        return [(self.n, m) if out.transposed else (m, self.n) for out in self.outputs]
 
 
 def parse(text: str) -> Elementwise:
@@ -95,7 +87,7 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
         values[o.name] = x.to(torch.float32).reshape(shape)
     for let in record.lets:
         values[let.name] = OPS[let.op].torch(*(values[a] if isinstance(a, str) else a for a in let.args))
-    shape = (record.m(inputs), record.n)
+    shape = inputs[record.tile].shape
     made = []
     for out in record.outputs:
         value = values[out.value].expand(shape)

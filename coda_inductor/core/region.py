@@ -87,8 +87,22 @@ class Reduction:
     of: str = "sum"
 
 
+class Keyed:
+    """A frozen record, of fields that JSON can write, that is named by its content."""
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: equal text, equal kernel."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
-class Region:
+class Region(Keyed):
     """products -> lets -> stores and reductions, all over one [M, N].
 
     With `half`, the two products are the two halves of each head: of one weight [2 * N, K], whose rows are blocks of
@@ -109,16 +123,6 @@ class Region:
     half: int = 0
     right: str = ""
     fast: bool = False
-
-    @cached_property
-    def text(self) -> str:
-        """Canonical JSON: equal text, equal kernel."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
-
-    @cached_property
-    def digest(self) -> str:
-        """Names the content: 16 hexadecimal digits of the text's SHA-256."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     @property
     def matrices(self) -> int:

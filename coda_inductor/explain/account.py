@@ -10,6 +10,7 @@ from torch import fx
 
 from coda_inductor.inductor.records import Site
 from coda_inductor.passes.casts import Cast
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.schedule.hints import assumed
 from coda_inductor.schedule.kinds import base_of, elements, itemsize, owner
 from coda_inductor.schedule.model import Kernel
@@ -50,7 +51,7 @@ def attribute(touches: Iterable[Touch], sites: Sequence[Site | Cast]) -> dict[st
 
 def smallest_tile(graph: fx.Graph) -> int:
     """Elements of the smallest output [M, N] of a product over the tokens, as many as most products have rows."""
-    names = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
+    names = {op._schema.name for op in MATRIX_PRODUCTS}  # type: ignore[attr-defined]
     products = [n for n in graph.nodes if getattr(n.target, "_schema", None) and n.target._schema.name in names]
     rows = [elements(p) // max(_last(p), 1) for p in products]
     if not rows:

@@ -24,13 +24,14 @@ from coda_inductor.explain.offline import rewrite_for, target_of
 from coda_inductor.explain.report import render
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.ops.elementwise import ELEMENTWISE
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.schedule.kinds import elements, kind_of, owner
 from coda_inductor.schedule.model import Kernel, kernels, partition, saved
 
 __all__ = ["explain", "explain_graph", "render"]
 
 Facts = dict[str, Any]
-PRODUCTS = ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2")
+PRODUCTS = {op._schema.name.split("::")[1] for op in MATRIX_PRODUCTS}  # type: ignore[attr-defined]
 TOTALS = (
     "bytes_before", "bytes_after", "bytes_epilogues", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions",
     "kernels_before", "kernels_after",
@@ -96,7 +97,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
         "elementwise": [
             {"shape": f"[{p.m}, {p.record.n}]", "what": told(p.record), "outputs": list(p.outputs), "source": p.source}
-            for p in report.passes
+            for p in report.elementwise
         ],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }

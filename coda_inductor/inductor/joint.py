@@ -60,7 +60,7 @@ class Work:
     opaque: tuple[Refusal, ...] = ()
     tables: tuple[Table, ...] = ()
     casts: tuple[Cast, ...] = ()
-    passes: tuple[Pass, ...] = ()
+    elementwise: tuple[Pass, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -87,7 +87,7 @@ def complex_products(work: Work) -> None:
         as_real(work.graph)
 
 
-def scaled(work: Work) -> None:
+def eight_bit_products(work: Work) -> None:
     """Of 8-bit products: what is computed twice is computed once, and right matrices are transposed views of [N, K]."""
     if any(node.target in g.SCALED for node in work.graph.nodes):
         share(work.graph)
@@ -95,10 +95,10 @@ def scaled(work: Work) -> None:
         largest_of_rows(work.graph)
 
 
-def passes(work: Work) -> None:
+def eight_bit_casts(work: Work) -> None:
     """Casts of one tensor to 8 bits, in rows and transposed, are one pass over memory."""
     if work.may(ELEMENTWISE):
-        work.passes = write_passes(work.graph, work.target, work.before)
+        work.elementwise = write_passes(work.graph, work.target, work.before)
 
 
 def regions(work: Work) -> None:
@@ -162,8 +162,8 @@ Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     complex_products,
     casts_first,
-    scaled,
-    passes,
+    eight_bit_products,
+    eight_bit_casts,
     regions,
     tables,
     wide_products,
@@ -197,7 +197,7 @@ def rewrite(
         module.graph = backup
         raise
     seconds = time.perf_counter() - start
-    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.passes, seconds)
+    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise, seconds)
 
 
 def may_widen(settings: Settings, target: str) -> bool:

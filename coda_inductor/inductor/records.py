@@ -46,7 +46,7 @@ class Report:
     """What is computed once for many elements."""
     casts: tuple[Cast, ...] = ()
     """What was cast elsewhere than it is now."""
-    passes: tuple[Pass, ...] = ()
+    elementwise: tuple[Pass, ...] = ()
     """Casts to 8 bits, in rows and transposed, that read their tensor once."""
     seconds: float = 0.0
     backward: tuple[int, int] = (0, 0)

@@ -24,7 +24,7 @@ from coda_inductor.kernels import launch, record
 from coda_inductor.measure import timing
 
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
-FAST = 1.6e-2  # in the tensor cores' own accumulators a product is 2.4e-3 to 3.9e-3 off (H100), and two are multiplied
+FAST_TOLERANCE = 1.6e-2  # SwiGLU of two products in the tensor cores' own accumulators was 2e-3 to 6.4e-3 off (H100)
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
 # Interleaved, unless calls are long: of 13 Regions in 8 to 15 tiles each (H200, bench/tiles.py), the tile with the
 # least mean of both times took at most 1.03 times as long interleaved as the fastest. What else is in a burst only
@@ -122,7 +122,7 @@ def examine(
         return row | {"why": str(refusal)}
     row["stack"] = max((c.stack or 0 for (of, _), c in kernel._compiled.items() if of == config), default=0)
     row["error"] = worst_error(kernel.region, inputs, outs)
-    allowed = FAST if kernel.region.fast else TOLERANCE
+    allowed = FAST_TOLERANCE if kernel.region.fast else TOLERANCE
     if not row["error"] < allowed:
         row["why"] = f"relative error {row['error']:.1e}, {allowed} is allowed"
     elif row["stack"] > max_stack:

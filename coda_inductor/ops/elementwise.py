@@ -6,7 +6,7 @@ Its eager meaning is the interpreter; compiled graphs on a GPU call its Triton k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.elementwise import Elementwise, interpret, parse
-from coda_inductor.kernels.elementwise import made
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.kernels.elementwise import TritonKernel, triton_kernel
+from coda_inductor.kernels.launch import report
 from coda_inductor.ops.lowering import current, given, launched
 
 _library = torch.library.Library("coda", "FRAGMENT")
@@ -29,9 +31,8 @@ def _eager(inputs: list[Tensor], record: str, target: str) -> list[Tensor]:
 
 def _fake(inputs: list[Tensor], record: str, target: str) -> list[Tensor]:
     what = parse(record)
-    m, first = what.m(inputs), inputs[0]
-    sizes = [(what.n, m) if out.transposed else (m, what.n) for out in what.outputs]
-    return [first.new_empty(size, dtype=DTYPES[o.dtype]) for size, o in zip(sizes, what.outputs, strict=True)]
+    sizes = what.sizes(inputs[what.tile].shape[0])
+    return [inputs[0].new_empty(size, dtype=DTYPES[o.dtype]) for size, o in zip(sizes, what.outputs, strict=True)]
 
 
 _library.impl("elementwise", _eager, "CompositeExplicitAutograd")
@@ -42,13 +43,30 @@ ELEMENTWISE = torch.ops.coda.elementwise.default
 
 
 class Launcher:
-    """What a compiled graph calls, with the settings of the compile that makes or loads the graph."""
+    """What a compiled graph calls, with the settings of the compile that makes or loads the graph; without a kernel the
+    pass runs on torch, with one warning."""
 
     def __init__(self, text: str) -> None:
-        self.run = made(text, current().cache_dir)
+        self.record, self.settings = parse(text), current()
+
+    @cached_property
+    def kernel(self) -> TritonKernel | None:
+        """The kernel, None if there is none. Under CODA_INDUCTOR_STRICT raises Unsupported instead."""
+        try:
+            return triton_kernel(self.record, self.settings.cache_dir)
+        except Unsupported as error:
+            if self.settings.strict:
+                raise
+            report(f"casts to 8 bits run as separate operations: {error}")
+            return None
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        self.run(inputs, outs)
+        if self.kernel is not None:
+            self.kernel(inputs, outs)
+            return
+        for out, made in zip(outs, interpret(self.record, inputs), strict=True):
+            if out is not None:
+                out.copy_(made)
 
 
 class ElementwiseKernel(ir.FallbackKernel):
@@ -73,9 +91,7 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
 
 def _layouts(record: Elementwise, tensors: Sequence[Any]) -> list[ir.FixedLayout]:
     """Of the outputs."""
-    m = tensors[[o.extent for o in record.operands].index("tile")].get_size()[0]
-    sizes = [(record.n, m) if out.transposed else (m, record.n) for out in record.outputs]
-    device = tensors[0].get_device()
+    sizes, device = record.sizes(tensors[record.tile].get_size()[0]), tensors[0].get_device()
     return [
         ir.FixedLayout(device, DTYPES[out.dtype], [*size], [size[1], 1])
         for out, size in zip(record.outputs, sizes, strict=True)

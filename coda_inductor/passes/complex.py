@@ -7,6 +7,8 @@ complex operations to eager kernels, each a pass over memory of its own, with a 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import fx
 
@@ -18,21 +20,19 @@ from coda_inductor.write.writing import Writing
 COMPUTED = frozenset({aten.mul.Tensor, aten._conj.default})
 
 
-def as_real(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """Rewrites complex products of which only the real view is read, in place; what is read instead."""
-    made = []
+def as_real(graph: fx.Graph) -> None:
+    """Rewrites complex products of which only the real view is read, in place."""
+    products = dict[fx.Node, fx.Node]()
     for node in graph.find_nodes(op="call_function", target=aten.view_as_real.default):
         product = node.args[0]
         if product.target is not aten.mul.Tensor or not all(u.target is node.target for u in product.users):
             continue
-        if not all(isinstance(a, fx.Node) and _is_complex(a) for a in product.args):
-            continue
-        real = _parts(Writing(graph, product), product, {})
-        node.replace_all_uses_with(real)
-        made.append(real)
-    if made:
+        if all(isinstance(a, fx.Node) and _is_complex(a) for a in product.args):
+            if product not in products:
+                products[product] = _parts(Writing(graph, product), product, {})
+            node.replace_all_uses_with(products[product])
+    if products:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
-    return tuple(made)
 
 
 def _is_complex(node: fx.Node) -> bool:
@@ -59,18 +59,14 @@ def _new(writing: Writing, node: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.No
         return _parts(writing, source, done)
     if node.target not in COMPUTED or not all(isinstance(a, fx.Node) and _is_complex(a) for a in node.args):
         return writing.call(node, aten.view_as_real.default, node)
-    call = writing.call
+    call, times = writing.call, partial(writing.call, node, aten.mul.Tensor)
     pairs = [[call(node, aten.select.int, _parts(writing, a, done), -1, i) for i in (0, 1)] for a in node.args]  # type: ignore[arg-type]
     (a, b), *rest = pairs
     if rest:
         ((c, d),) = rest
-        first = call(node, aten.sub.Tensor, _times(writing, node, a, c), _times(writing, node, b, d))
-        second = call(node, aten.add.Tensor, _times(writing, node, a, d), _times(writing, node, b, c))
+        first = call(node, aten.sub.Tensor, times(a, c), times(b, d))
+        second = call(node, aten.add.Tensor, times(a, d), times(b, c))
     else:
         first, second = a, call(node, aten.neg.default, b)
     parts = [call(node, aten.unsqueeze.default, part, -1) for part in (first, second)]
     return call(node, aten.cat.default, parts, -1)
-
-
-def _times(writing: Writing, like: fx.Node, x: fx.Node, y: fx.Node) -> fx.Node:
-    return writing.call(like, aten.mul.Tensor, x, y)

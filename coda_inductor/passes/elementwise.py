@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from coda_inductor.core.dtypes import DTYPE_NAMES, NARROW
+from coda_inductor.core.dtypes import DTYPE_NAMES, EIGHT_BITS, NARROW
 from coda_inductor.core.elementwise import Elementwise, Output, verify
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Let, Operand
 from coda_inductor.ops.elementwise import ELEMENTWISE
+from coda_inductor.passes.tables import readers
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.pointwise import FUNCTIONS
+from coda_inductor.schedule.hints import in_memory
 from coda_inductor.write.order import sort
 from coda_inductor.write.verifying import Before
 from coda_inductor.write.writing import Writing
 
-EIGHT_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 LOADED = DTYPE_NAMES.keys() - {torch.float64}
 DEPTH = 32  # operations between a cast and its tensor
 PITCH = 16  # elements of 8 bits of which rows are made that TMA reads
@@ -103,18 +104,10 @@ def axes(reading: Reading, node: fx.Node) -> frozenset[int]:
     return frozenset(i for d in reading.roots(node) for i in d)
 
 
-def in_memory(reading: Reading, node: fx.Node) -> tuple[int, ...] | None:
+def axes_in_memory(reading: Reading, node: fx.Node) -> tuple[int, ...] | None:
     """The node's axes as they lie, major to minor; None if there are gaps."""
-    dims = memory_order(node)
+    dims = in_memory(g.tensor(node))  # type: ignore[arg-type]
     return tuple(i for d in dims for i in reading.roots(node)[d]) if g.dense(node, dims) else None
-
-
-def memory_order(node: fx.Node) -> list[int]:
-    """The node's dimensions by their strides, the largest first."""
-    value = g.tensor(node)
-    assert value is not None
-    strides = [s if isinstance(s, int) else s.node.hint for s in value.stride()]
-    return sorted(range(value.dim()), key=lambda d: (-(strides[d] or 0), d))
 
 
 def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[Pass, ...]:
@@ -136,18 +129,17 @@ def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[Pass, ..
 def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tuple[fx.Node, list[Made]]]:
     """The tensors whose casts become passes, and what the casts leave, of which one at least is transposed."""
     found, known = defaultdict[fx.Node, list[Made]](list), dict[fx.Node, set[fx.Node]]()
-    place = {node: i for i, node in enumerate(graph.nodes)}
     unstable = effects(graph).unstable
     memory = Memory(graph) if unstable else None
     for cast in casts:
         if cast not in reading.dims or (source := source_of(cast, reading, known)) is None:
             continue
         if memory is None or memory.of(source) not in unstable:
-            found[source] += leaving(cast, reading, source) if early(cast, source, place) else []
+            found[source] += leaving(cast, reading, source) if early(cast, source) else []
     groups = []
     for source, some in found.items():
         sides = [some]
-        if not g.is_backward(source) and (g.is_weight(source) or there(source, [made.cast for made in some])):
+        if not g.is_backward(source) and (g.is_weight(source) or read_anyway(source, [made.cast for made in some])):
             sides = [[made for made in some if g.is_backward(made.cast) == late] for late in (False, True)]
         for side in sides:
             cuts = [made.cut for made in side if made.cut]
@@ -156,7 +148,7 @@ def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tup
     return groups
 
 
-def there(source: fx.Node, casts: list[fx.Node]) -> bool:
+def read_anyway(source: fx.Node, casts: list[fx.Node]) -> bool:
     """Does the backward read the forward's tensor anyway, for something else than these casts? Then what it multiplies
     is cast there, and nothing more is kept."""
     between = g.reached(casts, lambda n: [a for a in n.all_input_nodes if a is not source])
@@ -169,7 +161,7 @@ def source_of(cast: fx.Node, reading: Reading, known: dict[fx.Node, set[fx.Node]
     it is nothing that a pass computes."""
     found = tensors_of(cast.args[0], axes(reading, cast), reading, known)  # type: ignore[arg-type]
     source = next(iter(found)) if len(found) == 1 else None
-    return source if source is not None and in_memory(reading, source) is not None else None
+    return source if source is not None and axes_in_memory(reading, source) is not None else None
 
 
 def tensors_of(
@@ -200,11 +192,6 @@ def is_computed(node: fx.Node) -> bool:
     )
 
 
-def readers(node: fx.Node) -> list[fx.Node]:
-    """Those who read a node, also through views."""
-    return [reader for user in node.users for reader in (readers(user) if g.is_view(user) else [user])]
-
-
 def _inline(user: fx.Node) -> bool:
     """Would Inductor compute what the user reads in the user's own loop?"""
     return g.is_cast(user) or is_computed(user) or g.reduction(user) is not None
@@ -212,18 +199,18 @@ def _inline(user: fx.Node) -> bool:
 
 def leaving(cast: fx.Node, reading: Reading, source: fx.Node) -> list[Made]:
     """What of a cast is in memory: itself, or copies of its transpose."""
-    whole, found, rest = in_memory(reading, source), list[Made](), False
+    whole, found, rest = axes_in_memory(reading, source), list[Made](), False
     assert whole is not None
     todo = [*cast.users]
     for user in todo:  # which grows
         copy = user.target is aten.clone.default
-        if copy and (cut := _cut(whole, in_memory(reading, user))):
+        if copy and (cut := _cut(whole, axes_in_memory(reading, user))):
             found.append(Made(cast, user, cut))
         elif g.is_view(user) and not copy:
             todo += user.users
         else:
             rest = True
-    if rest and (cut := _cut(whole, in_memory(reading, cast))) is not None:
+    if rest and (cut := _cut(whole, axes_in_memory(reading, cast))) is not None:
         found.append(Made(cast, cast, cut))
     return found
 
@@ -235,9 +222,9 @@ def _cut(whole: tuple[int, ...], found: tuple[int, ...] | None) -> int | None:
     return next((i for i in range(1, len(whole)) if whole[i:] + whole[:i] == found), None)
 
 
-def early(cast: fx.Node, source: fx.Node, place: dict[fx.Node, int]) -> bool:
+def early(cast: fx.Node, source: fx.Node) -> bool:
     """Is all that a cast reads there as soon as its source is, by way of operations that may run there?"""
-    between = g.reached([cast], lambda n: [a for a in n.all_input_nodes if place[a] > place[source]])
+    between = g.reached([cast], lambda n: [a for a in n.all_input_nodes if source < a])
     gradients = any(g.is_tangent(a) for n in between for a in n.all_input_nodes)
     return (g.is_backward(source) or g.is_tangent(source) or not gradients) and all(map(_early, between))
 
@@ -249,7 +236,7 @@ def _early(node: fx.Node) -> bool:
 
 def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node, list[Made]]) -> Pass | None:
     source, members = group
-    whole, cut = in_memory(reading, source), next(made.cut for made in members if made.cut)
+    whole, cut = axes_in_memory(reading, source), next(made.cut for made in members if made.cut)
     assert whole is not None
     m, n = (reading.axes.total(part) for part in (whole[:cut], whole[cut:]))
     if n.static is None or n.static % PITCH or m.static is None or m.static % PITCH:
@@ -267,11 +254,9 @@ def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node,
     operands = [Operand(name, extents[x], names[x]) for x, name in expression.operands.items()]  # type: ignore[arg-type]
     outputs = [Output(v, DTYPE_NAMES[x.cast.args[1]], bool(x.cut)) for v, x in zip(values, members, strict=True)]  # type: ignore[index]
     record = verify(Elementwise(n.static, tuple(operands), tuple(expression.lets), tuple(outputs)))
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    first = min((made.node for made in members), key=place.__getitem__)
-    later = g.reached(expression.operands, lambda n: [a for a in n.all_input_nodes if place[a] > place[first]])
-    for node in sorted(later, key=place.__getitem__):
-        if place[node] > place[first]:
+    first = min(made.node for made in members)
+    for node in sorted(g.reached(expression.operands, lambda n: [a for a in n.all_input_nodes if first < a])):
+        if first < node:
             first.prepend(node)
     writing = Writing(graph, first)
     inputs = [_flat(writing, x, extents[x], n.static) for x in expression.operands]
@@ -287,7 +272,7 @@ def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node,
 
 def _flat(writing: Writing, node: fx.Node, extent: str, n: int) -> fx.Node:
     """An input as the operation reads it."""
-    order = memory_order(node) if extent == "tile" else []
+    order = in_memory(node.meta["val"]) if extent == "tile" else []
     if order != sorted(order):
         node = writing.call(node, aten.permute.default, node, order)
     shape = {"tile": [-1, n], "scalar": []}.get(extent, [-1])
@@ -296,7 +281,7 @@ def _flat(writing: Writing, node: fx.Node, extent: str, n: int) -> fx.Node:
 
 def _laid_out(writing: Writing, out: fx.Node, like: fx.Node) -> fx.Node:
     """An output in another node's shape."""
-    order, shape = memory_order(like), like.meta["val"].shape
+    order, shape = in_memory(like.meta["val"]), like.meta["val"].shape
     out = writing.reshape(out, [shape[d] for d in order])
     back = [order.index(d) for d in range(len(order))]
     return out if back == sorted(back) else writing.call(out, aten.permute.default, out, back)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from coda_inductor.passes.elementwise import EIGHT_BITS, readers
+from coda_inductor.core.dtypes import EIGHT_BITS
+from coda_inductor.passes.tables import readers
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
 from coda_inductor.patterns.graph import aten, prims

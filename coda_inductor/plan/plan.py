@@ -180,7 +180,8 @@ class Plan(Inputs):
         try:
             space = self.program.space(red.args[0])
             self.program.check(red.args[0], space)
-            late = g.is_backward(node) and not self.program.in_backward(space) and not REDUCTIONS[red.name].stored
+            late = g.is_backward(node) and not self.program.in_backward(space)
+            late &= not REDUCTIONS[red.name].stored  # of what the forward stores anyway the backward may ask a vector
             over = "M" if set(red.over) == set(space.rows) else "N" if set(red.over) == set(space.columns) else ""
             left = space.columns if over == "M" else space.rows
             if over == "N" and REDUCTIONS[red.name].linear:

@@ -17,6 +17,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
 from coda_inductor.ops.custom import REGION, STORED
+from coda_inductor.patterns import graph as g
 from coda_inductor.schedule import hints
 from coda_inductor.schedule.hints import Reads, assumed, name_of
 
@@ -44,9 +45,7 @@ HEAVY = {"slice_scatter": 6, "select_scatter": 6, "cat": 4, "constant_pad_nd": 4
 """Operations of Inductor's loop language that one node becomes, where it is more than one or two."""
 
 aten = torch.ops.aten
-IN_ROWS: frozenset[object] = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, REGION}
-)
+IN_ROWS: frozenset[object] = frozenset({*g.MATRIX_PRODUCTS, aten.bmm.default, aten.baddbmm.default, REGION})
 """Operations that take matrices of which one stride is 1, and a copy of any other: the gradient of a sum is one number,
 expanded."""
 

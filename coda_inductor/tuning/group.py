@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import legality
-from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.patterns import graph as g
@@ -119,8 +119,7 @@ class Group:
             return self.values[source]  # type: ignore[no-any-return]
         if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
             width = r.products[0].k if i < r.matrices else r.n
-            drawn = torch.randn(self.tokens, width, device=self.device)
-            self.values[source] = drawn.to(DTYPES[source.dtype])
+            self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)
@@ -153,8 +152,8 @@ def sample(node: fx.Node, device: torch.device) -> Any:
     out = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
     if not value.dtype.is_floating_point:
         return out.zero_()
-    if value.dtype.itemsize == 1:
-        return out.copy_(torch.randn(shape, device=device))
+    if value.dtype in EIGHT_BITS:
+        return out.copy_(torch.randn(shape, dtype=torch.bfloat16, device=device))
     if out.dim() > 1 and shape[-1] > 1:
         return out.normal_(std=shape[-1] ** -0.5 if g.is_weight(node) else 1.0)
     return out.uniform_(0.5, 1.5)

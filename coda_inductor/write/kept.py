@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.ops.custom import KEPT, REGION, STORED
+from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.patterns.effects import Memory, base, behind_tangents, mutating, overwritten_after, viewed, written
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, dense, reached, tensor
 from coda_inductor.write.aliases import returned
@@ -25,7 +26,7 @@ from coda_inductor.write.writing import Writing, stored
 
 RECOMPUTE = "recompute"
 """The key of a node's meta under which partitioners look for a CheckpointPolicy."""
-OURS = (KEPT, REGION)
+OURS = (ELEMENTWISE, KEPT, REGION)
 """Operations that no partitioner computes again."""
 COPIES = (aten.clone.default, aten.copy.default)
 """Operations that Inductor drops where their result lies as what they copy."""

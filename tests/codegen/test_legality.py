@@ -32,6 +32,7 @@ from coda_inductor.core.region import Operand, Product, Reduction, Region, Store
         (two(products=(Product("g", 0, 1, 64, "kn"), Product("u", 0, 2, 64, "kn"))), "[K, N] weights"),
         (two(stores=(Store("g", "f32"),)), "f32 store"),
         (two(operands=(Operand("x", "tile", "bf16"),)), "tile operand x"),
+        (two(reductions=(Reduction("g", "M"),)), "a sum over M beside two products"),
         (two(reductions=(Reduction("g", "N", "logsumexp"),)), "a logsumexp beside two products"),
         (two(products=tuple(Product(f"p{i}", 0, 1 + i, 64, "nk") for i in range(3))), "3 products"),
     ],

@@ -68,6 +68,14 @@ def test_cache_ls(ask: Ask, full: Path) -> None:
     assert "2 kernels, 1 tuning record, 1 measurement, 1 leftover file, " in said and str(full) in said
 
 
+def test_cache_ls_of_an_elementwise_pass(ask: Ask, full: Path) -> None:
+    """Whose kernel Triton keeps. It is no kernel of a Region."""
+    store.write(full / "epilogues" / "coda_elementwise_eeee5555.py", "# text")
+    said = ask("cache", "ls")[1]
+    assert "compiled and kept by Triton" in said and "2 kernels, 1 elementwise pass, 1 tuning record" in said
+    assert all(row["kernel"] != "eeee5555" for row in ask("kernels", "--json")[1]["kernels"])
+
+
 def files(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.elementwise import Elementwise, Output, interpret, verify
 from coda_inductor.core.region import Let, Operand
-from coda_inductor.kernels.elementwise import Pass
+from coda_inductor.kernels.elementwise import triton_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
@@ -57,7 +57,7 @@ def test_kernel_is_the_interpreter(m: int, n: int, dtype: str, largest: float, o
         inputs = given(record, m, odd)
         wanted = interpret(record, inputs)
         outs = [torch.full_like(w, float("nan")) for w in wanted]
-        Pass(record.text, str(tmp_path))(inputs, outs)
+        triton_kernel(record, str(tmp_path))(inputs, outs)
         for found, expected in zip(outs, wanted, strict=True):
             assert found.shape == expected.shape and found.is_contiguous()
             assert torch.equal(found.float().isnan(), expected.float().isnan())
@@ -70,5 +70,5 @@ def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
     inputs = given(record, 40, False)
     wanted = interpret(record, inputs)
     out = torch.empty_like(wanted[1])
-    Pass(record.text, str(tmp_path))(inputs, [None, out, None, None])
+    triton_kernel(record, str(tmp_path))(inputs, [None, out, None, None])
     assert torch.equal(bits(out), bits(wanted[1]))

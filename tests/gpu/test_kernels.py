@@ -37,12 +37,13 @@ from torch import Tensor
 from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.target import SM_90A
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Reduction, Region
 from coda_inductor.kernels import executable, launch, record
 from coda_inductor.kernels.prebuild import Job, prebuild
-from coda_inductor.measure.tune import FAST, tune
+from coda_inductor.measure.tune import FAST_TOLERANCE, tune
 
 
 def logsumexp(n: int, k: int) -> Region:
@@ -51,7 +52,7 @@ def logsumexp(n: int, k: int) -> Region:
 
 
 RANDOM = [random_region(seed, n=328, k=136) for seed in range(12)]
-TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3. Of fast accumulation FAST.
+TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3. Of fast accumulation FAST_TOLERANCE.
 
 
 def missing() -> str:
@@ -75,7 +76,7 @@ TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain))
 
 def tiles(region: Region) -> tuple[Config, ...]:
     """Those of the tables for many rows that the Region's matrices have."""
-    if region.dtype not in SM_90A.narrow:
+    if DTYPES[region.dtype].itemsize > 1:
         return TILES
     return SM_90A.fast if region.fast else tuple(dict.fromkeys(SM_90A.slow + SM_90A.slow_heavy))
 
@@ -99,7 +100,7 @@ def verdict(region: Region, inputs: list[Tensor], outs: list[Tensor]) -> dict[in
     """The outputs that are wrong, with their relative errors (NaN: something was not written)."""
     wanted = interpret(region, inputs)
     errors = {i: relative_error(out, want) for i, (out, want) in enumerate(zip(outs, wanted, strict=True))}
-    return {i: error for i, error in errors.items() if not error < (FAST if region.fast else TOLERANCE)}
+    return {i: error for i, error in errors.items() if not error < (FAST_TOLERANCE if region.fast else TOLERANCE)}
 
 
 @pytest.mark.parametrize("m", [1, 37, 4097])

@@ -205,7 +205,7 @@ def passes_of(f: Callable[..., Found], *args: Tensor) -> tuple[Found, tuple[Pass
         REPORTS.clear()
         _, *found = torch.compile(beside_a_product(f), backend="coda", options=OPTIONS)(torch.ones(4, 4), *args)
     (report,) = REPORTS
-    return tuple(found), report.passes
+    return tuple(found), report.elementwise
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["finite", "odd"])
@@ -244,7 +244,7 @@ def test_it_is_run_by_inductor() -> None:
     """On the reference target, by a fallback."""
     x = given(rows_and_columns, False)[0]
     ran = run(beside_a_product(rows_and_columns), torch.ones(4, 4), x, options=OPTIONS)
-    assert [len(report.passes) for report in ran.reports] == [1]
+    assert [len(report.elementwise) for report in ran.reports] == [1]
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ran.output[1:], rows_and_columns(x), strict=True))
 
 
@@ -267,7 +267,7 @@ def test_what_the_backward_casts_is_cast_in_the_forward() -> None:
         REPORTS.clear()
         out = torch.compile(f, backend="coda", options=OPTIONS)(x)
     (report,) = REPORTS
-    assert sorted((o.dtype, o.transposed) for o in report.passes[0].record.outputs) == BOTH
+    assert sorted((o.dtype, o.transposed) for o in report.elementwise[0].record.outputs) == BOTH
     kept = saved(out)
     assert [(t.shape, t.dtype) for t in kept if t.numel() == M * N] == [((N, M), E4M3)]
     grad = torch.randn_like(out)
@@ -289,7 +289,7 @@ def test_nothing_more_is_kept_of_what_the_backward_reads_anyway() -> None:
         REPORTS.clear()
         out = torch.compile(f, backend="coda", options=OPTIONS)(x)
     (report,) = REPORTS
-    made = [sorted((o.dtype, o.transposed) for o in p.record.outputs) for p in report.passes]
+    made = [sorted((o.dtype, o.transposed) for o in p.record.outputs) for p in report.elementwise]
     assert BOTH[1:] in made and not [t for t in saved(out) if t.numel() == M * N and t.dtype == E4M3]
     grad = torch.randn_like(out)
     mine, theirs = (torch.autograd.grad(y, (model.weight, gain), grad) for y in (out, f(x)))
@@ -323,7 +323,7 @@ def test_a_weight_is_cast_where_it_is_read() -> None:
         REPORTS.clear()
         out = torch.compile(model, backend="coda", options=OPTIONS)(F.relu(x))
     (report,) = REPORTS
-    of_weight = [p.record for p in report.passes if (p.m, p.record.n) == ("96", N)]
+    of_weight = [p.record for p in report.elementwise if (p.m, p.record.n) == ("96", N)]
     assert [[(o.dtype, o.transposed) for o in record.outputs] for record in of_weight] == [[("e4m3", True)]]
     assert not [t for t in saved(out) if t.numel() == 96 * N and t.dtype == E4M3]
 

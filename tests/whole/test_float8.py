@@ -86,7 +86,9 @@ def regions(recipe: str, block: str) -> list[str]:
 
 def left(report: Report) -> dict[str, int]:
     """What the passes leave, and how many leave it."""
-    return Counter(" ".join(sorted(o.dtype + ".T" * o.transposed for o in p.record.outputs)) for p in report.passes)
+    return Counter(
+        " ".join(sorted(o.dtype + ".T" * o.transposed for o in p.record.outputs)) for p in report.elementwise
+    )
 
 
 def drawn(model: nn.Module, seed: int, batch: int = BATCH) -> tuple[Tensor, Tensor]:
@@ -218,7 +220,7 @@ class Tied(nn.Module):
 def test_a_weight_that_is_used_twice(recipe: str) -> None:
     model = by(recipe, Tied())
     report = near_eagers(model, *drawn(model, 0))
-    assert len(report.sites) >= 7 and report.passes
+    assert len(report.sites) >= 7 and report.elementwise
 
 
 @each_recipe
@@ -249,7 +251,7 @@ class Checkpointed(nn.Module):
 def test_checkpointed_blocks(recipe: str) -> None:
     model = by(recipe, Checkpointed())
     report = near_eagers(model, *drawn(model, 0))
-    assert len(report.sites) >= sum(len(regions(recipe, block)) for block in BLOCKS) and report.passes
+    assert len(report.sites) >= sum(len(regions(recipe, block)) for block in BLOCKS) and report.elementwise
 
 
 @each_block
