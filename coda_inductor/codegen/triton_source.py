@@ -1,6 +1,8 @@
 """An elementwise pass -> the text of a Python module with one Triton kernel. Text only, no compiler.
 
 A program reads one block of each operand and writes it to all outputs, to the transposed ones by way of shared memory.
+The largest magnitudes are compared as integers, which order them as numbers do and NaN behind them; those outputs are
+given as integers and begin as zeros.
 The text holds no extent, so that one kernel serves all sizes.
 """
 
@@ -40,6 +42,11 @@ WRITES = {
     False: "tl.store({0} + m[:, None] * N + n[None, :], {1}, mask=inside)",
     True: "tl.store({0} + n[:, None] * M + m[None, :], tl.trans({1}), mask=tl.trans(inside))",
 }
+LARGEST = {
+    "N": "tl.atomic_max({0} + m, tl.max({1}, 1), mask=m < M, sem='relaxed')",
+    "M": "tl.atomic_max({0} + n, tl.max({1}, 0), mask=n < N, sem='relaxed')",
+}
+MAGNITUDE = "tl.where(inside, tl.cast({0}, tl.int32, bitcast=True) & 0x7fffffff, 0)"
 
 
 def render(record: Elementwise) -> str:
@@ -54,6 +61,9 @@ def render(record: Elementwise) -> str:
         spelled[let.name] = f"t{i}"
     for i, out in enumerate(record.outputs):
         value = f"tl.broadcast_to({spelled[out.value]}, (BLOCK_M, BLOCK_N)).to(tl.{FORMATS[out.dtype].triton})"
-        body.append(f"if out{i} is not None:\n        {WRITES[out.transposed].format(f'out{i}', value)}")
+        write = WRITES[out.transposed]
+        if out.largest_over:
+            value, write = MAGNITUDE.format(value), LARGEST[out.largest_over]
+        body.append(f"if out{i} is not None:\n        {write.format(f'out{i}', value)}")
     pointers = [f"in{i}" for i in range(len(record.operands))] + [f"out{i}" for i in range(len(record.outputs))]
     return TEMPLATE.format(pointers=", ".join(pointers), body="\n    ".join(body))

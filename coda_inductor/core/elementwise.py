@@ -1,8 +1,9 @@
-"""An elementwise pass over tensors [M, N]: what it reads once, and what it writes, in rows or transposed.
+"""An elementwise pass over tensors [M, N]: what it reads once, and what it writes, in rows or transposed, or the
+largest of each row and column.
 
 For what stands between products of 8-bit matrices: each tensor is cast with a scale for each row and again, transposed,
-with one for each column. One frozen record for code generation, cache key and launch, as the Region is; its meaning is
-`interpret`.
+with one for each column, and the scales are made of the largest values. One frozen record for code generation, cache
+key and launch, as the Region is; its meaning is `interpret`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from coda_inductor.core.interpret import SHAPE
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Keyed, Let, Operand
 
+AXES = {"M": 0, "N": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The value `value` leaves as a contiguous tensor of `dtype`: [M, N], or `transposed` [N, M]."""
+    """The value `value` leaves as a contiguous tensor of `dtype`: [M, N], or `transposed` [N, M]. Or its largest
+    magnitude does, in float32: over "N" of each row [M], over "M" of each column [N]. NaN is larger than any number."""
 
     value: str
     dtype: str
     transposed: bool = False
+    largest_over: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,10 @@ class Elementwise(Keyed):
         """Which input is [M, N]; the first of several."""
         return [o.extent for o in self.operands].index("tile")
 
-    def sizes(self, m: Any) -> list[tuple[Any, Any]]:
+    def sizes(self, m: Any) -> list[tuple[Any, ...]]:
         """Of the outputs, for M rows."""
-        return [(self.n, m) if out.transposed else (m, self.n) for out in self.outputs]
+        kinds = {"N": (m,), "M": (self.n,)}
+        return [kinds.get(out.largest_over, (self.n, m) if out.transposed else (m, self.n)) for out in self.outputs]
 
 
 def parse(text: str) -> Elementwise:
@@ -72,7 +78,10 @@ def verify(record: Elementwise) -> Elementwise:
         if let.op not in OPS or not OPS[let.op].triton or len(let.args) != OPS[let.op].arity or not known:
             problems.append(f"{let.name} = {let.op}{let.args}")
         names.append(let.name)
-    problems += [f"{out.value} as {out.dtype}" for out in record.outputs if out.value not in names]
+    for out in record.outputs:
+        largest = out.largest_over in AXES and out.dtype == "f32" and not out.transposed
+        if out.value not in names or (out.largest_over and not largest):
+            problems.append(f"{out.value} as {out.dtype}, largest over {out.largest_over!r}")
     if problems or not record.outputs or len({*names}) < len(names):
         what = "; ".join(problems) or "no output, or a name twice"
         raise BrokenInvariant(f"elementwise pass {record.digest}: {what}")
@@ -91,11 +100,17 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
     made = []
     for out in record.outputs:
         value = values[out.value].expand(shape)
+        if out.largest_over:
+            made.append(value.abs().amax(AXES[out.largest_over]))
+            continue
         made.append((value.t() if out.transposed else value).to(DTYPES[out.dtype]).contiguous().clone())
     return made
 
 
 def told(record: Elementwise) -> str:
     """What it makes, in words: "read once, written as e4m3, e4m3 transposed"."""
-    outputs = [f"{o.dtype}{' transposed' if o.transposed else ''}" for o in record.outputs]
-    return f"read once, written as {', '.join(outputs)}"
+    outputs = [f"{o.dtype}{' transposed' * o.transposed}" for o in record.outputs if not o.largest_over]
+    largest = [{"N": "rows", "M": "columns"}[o.largest_over] for o in record.outputs if o.largest_over]
+    said = [f"written as {', '.join(outputs)}"] * bool(outputs)
+    said += [f"for the largest of {' and '.join(largest)}"] * bool(largest)
+    return f"read once, {', '.join(said)}"

@@ -22,8 +22,9 @@ from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.casts import Cast, round_first, write_wide
 from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
+from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
-from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared
+from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared, store_sources
 from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, REGION_KINDS, TABLES, allowed
 from coda_inductor.passes.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
@@ -122,9 +123,17 @@ def regions(work: Work) -> None:
     work.sites = _absorb(sites, made.builts, gone, terms)
 
 
+def eight_bit_maxima(work: Work) -> None:
+    """The largest of a tensor's rows and of its columns that no Region took are one pass over memory."""
+    if work.may(ELEMENTWISE):
+        work.elementwise += write_maxima(work.graph, work.target, work.before.effects)
+
+
 def tables(work: Work) -> None:
-    """Sines and cosines that many elements read, and 8-bit tensors that several products read, are stored once."""
+    """Sines and scales that many elements read, 8-bit tensors that several products read, and what passes read are
+    stored once."""
     store_shared(work.graph)
+    store_sources(work.graph)
     if work.may(TABLES):
         work.tables = store_tables(work.graph)
 
@@ -165,6 +174,7 @@ STAGES: tuple[Stage, ...] = (
     eight_bit_products,
     eight_bit_casts,
     regions,
+    eight_bit_maxima,
     tables,
     wide_products,
     plain,

@@ -15,7 +15,10 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.kernels.module import load_module
 from coda_inductor.kernels.store import open_store
 
-BLOCK_M, BLOCK_N, WARPS = 128, 128, 8  # the only ones that were tried
+BLOCK = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8}
+"""Of twelve that were tried on an H100 for casts in both layouts, six take as long: 50 us, 16384 x 2048."""
+LARGEST = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 2}
+"""Of the same twelve the fastest for the largest of rows and columns: 93 us for 125, 16384 x 8192."""
 
 
 class TritonKernel:
@@ -26,6 +29,8 @@ class TritonKernel:
         no Triton."""
         text = render(record)
         self.record = record
+        self.largest = {i for i, out in enumerate(record.outputs) if out.largest_over}
+        self.block = LARGEST if len(self.largest) == len(record.outputs) else BLOCK
         try:
             self.function = load_module(text, module_name(text, KIND), open_store(cache_dir)).kernel
         except ImportError as error:
@@ -39,12 +44,14 @@ class TritonKernel:
             with torch.cuda.device(first.device):
                 return self(inputs, outs)
         m, n = inputs[self.record.tile].shape
+        if self.largest:
+            outs = [o if o is None or i not in self.largest else o.view(torch.int32) for i, o in enumerate(outs)]
+            if begun := [o for i, o in enumerate(outs) if o is not None and i in self.largest]:
+                torch._foreach_zero_(begun)
         if m:
-            grid = (-(-m // BLOCK_M) * -(-n // BLOCK_N),)
+            grid = (-(-m // self.block["BLOCK_M"]) * -(-n // self.block["BLOCK_N"]),)
             given = [x if x.is_contiguous() else x.contiguous() for x in inputs]
-            self.function[grid](
-                *given, *outs, m, n, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS, enable_fp_fusion=False
-            )
+            self.function[grid](*given, *outs, m, n, **self.block, enable_fp_fusion=False)
 
 
 triton_kernel = cache(TritonKernel)

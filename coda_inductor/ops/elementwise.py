@@ -93,7 +93,7 @@ def _layouts(record: Elementwise, tensors: Sequence[Any]) -> list[ir.FixedLayout
     """Of the outputs."""
     sizes, device = record.sizes(tensors[record.tile].get_size()[0]), tensors[0].get_device()
     return [
-        ir.FixedLayout(device, DTYPES[out.dtype], [*size], [size[1], 1])
+        ir.FixedLayout(device, DTYPES[out.dtype], [*size], [*size[1:], 1])
         for out, size in zip(record.outputs, sizes, strict=True)
     ]
 

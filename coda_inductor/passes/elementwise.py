@@ -23,7 +23,7 @@ from coda_inductor.core.elementwise import Elementwise, Output, verify
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Let, Operand
 from coda_inductor.ops.elementwise import ELEMENTWISE
-from coda_inductor.passes.tables import readers
+from coda_inductor.passes.tables import is_loop, readers
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
 from coda_inductor.patterns.graph import aten, prims
@@ -87,6 +87,19 @@ class Expression:
             name = self._let(NARROW[dtype], name)
         return name
 
+    def read(self, whole: tuple[int, ...], cut: int) -> tuple[Operand, ...] | None:
+        """The operands of the values so far: `whole` are the tensor's axes as they lie, rows before `cut`. None if one
+        lies otherwise or has a dtype that no pass reads."""
+        kinds = {(): "scalar", whole[:cut]: "token", whole[cut:]: "feature"}
+        found = list[Operand]()
+        for node, name in self.operands.items():
+            order = tuple(i for d in self.reading.roots(node) for i in d)
+            extent, dtype = "tile" if node is self.source else kinds.get(order), node.meta["val"].dtype
+            if extent is None or dtype not in LOADED:
+                return None
+            found.append(Operand(name, extent, DTYPE_NAMES[dtype]))  # type: ignore[arg-type]
+        return tuple(found)
+
     def _computed(self, node: fx.Node) -> str:
         args = [self.value(a) if isinstance(a, fx.Node) else float(a) for a in node.args]  # type: ignore[arg-type]
         return self._let(OPERATIONS[node.target], *args)
@@ -132,7 +145,7 @@ def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tup
     unstable = effects(graph).unstable
     memory = Memory(graph) if unstable else None
     for cast in casts:
-        if cast not in reading.dims or (source := source_of(cast, reading, known)) is None:
+        if cast not in reading.dims or (source := source_of(cast.all_input_nodes[0], reading, known)) is None:
             continue
         if memory is None or memory.of(source) not in unstable:
             found[source] += leaving(cast, reading, source) if early(cast, source) else []
@@ -156,10 +169,10 @@ def read_anyway(source: fx.Node, casts: list[fx.Node]) -> bool:
     return any(g.is_backward(u) and u not in between and u not in widened for n in widened for u in n.users)
 
 
-def source_of(cast: fx.Node, reading: Reading, known: dict[fx.Node, set[fx.Node]]) -> fx.Node | None:
-    """The one tensor [M, N] that a cast is made of, with vectors and numbers; None if there are several, or what makes
+def source_of(value: fx.Node, reading: Reading, known: dict[fx.Node, set[fx.Node]]) -> fx.Node | None:
+    """The one tensor [M, N] that a value is made of, with vectors and numbers; None if there are several, or what makes
     it is nothing that a pass computes."""
-    found = tensors_of(cast.args[0], axes(reading, cast), reading, known)  # type: ignore[arg-type]
+    found = tensors_of(value, axes(reading, value), reading, known)
     source = next(iter(found)) if len(found) == 1 else None
     return source if source is not None and axes_in_memory(reading, source) is not None else None
 
@@ -168,7 +181,8 @@ def tensors_of(
     node: fx.Node, full: frozenset[int], reading: Reading, known: dict[fx.Node, set[fx.Node]], depth: int = DEPTH
 ) -> set[fx.Node]:
     """The tensors over the axes `full` that a node is made of by what a pass computes; of 16 bits and made of several,
-    or in memory anyway, it is one itself. (`known` are those of other nodes.)"""
+    or of what Inductor computes in float32, or in memory anyway, it is one itself. (`known` are those of other
+    nodes.)"""
     if node not in reading.dims or axes(reading, node) != full:
         return set()
     if node not in known:
@@ -177,7 +191,8 @@ def tensors_of(
             each = (tensors_of(a, full, reading, known, depth - 1) for a in node.all_input_nodes)
             below = set[fx.Node]().union(*each)
             narrow = node.meta["val"].dtype in NARROW and not g.is_view(node)
-            found = {node} if narrow and (len(below) > 1 or not all(map(_inline, readers(node)))) else below
+            wide = any(is_loop(n) and n.meta["val"].dtype not in NARROW for n in below)
+            found = {node} if narrow and (wide or len(below) > 1 or not all(map(_inline, readers(node)))) else below
         known[node] = found
     return known[node]
 
@@ -243,31 +258,37 @@ def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node,
         return None
     expression = Expression(reading, source, frozenset(whole))
     values = [expression.value(made.cast.args[0]) for made in members]  # type: ignore[arg-type]
-    kinds = {(): "scalar", whole[:cut]: "token", whole[cut:]: "feature"}
-    extents = {}
-    for node in expression.operands:
-        order = tuple(i for d in reading.roots(node) for i in d)
-        if (node is not source and order not in kinds) or node.meta["val"].dtype not in LOADED:
-            return None
-        extents[node] = "tile" if node is source else kinds[order]
-    names = {x: DTYPE_NAMES[x.meta["val"].dtype] for x in expression.operands}
-    operands = [Operand(name, extents[x], names[x]) for x, name in expression.operands.items()]  # type: ignore[arg-type]
+    if (operands := expression.read(whole, cut)) is None:
+        return None
     outputs = [Output(v, DTYPE_NAMES[x.cast.args[1]], bool(x.cut)) for v, x in zip(values, members, strict=True)]  # type: ignore[index]
-    record = verify(Elementwise(n.static, tuple(operands), tuple(expression.lets), tuple(outputs)))
-    first = min(made.node for made in members)
+    record = verify(Elementwise(n.static, operands, tuple(expression.lets), tuple(outputs)))
+    writing, op = written(graph, target, expression, record, [made.node for made in members])
+    for i, made in enumerate(members):
+        out = writing.call(op, operator.getitem, op, i)
+        out.meta[g.LAID_OUT_AS] = ([*expression.operands].index(source), bool(made.cut))
+        made.node.replace_all_uses_with(_laid_out(writing, out, made.node))
+    line = next(filter(None, map(g.source_line, (writing.anchor, source))), "")
+    return Pass(record, str(m), tuple(made.node.name for made in members), line)
+
+
+def written(
+    graph: fx.Graph, target: str, expression: Expression, record: Elementwise, replaced: list[fx.Node]
+) -> tuple[Writing, fx.Node]:
+    """The pass as a node, before the first of those that it replaces: on its tensor's side of a joint graph, or in the
+    backward, and kept there, if all of them are."""
+    first, source = min(replaced), expression.source
     for node in sorted(g.reached(expression.operands, lambda n: [a for a in n.all_input_nodes if first < a])):
         if first < node:
             first.prepend(node)
     writing = Writing(graph, first)
-    inputs = [_flat(writing, x, extents[x], n.static) for x in expression.operands]
-    op = writing.call(source if not g.is_weight(source) else first, ELEMENTWISE, inputs, record.text, target)
+    extents = [o.extent for o in record.operands]
+    inputs = [_flat(writing, x, extent, record.n) for x, extent in zip(expression.operands, extents, strict=True)]
+    late = all(map(g.is_backward, replaced))
+    op = writing.call(first if late or g.is_weight(source) else source, ELEMENTWISE, inputs, record.text, target)
+    if late and not (g.is_backward(source) or g.is_tangent(source)):
+        op.meta[g.SIDE] = g.IN_BACKWARD
     hoist(op, source)
-    for i, made in enumerate(members):
-        out = writing.call(op, operator.getitem, op, i)
-        out.meta[g.LAID_OUT_AS] = ([*extents].index(source), bool(made.cut))
-        made.node.replace_all_uses_with(_laid_out(writing, out, made.node))
-    line = next(filter(None, map(g.source_line, (first, source))), "")
-    return Pass(record, str(m), tuple(made.node.name for made in members), line)
+    return writing, op
 
 
 def _flat(writing: Writing, node: fx.Node, extent: str, n: int) -> fx.Node:
@@ -292,4 +313,4 @@ def hoist(op: fx.Node, source: fx.Node) -> None:
     if g.is_backward(op):
         return
     for node in g.reached([op], lambda n: n.all_input_nodes):
-        node.meta.pop("partitioner_tag", None) if g.is_backward(node) else None
+        node.meta.pop(g.SIDE, None) if g.is_backward(node) else None

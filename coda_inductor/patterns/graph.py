@@ -350,9 +350,15 @@ def _cast_to_8_bits(node: fx.Node) -> bool:
 SCALING = frozenset({aten.mul.Tensor, aten.clamp_min.default, aten.clamp_max.default})
 
 
+SIDE = "partitioner_tag"
+"""Where AOTAutograd keeps the side of a joint graph that a node belongs to."""
+IN_BACKWARD = "must_be_in_backward"
+"""The side of what the partitioner may not move into the forward, to keep what it makes."""
+
+
 def is_backward(node: fx.Node) -> bool:
     """Does the node belong to the backward of a joint graph?"""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    return node.meta.get(SIDE) in ("is_backward", IN_BACKWARD)
 
 
 def is_weight_gradient(product: fx.Node) -> bool:

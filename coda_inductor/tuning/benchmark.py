@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.measure import tune
+from coda_inductor.passes.maxima import write_maxima
+from coda_inductor.passes.scaled import store_sources
+from coda_inductor.passes.tables import store_tables
+from coda_inductor.patterns.effects import effects
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
 from coda_inductor.schedule.hints import hint
@@ -50,6 +55,7 @@ class Programs:
             try:
                 with ThreadPoolExecutor(1) as worker:
                     module = fx.GraphModule(torch.nn.Module(), graph)
+                    as_in_the_whole(graph)
                     self.done[text] = worker.submit(_compile, module, without_memory(tensors)).result()
             except Exception as error:
                 if foreseen(error) or isinstance(error, CodaError):
@@ -96,6 +102,13 @@ class Programs:
         tensors = [group.value(node) for node in given]
         run = self.compiled(graph, tensors)
         return lambda: run(*tensors)
+
+
+def as_in_the_whole(graph: fx.Graph) -> None:
+    """Does to a program what is done to the user's graph behind the Regions, in place."""
+    write_maxima(graph, SM_90A.name, effects(graph))
+    store_sources(graph)
+    store_tables(graph)
 
 
 def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -54,6 +54,14 @@ def store(p: Pointer, value: Tensor, mask: Tensor) -> None:
     p.written.index_add_(0, at, torch.ones_like(at, dtype=torch.int))
 
 
+def atomic_max(p: Pointer, value: Tensor, mask: Tensor, sem: str) -> None:
+    assert p.at.shape == value.shape == mask.shape and value.dtype == p.memory.dtype == torch.int32
+    at = p.at[mask]
+    assert bool(((at >= 0) & (at < p.memory.numel())).all()), "writes past the end"
+    p.memory[at] = torch.maximum(p.memory[at], value[mask])
+    p.written[at] = 1
+
+
 def compared(name: str) -> Any:
     def f(a: Any, b: Any, propagate_nan: str) -> Tensor:
         assert propagate_nan == "all"
@@ -69,6 +77,8 @@ def standin(program: int) -> dict[str, Any]:
     tl |= {"int64": torch.int64, "constexpr": int, "PropagateNan": types.SimpleNamespace(ALL="all")}
     tl |= {"cdiv": lambda a, b: -(-a // b), "arange": torch.arange, "program_id": lambda axis: torch.tensor(program)}
     tl |= {"load": load, "store": store, "trans": torch.t, "broadcast_to": torch.broadcast_to, "abs": torch.abs}
+    tl |= {"max": lambda x, axis: x.amax(axis), "atomic_max": atomic_max, "where": torch.where, "int32": torch.int32}
+    tl |= {"cast": lambda x, dtype, bitcast: x.contiguous().view(dtype)}
     tl |= {"maximum": compared("maximum"), "minimum": compared("minimum")}
     return {"triton": types.SimpleNamespace(jit=lambda f: f), "tl": types.SimpleNamespace(**tl)}
 
@@ -76,12 +86,16 @@ def standin(program: int) -> dict[str, Any]:
 def run(record: Elementwise, inputs: list[Tensor], unread: int | None = None, text: str = "") -> list[Tensor | None]:
     """A record's text on torch tensors: each output is written once, all of it."""
     m, text = inputs[record.tile].shape[0], text or render(record)
-    shapes = [(record.n, m) if out.transposed else (m, record.n) for out in record.outputs]
+    poison = [0.0 if o.largest_over else float("nan") for o in record.outputs]
     outs = [
-        torch.full(shape, float("nan")).to(DTYPES[o.dtype]) for shape, o in zip(shapes, record.outputs, strict=True)
+        torch.full(shape, value).to(DTYPES[o.dtype])
+        for shape, value, o in zip(record.sizes(m), poison, record.outputs, strict=True)
     ]
     given = [pointer(x) for x in inputs]
-    to: list[Pointer | None] = [None if i == unread else pointer(out) for i, out in enumerate(outs)]
+    to: list[Pointer | None] = [
+        None if i == unread else pointer(out.view(torch.int32) if o.largest_over else out)
+        for i, (out, o) in enumerate(zip(outs, record.outputs, strict=True))
+    ]
     for program in range(-(-m // BLOCK_M) * -(-record.n // BLOCK_N)):
         names = standin(program)
         exec(text.replace("import triton\n", "").replace("import triton.language as tl\n", ""), names)
@@ -119,13 +133,19 @@ OPERANDS = (
 
 def casts(n: int) -> Elementwise:
     """A tensor by a vector, rounded; cast in rows, in columns and by one number; vectors; and what it was."""
-    lets = [Let("xr", "mul", ("x", "r")), Let("n", "bf16", ("xr",)), Let("nz", "add", ("n", "z"))]
+    lets = [
+        Let("xr", "mul", ("x", "r")),
+        Let("n", "bf16", ("xr",)),
+        Let("nz", "add", ("n", "z")),
+        Let("xg", "add", ("x", 9.0)),
+    ]
     for name, scale, limit in (("p", "r", 448.0), ("q", "c", 448.0), ("s", "g", 57344.0)):
         lets += [Let(f"{name}0", "mul", ("n", scale)), Let(f"{name}1", "max", (f"{name}0", -limit))]
         lets.append(Let(f"{name}2", "min", (f"{name}1", limit)))
     outputs = [Output("p2", "e4m3"), Output("q2", "e4m3", True), Output("s2", "e5m2"), Output("s2", "e5m2", True)]
     outputs += [Output("nz", "f32", True), Output("n", "bf16"), Output("r", "f32"), Output("c", "f16", True)]
     outputs += [Output("g", "f32"), Output("x", "bf16", True)]
+    outputs += [Output(value, "f32", largest_over=over) for value in ("n", "x", "xg") for over in ("N", "M")]
     return verify(Elementwise(n, OPERANDS, tuple(lets), tuple(outputs)))
 
 

@@ -19,7 +19,8 @@ SIZES = [(1, 16), (37, 48), (256, 4096), (4097, 176)]
 
 
 def casts(n: int, dtype: str, largest: float) -> Elementwise:
-    """A normalised tensor cast in rows and transposed, each with scales of its own, and its own value in 16 bits."""
+    """A normalised tensor cast in rows and transposed, each with scales of its own, its own value in 16 bits, and the
+    largest of its rows and columns."""
     operands = [Operand("x", "tile", "bf16"), Operand("r", "token", "f32"), Operand("g", "feature", "bf16")]
     operands += [Operand("rows", "token", "f32"), Operand("columns", "feature", "f32"), Operand("one", "scalar", "f32")]
     lets = [Let("a", "mul", ("x", "r")), Let("b", "mul", ("a", "g")), Let("n", "bf16", ("b",))]
@@ -27,6 +28,7 @@ def casts(n: int, dtype: str, largest: float) -> Elementwise:
         lets += [Let(f"{name}0", "mul", ("n", scale)), Let(f"{name}1", "max", (f"{name}0", -largest))]
         lets.append(Let(f"{name}2", "min", (f"{name}1", largest)))
     outputs = [Output("p2", dtype), Output("q2", dtype, True), Output("n", "bf16"), Output("s2", dtype, True)]
+    outputs += [Output("n", "f32", largest_over="N"), Output("x", "f32", largest_over="M")]
     return verify(Elementwise(n, tuple(operands), tuple(lets), tuple(outputs)))
 
 
@@ -43,7 +45,7 @@ def given(record: Elementwise, m: int, odd: bool) -> list[Tensor]:
 
 def bits(x: Tensor) -> Tensor:
     """As integers, with one NaN for all."""
-    whole = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
+    whole = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
     return whole.masked_fill(x.float().isnan(), 0)
 
 
@@ -70,5 +72,5 @@ def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
     inputs = given(record, 40, False)
     wanted = interpret(record, inputs)
     out = torch.empty_like(wanted[1])
-    triton_kernel(record, str(tmp_path))(inputs, [None, out, None, None])
+    triton_kernel(record, str(tmp_path))(inputs, [None, out, None, None, None, None])
     assert torch.equal(bits(out), bits(wanted[1]))

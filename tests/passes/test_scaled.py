@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.ops.custom import STORED
-from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared
+from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared, store_sources
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.rewrite.state import TRANSPOSES
@@ -56,13 +56,66 @@ def test_equal_computations_are_one() -> None:
     same(module, two_layers, *inputs())
 
 
-def test_the_sides_of_a_joint_graph_share_nothing() -> None:
+def test_the_sides_of_a_joint_graph_share_what_is_small() -> None:
+    """The largest of rows and the scales, no tensor."""
     module = traced(two_layers, *inputs())
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
     for node in nodes[len(nodes) // 2 :]:
         node.meta["partitioner_tag"] = "is_backward"
     share(module.graph)
+    module.graph.eliminate_dead_code()
     assert casts(module) == 4
+    assert len(module.graph.find_nodes(op="call_function", target=aten.amax.default)) == 3
+    assert len(module.graph.find_nodes(op="call_function", target=aten.log2.default)) == 3
+    same(module, two_layers, *inputs())
+
+
+def test_what_is_large_is_not_made_of_what_is_small_for_both_sides() -> None:
+    """The outer product of two vectors is a tensor."""
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.amax(0, True) * x.amax(1, True) + i for i in range(2))
+
+    module = traced(f, inputs()[0])
+    nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+    for node in nodes[len(nodes) // 2 :]:
+        node.meta["partitioner_tag"] = "is_backward"
+    share(module.graph)
+    module.graph.eliminate_dead_code()
+    assert len(module.graph.find_nodes(op="call_function", target=aten.amax.default)) == 2
+    assert len(module.graph.find_nodes(op="call_function", target=aten.mul.Tensor)) == 2
+
+
+def of_two(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A tensor that a product reads, made of two, and its largest."""
+    h = torch.sin(x) * torch.cos(x)
+    return h @ w.t(), h.abs().amax(0), w.to(E4M3)
+
+
+def widened_twice(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    h = (x @ w.t()) + (x @ w.t())
+    return h.float().sum(0), torch.sin(h.float()), w.to(E4M3)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["one_side", "two_sides"])
+@pytest.mark.parametrize("f", [of_two, widened_twice])
+def test_what_products_and_passes_read_is_stored_once(f: Callable[..., object], late: bool) -> None:
+    """Where nothing on the other side of the graph reads it."""
+    module = traced(f, *inputs()[:2])
+    reader = module.graph.output_node().args[0][1]  # type: ignore[index]
+    for node in [reader, *reader.all_input_nodes] if late else ():  # type: ignore[union-attr]
+        node.meta["partitioner_tag"] = "is_backward"
+    store_sources(module.graph)
+    stored = module.graph.find_nodes(op="call_function", target=STORED)
+    assert [n.args[0].target for n in stored] == ([] if late else [aten.mul.Tensor if f is of_two else aten.add.Tensor])
+    assert late or len(stored[0].users) > 1
+    same(module, f, *inputs()[:2])
+
+
+def test_without_8_bits_nothing_is_stored() -> None:
+    module = traced(lambda x, w: ((h := torch.sin(x) * torch.cos(x)) @ w.t(), h.abs().amax(0)), *inputs()[:2])
+    store_sources(module.graph)
+    assert not module.graph.find_nodes(op="call_function", target=STORED)
 
 
 def test_what_is_returned_stays_apart() -> None:

@@ -109,7 +109,9 @@ AT, X = torch.rand(LENGTH, SIZE), torch.rand(BATCH, HEADS, LENGTH, SIZE)
         (lambda at, x: (x * at.cos(), x * at.sin()), ["[192, 16]"] * 2),
         (lambda at, x: [half * at.cos()[:, :8] for half in x.chunk(2, -1)], []),  # by half of them, each
         (lambda at, x: (lambda cos: [half * cos for half in x.chunk(2, -1)])(at.cos()[:, :8]), ["[192, 16]"]),
-        (lambda at, x: (x * at.exp(), x * at), []),  # as fast as it can be read
+        (lambda at, x: (x * at.exp(), x * at, x * at.reciprocal()), []),  # as fast as it can be read
+        (lambda at, x: (x * at.log2().floor().exp2(),), ["[192, 16]"]),
+        (lambda at, x: (x * (at.double().reciprocal() * 448).float(),), ["[192, 16]"]),
         (lambda at, x: (x.cos(), x * at), []),  # of every element
         (lambda at, x: (at.cos(), x @ at.sin().t()), []),  # in memory anyway
         (lambda at, x: (x[:1, :4] * at.cos(),), []),  # too seldom read
