@@ -1,14 +1,15 @@
-"""Training steps in FP8 as torchao's users write them: backend="coda" against torch.compile's default.
+"""Training steps and inference in FP8 as torchao's users write them: backend="coda" against torch.compile's default.
 
-    python bench/float8.py WIDTH FFN [RECIPE ...] [--layers 2] [--out FILE]
+    python bench/float8.py WIDTH FFN [RECIPE ...] [--layers 2] [--batch 4] [--out FILE]
 
-WIDTH and FFN are 2048 8192, 4096 14336 or 8192 28672, say; a RECIPE is bf16 or one of torchao's (rowwise, tensorwise,
-rowwise_with_gw_hp). Two layers of TorchTitan's Llama (heads of 128, a quarter of them for keys and values, rotary
-embeddings as complex products), 4 x 4096 tokens, forward and backward, no optimizer. Needs torchao.
+WIDTH and FFN are 2048 8192, 4096 14336 or 8192 28672, say; a RECIPE is bf16 or one of torchao's for training (rowwise,
+tensorwise, rowwise_with_gw_hp) or for inference (per_row, per_tensor: dynamic activations, weights cast once). Two
+layers of TorchTitan's Llama (heads of 128, a quarter of them for keys and values, rotary embeddings as complex
+products), 4 x 4096 tokens, forward and backward, no optimizer; of inference the forward. Needs torchao.
 
 A JSON line per recipe: "ms" is ours, "baseline_ms" torch.compile's of the same recipe, each repeated alone for seconds,
 by turns, medians; "again_ms" torch.compile's compiled again, whose distance from the baseline is the noise. "gib" are
-the peaks over what lies there before a step; "difference" is the largest relative one of a gradient.
+the peaks over what lies there before a step; "difference" is the largest relative one of a gradient or an output.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
 
 from coda_inductor.inductor.joint_pass import REPORTS
 
-TOKENS, BATCH, HEAD = 4096, 4, 128
+TOKENS, HEAD = 4096, 128
+INFERENCE = {"per_row": PerRow, "per_tensor": PerTensor}
 
 
 class Layer(nn.Module):
@@ -89,27 +92,36 @@ def alone(steps: dict[str, Callable[[], Any]], seconds: float = 1.5, rounds: int
     return {name: sorted(ms)[len(ms) // 2] for name, ms in found.items()}
 
 
-def measured(recipe: str, layers: int, d: int, ff: int) -> dict[str, Any]:
+def stepping(recipe: str, model: nn.Module, backend: str, x: Tensor, turns: Tensor) -> Callable[[], list[Tensor]]:
+    """A step of the model by the recipe: its output, or the gradients of its inputs and parameters."""
+    if recipe in INFERENCE:
+        quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=INFERENCE[recipe]()))
+    elif recipe != "bf16":
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    compiled, given, go = torch.compile(model, backend=backend), x.clone().requires_grad_(), torch.randn_like(x)
+    wanted = [given, *model.parameters()]
+
+    @torch.no_grad()
+    def forward() -> list[Tensor]:
+        return [compiled(x, turns)]
+
+    return forward if recipe in INFERENCE else lambda: [*torch.autograd.grad(compiled(given, turns), wanted, go)]
+
+
+def measured(recipe: str, layers: int, batch: int, d: int, ff: int) -> dict[str, Any]:
     """One recipe's row."""
     angles = torch.outer(torch.arange(TOKENS), 500000.0 ** (-torch.arange(0, HEAD, 2) / HEAD))
     turns = torch.polar(torch.ones_like(angles), angles).cuda()
-    x, go = (torch.randn(BATCH, TOKENS, d, device="cuda", dtype=torch.bfloat16) for _ in "xg")
-    steps, seconds, peaks, gradients = {}, {}, {}, {}
+    x = torch.randn(batch, TOKENS, d, device="cuda", dtype=torch.bfloat16)
+    steps, seconds, peaks, made = {}, {}, {}, {}
     for name, backend in (("baseline", "inductor"), ("ours", "coda"), ("again", "inductor")):
         torch._dynamo.reset()
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = Layers(layers, d, ff).to(torch.bfloat16)
-        if recipe != "bf16":
-            convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-        compiled, given = torch.compile(model, backend=backend), x.clone().requires_grad_()
-        wanted = [given, *model.parameters()]
-
-        def step(f: Any = compiled, given: Tensor = given, wanted: list[Tensor] = wanted) -> Any:
-            return torch.autograd.grad(f(given, turns), wanted, go)
-
+        step = stepping(recipe, model, backend, x, turns)
         start = time.perf_counter()
-        gradients[name] = [g.float().cpu() for g in step()]
+        made[name] = [g.float().cpu() for g in step()]
         seconds[name] = round(time.perf_counter() - start, 1)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -118,7 +130,7 @@ def measured(recipe: str, layers: int, d: int, ff: int) -> dict[str, Any]:
         peaks[name] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
         steps[name] = step
     ms = alone(steps)
-    pairs = zip(gradients["ours"], gradients["baseline"], strict=True)
+    pairs = zip(made["ours"], made["baseline"], strict=True)
     report = REPORTS[-1] if REPORTS else None
     return {
         "ms": round(ms["ours"], 3), "baseline_ms": round(ms["baseline"], 3), "again_ms": round(ms["again"], 3),
@@ -134,16 +146,17 @@ def main() -> None:
     parser.add_argument("ffn", type=int)
     parser.add_argument("recipes", nargs="*", default=["bf16", "rowwise", "tensorwise", "rowwise_with_gw_hp"])
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     packages = ("torch", "torchao", "triton", "nvidia-cutlass-dsl", "quack-kernels")
     for recipe in chosen.recipes:
         row = {
             "case": f"{chosen.layers} layers of Llama, {recipe}", "d": chosen.width, "ffn": chosen.ffn,
-            "tokens": TOKENS * BATCH, "machine": torch.cuda.get_device_name(),
+            "tokens": TOKENS * chosen.batch, "machine": torch.cuda.get_device_name(),
             "versions": {name: version(name) for name in packages},
         }  # fmt: skip
-        line = json.dumps(row | measured(recipe, chosen.layers, chosen.width, chosen.ffn))
+        line = json.dumps(row | measured(recipe, chosen.layers, chosen.batch, chosen.width, chosen.ffn))
         print(line, flush=True)
         if chosen.out:
             with chosen.out.open("a") as file:

@@ -24,7 +24,7 @@ from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
-from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_shared, store_sources
+from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales, store_shared, store_sources
 from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, REGION_KINDS, TABLES, allowed
 from coda_inductor.passes.tables import Table, store_tables
 from coda_inductor.patterns import graph as g
@@ -94,6 +94,7 @@ def eight_bit_products(work: Work) -> None:
         share(work.graph)
         in_rows(work.graph)
         largest_of_rows(work.graph)
+        store_scales(work.graph)
 
 
 def eight_bit_casts(work: Work) -> None:

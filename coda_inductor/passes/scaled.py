@@ -6,6 +6,7 @@ torchao casts a transposed weight, and the result lies as that does: [K, N] whos
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import EIGHT_BITS, NARROW
@@ -45,6 +46,17 @@ def share(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def store_scales(graph: fx.Graph) -> None:
+    """Puts scales into memory, in place, where products read them anyway: that they are made of the largest of a tensor
+    no epilogue needs to know. (Of what is made in float64, as torchao's are for training, none does.)"""
+    for node in [n for n in graph.nodes if n.target in g.SCALED]:
+        for scale in g.operands(node).scales:
+            root = g.root(scale, g.is_view)
+            made = g.reached([root], lambda n: () if g.reduction(n) is not None else n.all_input_nodes)
+            if is_loop(root) and not any(n.meta["val"].dtype == torch.float64 for n in made if g.tensor(n) is not None):
+                stored(graph, root)
+
+
 def is_small(node: fx.Node, reduced: set[fx.Node]) -> bool:
     """Is it a reduction to few values, or made of no more than such?"""
     read = node.all_input_nodes
@@ -54,13 +66,16 @@ def is_small(node: fx.Node, reduced: set[fx.Node]) -> bool:
 
 def largest_of_rows(graph: fx.Graph) -> None:
     """The largest value of a tensor is that of the largest of its rows, which an epilogue takes, in place."""
-    for node in graph.find_nodes(op="call_function", target=aten.max.default):
-        x = node.args[0]
-        if g.is_weight(g.root(x, lambda n: n.target is aten.abs.default or g.is_view(n))) or len(g.sizes(x)) < 2:
+    for node in [n for n in graph.nodes if n.target in (aten.max.default, aten.amax.default)]:
+        x, over = node.args[0], node.args[1] if len(node.args) > 1 else ()
+        rank = len(g.sizes(x))
+        if rank < 2 or len({d % rank for d in over}) not in (0, rank):
+            continue
+        if g.is_weight(g.root(x, lambda n: n.target is aten.abs.default or g.is_view(n))):
             continue
         writing = Writing(graph, node)
         rows = writing.call(node, aten.amax.default, x, [-1], True)
-        node.replace_all_uses_with(writing.call(node, aten.amax.default, rows))
+        node.replace_all_uses_with(writing.call(node, aten.amax.default, rows, *node.args[1:]))
         graph.erase_node(node)
 
 
