@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS
 from coda_inductor.core.elementwise import told
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.text import left, right
@@ -170,6 +170,10 @@ def declined(report: Report) -> bool:
     return any(not r.node for r in report.refused)
 
 
+CAST = torch.ops.prims.convert_element_type.default
+BY_ITS_LARGEST = "it casts to FP8 in one layout, by scales that are known only once what it casts is there"
+
+
 def refusal(kernel: Kernel, report: Report) -> Facts:
     """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at its end), and
     the user's line of the operation that it failed for."""
@@ -179,6 +183,8 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
     for r in report.refused:
         if r.node in names:
             return {"node": r.node, "reason": r.reason, "source": r.source}
+    if any(n.target is CAST and n.args[1] in EIGHT_BITS for n in kernel.nodes):
+        return {"node": kernel.nodes[-1].name, "reason": BY_ITS_LARGEST, "source": _last_source(kernel)}
     feeds = {_operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
     if any("attention" in name for name in feeds):
         why = "it reads the result of attention, which is no product of ours"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import fx
 
 from coda_inductor.codegen import legality, target
@@ -32,7 +33,8 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
     """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and wherever a
     compile leaves the graph to Inductor."""
     if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
-        raise Unsupported("it has no matrix product")
+        integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
+        raise Unsupported("it has no matrix product" + " but of integers (aten._int_mm)" * integers)
     require_options(settings)
     if settings.target == "reference":
         return rewrite(graph, settings, decisions=Decisions(decide=decide))

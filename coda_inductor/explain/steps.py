@@ -72,8 +72,7 @@ def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
         return {"kind": kind, "untouched": str(why), "before": before, "after": before, "laws": []}
     listing = Listing(graph, seen[0], report)
     after = listing.steps()
-    touched = report.sites or report.tables or report.casts
-    untouched = "" if touched else "nothing follows a product that an epilogue could do"
+    untouched = "" if report.rewrote else "nothing follows a product that an epilogue could do"
     return {"kind": kind, "untouched": untouched, "before": before, "after": after, "laws": listing.laws()}
 
 

@@ -194,7 +194,7 @@ def rewrite(
     has its graph back as it was."""
     start, module = time.perf_counter(), graph.owning_module
     assert module is not None
-    backup, guards = g.copied(graph), _guards(graph)
+    backup, guards, names = g.copied(graph), _guards(graph), [n.name for n in graph.nodes]
     try:
         device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
         work = Work(module, settings, target, decisions, Before.of(graph), device)
@@ -207,8 +207,9 @@ def rewrite(
     except BaseException:
         module.graph = backup
         raise
-    seconds = time.perf_counter() - start
-    return Report(tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise, seconds)
+    rewrote, seconds = names != [n.name for n in graph.nodes], time.perf_counter() - start
+    done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise
+    return Report(*done, rewrote, seconds)
 
 
 def may_widen(settings: Settings, target: str) -> bool:

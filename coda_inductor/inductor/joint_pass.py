@@ -118,7 +118,7 @@ class JointPass(CustomGraphPass):
         except Exception as error:  # the outermost fallback
             failure = self.failed(error, module.graph, "a graph")
             return failure
-        self.rewrote |= bool(report.sites or report.tables or report.casts)
+        self.rewrote |= report.rewrote
         REPORTS.append(report)
         return report
 

@@ -48,6 +48,8 @@ class Report:
     """What was cast elsewhere than it is now."""
     elementwise: tuple[Pass, ...] = ()
     """Casts to 8 bits, in rows and transposed, that read their tensor once."""
+    rewrote: bool = False
+    """Is the graph another than it was?"""
     seconds: float = 0.0
     backward: tuple[int, int] = (0, 0)
     """Of tuning: how many of the backward's Regions, as they were first derived, are kept, and how many there were.
