@@ -13,12 +13,14 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from float8_layers import WIDTH, Mlp, by
 from torch import Tensor, fx, nn
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture, load
-from coda_inductor.explain.facts import explain, region_facts, render
+from coda_inductor.explain.facts import BY_ITS_LARGEST, explain, region_facts, render
 from coda_inductor.explain.report import amounts
 from coda_inductor.inductor.records import Refusal, Report, Site
 
@@ -209,3 +211,10 @@ def test_amounts_are_of_one_unit() -> None:
     assert amounts(133_340_000_000, 89_050_000_000, 5_000_000) == "133 GB -> 89.0 GB -> 0.005 GB"
     assert amounts(99_999_999, 9_996_000, 999_600) == "100 MB -> 10.0 MB -> 1.00 MB"
     assert amounts(0) == "0 kB"
+
+
+def test_why_a_cast_to_8_bits_is_left() -> None:
+    """In one layout it is Inductor's: the scale is the largest of what is cast."""
+    model = by("rowwise_with_gw_hp", Mlp())
+    facts = explain(model, (torch.empty(1024, WIDTH, dtype=torch.bfloat16),), {}, "infer", Settings(target="sm_90a"))
+    assert BY_ITS_LARGEST in {p["why"] for graph in facts["graphs"] for p in graph["passes"]}
