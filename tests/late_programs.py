@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from effect_reads import scale_
+from effect_reads import exchange_, scale_
 from programs import Program, program
 from small_tensors import rms
 from torch import Tensor
@@ -56,6 +56,18 @@ def copy_of_a_copy(x: Tensor, w: Tensor, v: Tensor, m: Tensor) -> Any:
     with torch.no_grad():
         m.add_(h)
     return h, h + left @ v.t()
+
+
+@program(LATE, "x:TD w:DD | m:TD", infer=0, train=2, ways=("inductor",))
+def scores_of_a_copy(x: Tensor, w: Tensor, m: Tensor) -> Any:
+    """Inductor takes the copy for its source, and lets the operation write to that. (Of random program 75135.)"""
+    h = x @ w + x
+    with torch.no_grad():
+        m.mul_(0.5)
+    out = torch.softmax(m.clone() @ h.t(), -1) @ h
+    with torch.no_grad():
+        exchange_(m[:2], m[2:4])
+    return out
 
 
 @program(LATE, "x:TD r:TD' w:DD", infer=1, train=1, inductor=False)

@@ -1,9 +1,9 @@
 """An elementwise pass over tensors [M, N]: what it reads once, and what it writes, in rows or transposed, or the
 largest of each row and column.
 
-For what stands between products of 8-bit matrices: each tensor is cast with a scale for each row and again, transposed,
-with one for each column, and the scales are made of the largest values. One frozen record for code generation, cache
-key and launch, as the Region is; its meaning is `interpret`.
+Mostly for what stands between products of 8-bit matrices: each tensor is cast with a scale for each row and again,
+transposed, with one for each column, and the scales are made of the largest values. One frozen record for code
+generation, cache key and launch, as the Region is; its meaning is `interpret`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ def complex_products(work: Work) -> None:
 
 
 def eight_bit_products(work: Work) -> None:
-    """Of 8-bit products: what is computed twice is computed once, and right matrices are transposed views of [N, K]."""
+    """Of 8-bit products: what is computed twice is computed once, also what both sides of the graph compute of few
+    values; right matrices are transposed views of [N, K]; scales are in memory."""
     if any(node.target in g.SCALED for node in work.graph.nodes):
         share(work.graph)
         in_rows(work.graph)

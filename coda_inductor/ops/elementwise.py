@@ -57,7 +57,7 @@ class Launcher:
         except Unsupported as error:
             if self.settings.strict:
                 raise
-            report(f"casts to 8 bits run as separate operations: {error}")
+            report(f"an elementwise pass runs as separate operations: {error}")
             return None
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
@@ -83,7 +83,7 @@ class ElementwiseKernel(ir.FallbackKernel):
 
 
 def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
-    if target == "reference":
+    if target == "reference" or inputs[0].get_device().type != "cuda":
         return fallback_handler(ELEMENTWISE, add_to_fallback_set=False)(inputs, text, target)
     tensors = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in inputs]
     return launched(ElementwiseKernel, ELEMENTWISE, tensors, (text, target), _layouts(parse(text), tensors))

@@ -1,5 +1,5 @@
 """coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
-coda.stored lowered: nothing but a buffer; coda.kept: a copy.
+coda.stored lowered: nothing but a buffer, unless others have it too; coda.kept: a copy.
 
 The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
 """
@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.lowering import clone, fallback_handler, register_lowering
@@ -26,6 +26,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.launch import Launch, fall_back, kernel, together
 from coda_inductor.ops.custom import KEPT, REGION, STORED
+from coda_inductor.patterns.graph import is_view
 
 
 class Launcher:
@@ -251,9 +252,21 @@ def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[A
 
 
 def _store(x: ir.TensorBox) -> ir.TensorBox:
-    """The value itself, which now has memory."""
+    """The value itself, which now has memory; a copy, if others read or write that memory under another name. (Inductor
+    takes a clone for its source, and lets an operation write to that if it sees no reader behind.)"""
+    if _has_other_names(V.graph.current_node.all_input_nodes[0]):
+        return _keep(x)
     x.realize()
     return x
+
+
+def _has_other_names(node: fx.Node) -> bool:
+    """Is the node's memory an input's, or is there another reader of it, or of what it is a view of?"""
+    while node.op != "placeholder" and len(node.users) == 1:
+        if not is_view(node):
+            return False
+        node = node.all_input_nodes[0]
+    return True
 
 
 def _keep(x: ir.TensorBox) -> ir.TensorBox:

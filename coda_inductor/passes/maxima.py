@@ -70,11 +70,18 @@ def grouped(graph: fx.Graph, nodes: list[fx.Node], reading: Reading) -> dict[fx.
         if source is None or not early(node, source):
             continue
         if g.is_backward(node) != (g.is_backward(source) or g.is_tangent(source)) and not g.is_weight(source):
-            continue  # taken in the forward, it would let the partitioner make there what the backward reads of it
+            continue  # in the forward, the partitioner could compute the backward's other readers there, and keep them
+        if not _above(value, source).isdisjoint(nodes):
+            continue  # a pass cannot read what it makes itself
         if memory is None or memory.of(source) not in unstable:
             kept = tuple(i for d in reading.roots(node) for i in d)
             found[source].append(Largest(node, value, kept))
     return found
+
+
+def _above(value: fx.Node, source: fx.Node) -> set[fx.Node]:
+    """What a value is made of behind its source."""
+    return g.reached([value], lambda n: [a for a in n.all_input_nodes if source < a])
 
 
 def _write(

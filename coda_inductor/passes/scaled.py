@@ -41,14 +41,16 @@ def share(graph: fx.Graph) -> None:
         if is_small(node, reduced):
             reduced.add(node)
         key = value if node in reduced else (value, repr([node.meta.get(tag) for tag in SIDES]))
-        if (first := known.setdefault(key, node)) is not node:
+        if g.is_backward(first := known.setdefault(key, node)) and not g.is_backward(node):
+            known[key] = node
+        elif first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
 
 def store_scales(graph: fx.Graph) -> None:
-    """Puts scales into memory, in place, where products read them anyway: that they are made of the largest of a tensor
-    no epilogue needs to know. (Of what is made in float64, as torchao's are for training, none does.)"""
+    """Puts scales into memory, in place, where products read them anyway: an epilogue reads the scale, and need not
+    know that it is made of the largest of a tensor. Scales made in float64 are left: no epilogue takes their amax."""
     for node in [n for n in graph.nodes if n.target in g.SCALED]:
         for scale in g.operands(node).scales:
             root = g.root(scale, g.is_view)

@@ -22,7 +22,8 @@ PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
     COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones",
-    ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory",
+    ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
+    "the largest of its rows and columns",
     LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from coda_inductor.core.settings import Settings
 from coda_inductor.plan.plan import Plan
 from coda_inductor.tuning.benchmark import Programs, benchmarked
 from coda_inductor.tuning.extract import Program, described, goes_on_with, on_the_way, piece, read, waits
@@ -71,9 +72,9 @@ class WithoutLaw:
         """Inductor's programs, one for each of `wanted`."""
         return [piece(self.group, self.plan, nodes, done) for nodes, done in self.wanted]
 
-    def key(self) -> str:
+    def key(self, settings: Settings) -> str:
         """What the outcome depends on."""
-        parts = [key_of(self.group, self.plan), key_of(self.rival, self.other)]
+        parts = [key_of(self.group, self.plan, settings), key_of(self.rival, self.other, settings)]
         parts += [described(*made[0].nodes) if made else "" for made in self.pieces]
         return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
 

@@ -16,9 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.codegen.target import SM_90A
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
+from coda_inductor.core.settings import Settings
 from coda_inductor.measure import tune
 from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.scaled import store_sources
+from coda_inductor.passes.switches import ELEMENTWISE, NAMES, TABLES, allowed
 from coda_inductor.passes.tables import store_tables
 from coda_inductor.patterns.effects import effects
 from coda_inductor.plan.built import Built
@@ -43,6 +45,7 @@ log = logging.getLogger("coda_inductor.tuning")
 class Programs:
     """Small programs as Inductor compiles them, each once: layers are alike, and so are the derivations compared."""
 
+    settings: Settings
     done: dict[str, Callable[..., Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """What Inductor said of those that it cannot compile."""
@@ -55,7 +58,7 @@ class Programs:
             try:
                 with ThreadPoolExecutor(1) as worker:
                     module = fx.GraphModule(torch.nn.Module(), graph)
-                    as_in_the_whole(graph)
+                    as_in_the_whole(graph, self.settings)
                     self.done[text] = worker.submit(_compile, module, without_memory(tensors)).result()
             except Exception as error:
                 if foreseen(error) or isinstance(error, CodaError):
@@ -104,11 +107,13 @@ class Programs:
         return lambda: run(*tensors)
 
 
-def as_in_the_whole(graph: fx.Graph) -> None:
+def as_in_the_whole(graph: fx.Graph, settings: Settings) -> None:
     """Does to a program what is done to the user's graph behind the Regions, in place."""
-    write_maxima(graph, SM_90A.name, effects(graph))
+    if allowed(ELEMENTWISE, NAMES, settings):
+        write_maxima(graph, SM_90A.name, effects(graph))
     store_sources(graph)
-    store_tables(graph)
+    if allowed(TABLES, NAMES, settings):
+        store_tables(graph)
 
 
 def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,16 +8,20 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import legality, target
+from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import record
+from coda_inductor.passes.switches import ELEMENTWISE, NAMES, TABLES, allowed
 from coda_inductor.plan.plan import Plan
 from coda_inductor.tuning import around
 from coda_inductor.tuning.extract import described, laid_out, put_off, small, subgraph
 from coda_inductor.tuning.group import Group
 
 
-def key_of(group: Group, plan: Plan) -> str:
-    """What the outcome depends on: both programs, what they run on, and the versions that compile them."""
+def key_of(group: Group, plan: Plan, settings: Settings) -> str:
+    """What the outcome depends on: both programs and what is done to them, what they run on, and the versions that
+    compile them."""
     parts = [
+        *(name for name in (ELEMENTWISE, TABLES) if not allowed(name, NAMES, settings)),
         str(legality.bucket(group.tokens)),
         record.device_name(),
         record.sources_digest(),

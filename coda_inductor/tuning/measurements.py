@@ -66,7 +66,7 @@ class Measurements:
         self._saved: frozenset[str] | None = None
         self._plans = list[Known]()
         self._said = set[str]()  # the keys of the groups whose times were
-        self._programs = Programs()
+        self._programs = Programs(settings)
         if settings.measures:
             prebuild.warm_up()
 
@@ -158,7 +158,7 @@ class Measurements:
         """The group's key."""
         keys = self.of(plan).keys
         if group.mask not in keys:
-            keys[group.mask] = key_of(group, plan)
+            keys[group.mask] = key_of(group, plan, self.settings)
         return keys[group.mask]
 
     def found(self, plan: Plan, group: Group) -> dict[str, Any] | None:
@@ -216,7 +216,7 @@ class Measurements:
             dataclasses.replace(self.group(other, parts), taken=[], loops=set(), after=set()),
         )
         without = WithoutLaw(group, plan, rival, other)
-        key = without.key()
+        key = without.key(self.settings)
         found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
         if found is None:
             self.require_room((group, plan), (rival, other))

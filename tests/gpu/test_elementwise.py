@@ -74,3 +74,21 @@ def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
     out = torch.empty_like(wanted[1])
     triton_kernel(record, str(tmp_path))(inputs, [None, out, None, None, None, None])
     assert torch.equal(bits(out), bits(wanted[1]))
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["finite", "odd"])
+@pytest.mark.parametrize(("m", "n"), [*SIZES, (65, 63), (4097, 1000)])
+def test_the_largest_of_rows_and_columns(m: int, n: int, odd: bool, tmp_path: Path) -> None:
+    """A kernel of them alone has blocks of its own; and of one of them alone."""
+    operands = (Operand("x", "tile", "bf16"), Operand("r", "token", "f32"))
+    outputs = (Output("v", "f32", largest_over="N"), Output("v", "f32", largest_over="M"))
+    record = verify(Elementwise(n, operands, (Let("v", "mul", ("x", "r")),), outputs))
+    tmp_path.chmod(0o700)
+    x, r = torch.randn(m, n, device="cuda").bfloat16(), torch.rand(m, device="cuda")
+    if odd:
+        x[0], x[m // 2, 3], x[m // 3, 5], x[-1, 7] = 0.0, float("nan"), float("inf"), -float("inf")
+    wanted = interpret(record, [x, r])
+    for unread in (None, 0, 1):
+        outs = [None if i == unread else torch.full_like(w, float("nan")) for i, w in enumerate(wanted)]
+        triton_kernel(record, str(tmp_path))([x, r], outs)
+        assert all(out is None or torch.equal(bits(out), bits(w)) for out, w in zip(outs, wanted, strict=True))

@@ -255,6 +255,36 @@ def test_values_are_made_as_they_are_written() -> None:
     assert (made.m, record.n) == (str(M), N)
 
 
+def smoothed(x: Tensor) -> Found:
+    """The largest of rows is taken of what was divided by the largest of columns, as SmoothQuant does."""
+    s = x.abs().amax(0).clamp(min=1e-5).sqrt()
+    y = x / s
+    return s, y.abs().amax(1, keepdim=True)
+
+
+def of_its_own_rows(x: Tensor) -> Found:
+    s = torch.sin(x).abs().amax(1, keepdim=True)
+    return s, (torch.sin(x) * s.reciprocal()).abs().amax(0)
+
+
+def of_each_others_rows(x: Tensor) -> Found:
+    y = torch.sin(x)
+    of_x, of_y = x.abs().amax(1, keepdim=True), y.abs().amax(1, keepdim=True)
+    return (x * of_y).abs().amax(0), (y * of_x).abs().amax(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("f", [smoothed, of_its_own_rows, of_each_others_rows])
+def test_no_pass_reads_what_it_makes(f: Callable[..., Found], dtype: torch.dtype) -> None:
+    """Nor do two read what the other makes."""
+    x = given(rows_and_columns, False)[0].to(dtype)
+    found, passes = passes_of(f, x)
+    assert not passes
+    assert all(
+        torch.allclose(a, b, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5) for a, b in zip(found, f(x), strict=True)
+    )
+
+
 @pytest.mark.usefixtures("uncached")
 def test_it_is_run_by_inductor() -> None:
     """On the reference target, by a fallback."""

@@ -70,6 +70,15 @@ def test_the_sides_of_a_joint_graph_share_what_is_small() -> None:
     same(module, two_layers, *inputs())
 
 
+def test_the_forward_reads_nothing_of_the_backward() -> None:
+    """Of two equal ones the first may be the backward's."""
+    module = traced(lambda x: (x.abs().amax(1) + 1, x.abs().amax(1) + 2), inputs()[0])
+    first, second = module.graph.find_nodes(op="call_function", target=aten.amax.default)
+    first.meta["partitioner_tag"], second.meta["partitioner_tag"] = "is_backward", "is_forward"
+    share(module.graph)
+    assert len(module.graph.find_nodes(op="call_function", target=aten.amax.default)) == 2
+
+
 def test_what_is_large_is_not_made_of_what_is_small_for_both_sides() -> None:
     """The outer product of two vectors is a tensor."""
 

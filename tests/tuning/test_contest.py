@@ -330,5 +330,5 @@ def test_the_other_side_is_inductors_default_mode(monkeypatch: pytest.MonkeyPatc
     graph = fx.Graph()
     graph.output(graph.placeholder("x"))
     x = torch.zeros(2)
-    assert Programs().compiled(graph, [x])(x) is x
+    assert Programs(Settings()).compiled(graph, [x])(x) is x
     assert modes and all(seen[0][name] is False for options in modes.values() for name in options)

@@ -241,7 +241,7 @@ def test_what_a_loop_makes_of_random_numbers_reaches_no_kernel(monkeypatch: pyte
             (built,) = group.builts
             for node in {n for t in group.loops for n in t.all_input_nodes} - {*group.loops}:
                 group.values[node] = torch.full_like(group.value(node), torch.inf)
-            benchmark.Programs().computations(plan, group, built)
+            benchmark.Programs(Settings()).computations(plan, group, built)
             found = [group.values[c] for c in group.computed(built)]
             assert all(x.isfinite().all() for x in found) and not {*group.taken} & group.values.keys()
             vectors += len(found)

@@ -165,7 +165,7 @@ def test_what_a_losing_law_takes_along_is_not_measured(
 
     def measure(self: Measurements, group: Group, plan: Plan) -> dict[str, Any]:
         changed.append((bool(plan.program.limits.banned), bool(plan.program.undeferred)))
-        assert self.key(plan, group) == key_of(group, plan)
+        assert self.key(plan, group) == key_of(group, plan, self.settings)
         return whole(self, group, plan)
 
     monkeypatch.setattr(Measurements, "measure", measure)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from trained_layers import Layer, trained
 from zoo import Norm
 
+from coda_inductor.core.settings import Settings
 from coda_inductor.measure import timing
 from coda_inductor.measure.timing import Times
 from coda_inductor.patterns.graph import aten
@@ -198,14 +199,14 @@ def test_both_programs_are_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def against(self: Measurements, plan: Any, members: Any, other: Any, parts: Any) -> Outcome:
         group = self.group(plan, members)
         one, rival = WithoutLaw(group, plan, self.group(other, parts), other), self.group(other, parts)
-        keys = {one.key(), WithoutLaw(group, plan, rival, other).key()}
+        keys = {one.key(Settings()), WithoutLaw(group, plan, rival, other).key(Settings())}
         assert len(keys) == 1
         fewer = WithoutLaw(group, plan, self.group(other, parts[:1]), other)
         fewer.__dict__["pieces"] = one.pieces
-        keys.add(fewer.key())
+        keys.add(fewer.key(Settings()))
         more = WithoutLaw(group, plan, rival, other)
         more.__dict__["pieces"] = [None for _ in one.pieces]
-        keys.add(more.key())
+        keys.add(more.key(Settings()))
         compared.append(len(parts))
         assert any(one.pieces) and len(keys) == 2 + (len(parts) > 1)
         return whole(self, plan, members, other, parts)

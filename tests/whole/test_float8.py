@@ -167,8 +167,7 @@ def test_regions_and_passes(recipe: str, block: str) -> None:
 
 @each_recipe
 def test_every_rounding_is_kept_where_asked(recipe: str) -> None:
-    """No Region is lost by it. What is larger, two products in one accumulator say, is a pass's where it was a
-    Region's."""
+    """No Region is lost by it. Passes take the largest of rows and columns, which Regions take otherwise."""
     model = by(recipe, Mlp())
     report = near_eagers(model, *drawn(model, 0), numerics="strict")
     largest = {"max M max N": 8} if recipe == "rowwise" else {}
