@@ -285,6 +285,13 @@ def is_view(node: fx.Node) -> bool:
     return whole or node.target in VIEWS
 
 
+def is_compared(node: fx.Node) -> bool:
+    """Does an equality read the node, as it is or through views? The gradient of a largest value is that of the values
+    that equal it; if none does, 0 / 0."""
+    seen = reached([node], lambda n: [u for u in n.users if is_view(u)])
+    return any(u.target is aten.eq.Tensor for n in seen for u in n.users)
+
+
 def is_cast(node: fx.Node) -> bool:
     """Does the node only change its first argument's dtype?"""
     return node.op == "call_function" and node.target in (prims.convert_element_type.default, aten._to_copy.default)
