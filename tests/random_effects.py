@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> int:
         slowest, refused = max(slowest, seconds), refused + m.refused
         if said:
             stocks = under_inductor(m)
-            if stocks == said and "Error: " in said:  # AOTAutograd's, not ours: the caller is told
+            if "Error: " in stocks and "Error: " in said:  # AOTAutograd's, not ours: the caller is told
                 raised += 1
                 continue
             wrong += 1
