@@ -56,6 +56,7 @@ def test_equal_computations_are_one() -> None:
     same(module, two_layers, *inputs())
 
 
+@by_row
 def test_the_sides_of_a_joint_graph_share_what_is_small() -> None:
     """The largest of rows and the scales, no tensor."""
     module = traced(two_layers, *inputs())
