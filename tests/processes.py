@@ -3,6 +3,7 @@ torch's compiler and nothing of ours. That import is most of what such a script 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import MappingProxyType
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SERVER = multiprocessing.get_context("forkserver")
@@ -85,3 +87,17 @@ def _script(code: str, arguments: tuple[str, ...], environment: dict[str, str], 
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)[:2]
     sys.argv = ["-c", *arguments]
     exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+
+
+def said_by_ranks(module: str, ranks: int, place: Path) -> list[dict[str, Any]]:
+    """The lines of JSON that `main(rank, place)` of a module beside this one prints, of each rank, at the same time, on
+    the reference target; what it says of itself is printed here."""
+    code = f"import sys, {module}; {module}.main(int(sys.argv[1]), sys.argv[2])"
+    settings = {"CODA_INDUCTOR_TARGET": "reference", "CODA_INDUCTOR_STRICT": "1"}
+    scripts = [Script(code, str(rank), str(place), environment=settings) for rank in range(ranks)]
+    found = list[dict[str, Any]]()
+    for script in scripts:
+        ended = script.done()
+        found += [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+        print(ended.stderr[-3000:], file=sys.stderr)
+    return found

@@ -23,10 +23,11 @@ from coda_inductor.passes.casts import Cast, round_first, write_wide
 from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.maxima import write_maxima
+from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
-from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales, store_shared, store_sources
-from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, REGION_KINDS, TABLES, allowed
-from coda_inductor.passes.tables import Table, store_tables
+from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales
+from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, REGION_KINDS, allowed
+from coda_inductor.passes.tables import Table
 from coda_inductor.patterns import graph as g
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Computed
@@ -134,10 +135,7 @@ def eight_bit_maxima(work: Work) -> None:
 def tables(work: Work) -> None:
     """Sines and scales that many elements read, 8-bit tensors that several products read, and what passes read are
     stored once."""
-    store_shared(work.graph)
-    store_sources(work.graph)
-    if work.may(TABLES):
-        work.tables = store_tables(work.graph)
+    work.tables = put_into_memory(work.graph, work.settings)
 
 
 def wide_products(work: Work) -> None:

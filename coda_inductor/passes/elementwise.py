@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +88,7 @@ class Expression:
             name = self._let(NARROW[dtype], name)
         return name
 
-    def read(self, whole: tuple[int, ...], cut: int) -> tuple[Operand, ...] | None:
+    def loads(self, whole: tuple[int, ...], cut: int) -> tuple[Operand, ...] | None:
         """The operands of the values so far: `whole` are the tensor's axes as they lie, rows before `cut`. None if one
         lies otherwise or has a dtype that no pass reads."""
         kinds = {(): "scalar", whole[:cut]: "token", whole[cut:]: "feature"}
@@ -142,13 +143,12 @@ def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[Pass, ..
 def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tuple[fx.Node, list[Made]]]:
     """The tensors whose casts become passes, and what the casts leave, of which one at least is transposed."""
     found, known = defaultdict[fx.Node, list[Made]](list), dict[fx.Node, set[fx.Node]]()
-    unstable = effects(graph).unstable
-    memory = Memory(graph) if unstable else None
+    is_overwritten = overwritten(graph)
     for cast in casts:
         if cast not in reading.dims or (source := source_of(cast.all_input_nodes[0], reading, known)) is None:
             continue
-        if memory is None or memory.of(source) not in unstable:
-            found[source] += leaving(cast, reading, source) if early(cast, source) else []
+        if early(cast, source) and not is_overwritten(source):
+            found[source] += leaving(cast, reading, source)
     groups = []
     for source, some in found.items():
         sides = [some]
@@ -159,6 +159,13 @@ def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tup
             members = [made for made in side if made.cut in (0, *cuts[:1])]
             groups += [(source, members)] if cuts else []
     return groups
+
+
+def overwritten(graph: fx.Graph) -> Callable[[fx.Node], bool]:
+    """Tells of tensors whether the graph overwrites their memory."""
+    unstable = effects(graph).unstable
+    memory = Memory(graph) if unstable else None
+    return lambda node: memory is not None and memory.of(node) in unstable
 
 
 def read_anyway(source: fx.Node, casts: list[fx.Node]) -> bool:
@@ -258,7 +265,7 @@ def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node,
         return None
     expression = Expression(reading, source, frozenset(whole))
     values = [expression.value(made.cast.args[0]) for made in members]  # type: ignore[arg-type]
-    if (operands := expression.read(whole, cut)) is None:
+    if (operands := expression.loads(whole, cut)) is None:
         return None
     outputs = [Output(v, DTYPE_NAMES[x.cast.args[1]], bool(x.cut)) for v, x in zip(values, members, strict=True)]  # type: ignore[index]
     record = verify(Elementwise(n.static, operands, tuple(expression.lets), tuple(outputs)))
@@ -267,8 +274,12 @@ def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node,
         out = writing.call(op, operator.getitem, op, i)
         out.meta[g.LAID_OUT_AS] = ([*expression.operands].index(source), bool(made.cut))
         made.node.replace_all_uses_with(_laid_out(writing, out, made.node))
-    line = next(filter(None, map(g.source_line, (writing.anchor, source))), "")
-    return Pass(record, str(m), tuple(made.node.name for made in members), line)
+    return Pass(record, str(m), tuple(made.node.name for made in members), line_of(writing, source))
+
+
+def line_of(writing: Writing, source: fx.Node) -> str:
+    """The user's line of a pass, or of its tensor."""
+    return g.source_line(writing.anchor) or g.source_line(source)
 
 
 def written(

@@ -1,8 +1,7 @@
 """The largest magnitudes of a tensor's rows and of its columns, taken in one pass over memory.
 
-torchao's scales are made of both: rows for one product, columns for another. Inductor reads the tensor twice, or makes
-it twice where it is the end of a loop. (H100, 16384 x 2048 in bf16: 29 and 28 us, for a norm's gradient 189 to 228
-and 84 to 101.) What epilogues take is gone before.
+torchao's scales are made of both: rows for one product, columns for another. Inductor reads the tensor twice. (H100,
+16384 x 8192 in bf16: 129 and 120 us, the pass 93, bench/results/float8.jsonl.) What epilogues take is gone before.
 """
 
 from __future__ import annotations
@@ -14,9 +13,19 @@ from dataclasses import dataclass
 from torch import fx
 
 from coda_inductor.core.elementwise import Elementwise, Output, verify
-from coda_inductor.passes.elementwise import Expression, Pass, axes, axes_in_memory, early, source_of, written
+from coda_inductor.passes.elementwise import (
+    Expression,
+    Pass,
+    axes,
+    axes_in_memory,
+    early,
+    line_of,
+    overwritten,
+    source_of,
+    written,
+)
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.effects import Effects, Memory, effects
+from coda_inductor.patterns.effects import Effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.write.order import sort
@@ -40,12 +49,11 @@ def write_maxima(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, .
     for source, members in grouped(graph, nodes, reading).items():
         whole = axes_in_memory(reading, source)
         assert whole is not None
-        cuts = [len(x.kept) for x in members if x.kept == whole[: len(x.kept)]]
-        for cut in cuts[:1]:
-            sides = {whole[:cut]: "N", whole[cut:]: "M"}
-            both = [x for x in members if x.kept in sides]
-            if {x.kept for x in both} == sides.keys() and (done := _write(graph, target, reading, source, both, cut)):
-                made.append(done)
+        cut = next((len(x.kept) for x in members if x.kept == whole[: len(x.kept)]), 0)
+        over = {whole[:cut]: "N", whole[cut:]: "M"}
+        both = {x: over[x.kept] for x in members if x.kept in over}
+        if len({*both.values()}) == 2 and (done := _write(graph, target, reading, source, both, cut)) is not None:
+            made.append(done)
     if made:
         sort(graph, before)
     return tuple(made)
@@ -60,8 +68,7 @@ def magnitude(node: fx.Node) -> fx.Node | None:
 def grouped(graph: fx.Graph, nodes: list[fx.Node], reading: Reading) -> dict[fx.Node, list[Largest]]:
     """What is taken of each tensor on its side of the graph, of weights also what the backward takes."""
     found, known = defaultdict[fx.Node, list[Largest]](list), dict[fx.Node, set[fx.Node]]()
-    unstable = effects(graph).unstable
-    memory = Memory(graph) if unstable else None
+    is_overwritten = overwritten(graph)
     for node in nodes:
         value = magnitude(node)
         if value is None or value not in reading.dims or node not in reading.dims:
@@ -73,7 +80,7 @@ def grouped(graph: fx.Graph, nodes: list[fx.Node], reading: Reading) -> dict[fx.
             continue  # in the forward, the partitioner could compute the backward's other readers there, and keep them
         if not _above(value, source).isdisjoint(nodes):
             continue  # a pass cannot read what it makes itself
-        if memory is None or memory.of(source) not in unstable:
+        if not is_overwritten(source):
             kept = tuple(i for d in reading.roots(node) for i in d)
             found[source].append(Largest(node, value, kept))
     return found
@@ -85,22 +92,19 @@ def _above(value: fx.Node, source: fx.Node) -> set[fx.Node]:
 
 
 def _write(
-    graph: fx.Graph, target: str, reading: Reading, source: fx.Node, members: list[Largest], cut: int
+    graph: fx.Graph, target: str, reading: Reading, source: fx.Node, members: dict[Largest, str], cut: int
 ) -> Pass | None:
+    """`members`: with the axis that each takes the largest over."""
     whole = axes_in_memory(reading, source)
     assert whole is not None
     m, n = (reading.axes.total(part) for part in (whole[:cut], whole[cut:]))
     expression = Expression(reading, source, axes(reading, source))
-    values = [expression.value(x.value) for x in members]
-    operands = expression.read(whole, cut)
-    if n.static is None or operands is None:
+    outputs = [Output(expression.value(x.value), "f32", largest_over=over) for x, over in members.items()]
+    if n.static is None or (operands := expression.loads(whole, cut)) is None:
         return None
-    over = ["N" if x.kept == whole[:cut] else "M" for x in members]
-    outputs = tuple(Output(v, "f32", largest_over=o) for v, o in zip(values, over, strict=True))
-    record = verify(Elementwise(n.static, operands, tuple(expression.lets), outputs))
-    names = tuple(x.node.name for x in members)
+    record = verify(Elementwise(n.static, operands, tuple(expression.lets), tuple(outputs)))
     writing, op = written(graph, target, expression, record, [x.node for x in members])
-    line = next(filter(None, map(g.source_line, (writing.anchor, source))), "")
+    made = Pass(record, str(m), tuple(x.node.name for x in members), line_of(writing, source))
     for i, x in enumerate(members):
         like = x.node.meta["val"]
         out = writing.call(op, operator.getitem, op, i)
@@ -108,4 +112,4 @@ def _write(
         x.node.replace_all_uses_with(writing.reshape(out, list(like.shape)))
     for x in members:
         graph.erase_node(x.node)
-    return Pass(record, str(m), names, line)
+    return made

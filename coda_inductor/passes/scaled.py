@@ -9,17 +9,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from coda_inductor.core.dtypes import EIGHT_BITS, NARROW
-from coda_inductor.ops.elementwise import ELEMENTWISE
-from coda_inductor.passes.tables import REPEATED, is_loop, readers
+from coda_inductor.passes.tables import REPEATED, is_loop
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
-from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.graph import aten
 from coda_inductor.rewrite.state import TRANSPOSES
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.writing import Writing, stored
 
-READERS = g.PRODUCTS | {ELEMENTWISE}
 SIDES = (g.SIDE, "recompute", "ac_graph_id")
 
 
@@ -30,19 +27,20 @@ def share(graph: fx.Graph) -> None:
     unstable = effects(graph).unstable
     memory = Memory(graph) if unstable else None
     returned = {g.root(n, g.is_view) for n in graph.output_node().all_input_nodes}
-    known, alike, reduced = dict[object, fx.Node](), dict[fx.Node, fx.Node](), set[fx.Node]()
+    known, firsts, reduced = dict[object, fx.Node](), dict[object, fx.Node](), set[fx.Node]()
+    alike = dict[fx.Node, fx.Node]()  # to the first node of the same value, on whatever side
     for node in list(graph.nodes):
         if node.op != "call_function" or not computes(node) or node in returned or g.root(node, g.is_view) in returned:
             continue
         if memory is not None and memory.read(node) & unstable:
             continue
         value = node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: alike.get(n, n)))
-        alike[node] = known.setdefault(value, node)
+        alike[node] = firsts.setdefault(value, node)
         if is_small(node, reduced):
             reduced.add(node)
-        key = value if node in reduced else (value, repr([node.meta.get(tag) for tag in SIDES]))
-        if g.is_backward(first := known.setdefault(key, node)) and not g.is_backward(node):
-            known[key] = node
+        key = value, [] if node in reduced else [node.meta.get(tag) for tag in SIDES]
+        if g.is_backward(first := known.setdefault(repr(key), node)) and not g.is_backward(node):
+            known[repr(key)] = node
         elif first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
@@ -79,37 +77,6 @@ def largest_of_rows(graph: fx.Graph) -> None:
         rows = writing.call(node, aten.amax.default, x, [-1], True)
         node.replace_all_uses_with(writing.call(node, aten.amax.default, rows, *node.args[1:]))
         graph.erase_node(node)
-
-
-def store_shared(graph: fx.Graph) -> None:
-    """Puts 8-bit tensors into memory that several products read, in place: Inductor would compute a view of a value
-    again for each of them."""
-    for cast in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
-        if cast.args[1] in EIGHT_BITS and len(set(readers(cast))) > 1:
-            stored(graph, cast)
-
-
-def store_sources(graph: fx.Graph) -> None:
-    """Puts into memory what passes and products read and Inductor computes, in place, where more reads it: it would
-    compute that again for each reduction that stands before. (H100: a norm's gradient for the largest of its columns,
-    101 us for 27; rotated queries for their casts, 161 us for 57.) And what is made of several tensors in 16 bits and
-    widened for several loops: Inductor would store it in 32."""
-    if not any((value := g.tensor(n)) is not None and value.dtype in EIGHT_BITS for n in graph.nodes):
-        return
-    found = {g.root(x, g.is_view) for n in graph.nodes if n.target in READERS for x in n.all_input_nodes}
-    for node in list(graph.nodes):
-        if not is_loop(node) or node.meta["val"].dtype not in NARROW:
-            continue
-        read = {n for n in readers(node) if n.op != "output"}
-        apart = any(g.is_backward(n) != g.is_backward(node) for n in read)
-        if not apart and (wide(node, read) or (node in found and len(read) > 1)):
-            stored(graph, node)
-
-
-def wide(node: fx.Node, read: set[fx.Node]) -> bool:
-    """Is it made of several tensors of its size, and widened for several loops?"""
-    several = sum(elements(a) >= elements(node) for a in node.all_input_nodes) > 1
-    return several and len({r for n in read if g.widens(n) for r in readers(n)}) > 1
 
 
 def in_rows(graph: fx.Graph) -> None:

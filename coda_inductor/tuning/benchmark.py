@@ -19,9 +19,8 @@ from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.measure import tune
 from coda_inductor.passes.maxima import write_maxima
-from coda_inductor.passes.scaled import store_sources
-from coda_inductor.passes.switches import ELEMENTWISE, NAMES, TABLES, allowed
-from coda_inductor.passes.tables import store_tables
+from coda_inductor.passes.memory import put_into_memory
+from coda_inductor.passes.switches import ELEMENTWISE, NAMES, allowed
 from coda_inductor.patterns.effects import effects
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
@@ -55,10 +54,10 @@ class Programs:
         contexts. Raises Unsupported if Inductor cannot: it may compile the whole graph all the same."""
         text = described(*graph.nodes)
         if text not in self.done and text not in self.failed:
+            as_in_the_whole(graph, self.settings)
             try:
                 with ThreadPoolExecutor(1) as worker:
                     module = fx.GraphModule(torch.nn.Module(), graph)
-                    as_in_the_whole(graph, self.settings)
                     self.done[text] = worker.submit(_compile, module, without_memory(tensors)).result()
             except Exception as error:
                 if foreseen(error) or isinstance(error, CodaError):
@@ -111,9 +110,7 @@ def as_in_the_whole(graph: fx.Graph, settings: Settings) -> None:
     """Does to a program what is done to the user's graph behind the Regions, in place."""
     if allowed(ELEMENTWISE, NAMES, settings):
         write_maxima(graph, SM_90A.name, effects(graph))
-    store_sources(graph)
-    if allowed(TABLES, NAMES, settings):
-        store_tables(graph)
+    put_into_memory(graph, settings)
 
 
 def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

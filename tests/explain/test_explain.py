@@ -218,3 +218,12 @@ def test_why_a_cast_to_8_bits_is_left() -> None:
     model = by("rowwise_with_gw_hp", Mlp())
     facts = explain(model, (torch.empty(1024, WIDTH, dtype=torch.bfloat16),), {}, "infer", Settings(target="sm_90a"))
     assert BY_ITS_LARGEST in {p["why"] for graph in facts["graphs"] for p in graph["passes"]}
+
+
+def test_products_of_integers_are_left_by_name() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return torch._int_mm(x, w)
+
+    args = torch.zeros(32, 64, dtype=torch.int8), torch.zeros(64, 64, dtype=torch.int8)
+    (graph,) = explain(f, args, {}, "infer", Settings(target="sm_90a"))["graphs"]
+    assert [r["reason"] for r in graph["refused"]] == ["it has no matrix product but of integers (aten._int_mm)"]

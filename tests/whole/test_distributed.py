@@ -3,36 +3,23 @@ eager's on one rank. The collectives are gloo's, on the CPU; the Regions run on 
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from processes import Script
+from processes import said_by_ranks
 from rank_training import EXACT, KINDS, RANKS
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank says of each kind."""
-    place = tmp_path_factory.mktemp("ranks") / "store"
-    code = "import sys, rank_training; rank_training.main(int(sys.argv[1]), sys.argv[2])"
-    settings = {"CODA_INDUCTOR_TARGET": "reference", "CODA_INDUCTOR_STRICT": "1"}
-    scripts = [Script(code, str(rank), str(place), environment=settings) for rank in range(RANKS)]
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    for script in scripts:
-        ended = script.done()
-        for line in filter(lambda said: said.startswith("{"), ended.stdout.splitlines()):
-            row = json.loads(line)
-            found[row["kind"]].append(row)
-        print(ended.stderr[-3000:], file=sys.stderr)
-    return found
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the ranks say, a row for each kind."""
+    return said_by_ranks("rank_training", RANKS, tmp_path_factory.mktemp("ranks") / "store")
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_are_eagers(ranks: dict[str, list[dict[str, Any]]], kind: str) -> None:
-    rows = ranks[kind]
+def test_losses_and_gradients_are_eagers(rows: list[dict[str, Any]], kind: str) -> None:
+    rows = [row for row in rows if row["kind"] == kind]
     assert len(rows) == RANKS, "a rank failed: see what it said"
     assert all(row["error"] < EXACT and row["regions"] == KINDS[kind][2] for row in rows), rows
