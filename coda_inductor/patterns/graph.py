@@ -285,11 +285,10 @@ def is_view(node: fx.Node) -> bool:
     return whole or node.target in VIEWS
 
 
-def is_compared(node: fx.Node) -> bool:
-    """Does an equality read the node, as it is or through views? The gradient of a largest value is that of the values
-    that equal it; if none does, 0 / 0."""
-    seen = reached([node], lambda n: [u for u in n.users if is_view(u)])
-    return any(u.target is aten.eq.Tensor for n in seen for u in n.users)
+def compares(node: fx.Node) -> bool:
+    """Does it ask for equal bits? The gradient of a largest value is that of the values that equal it; if none does,
+    0 / 0."""
+    return node.target is aten.eq.Tensor
 
 
 def is_cast(node: fx.Node) -> bool:

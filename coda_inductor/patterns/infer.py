@@ -116,8 +116,6 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
     if node.target in g.PRODUCTS:
         return _product(reading, node)
     if (reduction := g.reduction(node)) is not None:
-        if reduction.name == "max" and g.is_compared(node):
-            raise Misfit("it is compared with what it is the largest of: both must be the same bits")
         return _reduce(reading, reduction)
     if node.target in (aten.cat.default, aten.stack.default):
         return _cat(reading, node, is_feature)

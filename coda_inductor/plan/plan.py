@@ -74,6 +74,9 @@ class Plan(Inputs):
         for node in self.program.lifted.graph.nodes:
             if node.op == "output" or node.is_impure():
                 self.need(node)
+            elif g.compares(node):  # which what loops or another epilogue make again may not equal, to the bit
+                for a in node.all_input_nodes:
+                    self.need(a)
         while self._todo or self.again.unsettled or self._more():
             while self._todo:
                 node, by = self._todo.pop()
