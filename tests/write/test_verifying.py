@@ -21,7 +21,7 @@ from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor import joint
 from coda_inductor.ops.custom import STORED
-from coda_inductor.passes.tables import store_tables
+from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write import verifying
 from coda_inductor.write.kept import keep, store
@@ -114,10 +114,10 @@ LAST = {"kept": ("keep", keep), "stored": ("store", store)}
 def planted(rule: str, patch: pytest.MonkeyPatch) -> None:
     """Rewrites the program with its fault, which happens after the Regions are in the graph or, of copies, at last."""
     program, fault = FAULTS[rule]
-    place, original = LAST.get(rule, ("store_tables", store_tables))
+    place, original = LAST.get(rule, ("put_into_memory", put_into_memory))
 
-    def faulty(graph: fx.Graph) -> Any:
-        found = original(graph)
+    def faulty(graph: fx.Graph, *args: Any) -> Any:
+        found = original(graph, *args)
         fault(graph)
         return found
 
