@@ -55,6 +55,19 @@ def copy_of_an_output(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return h, h.clone(), torch.relu(h.clone() @ v)
 
 
+@program(ALIASES, "x:TD w:DD n:TD", infer=1, train=1, ways=("inductor",))
+def folded_to_an_input(x: Tensor, w: Tensor, n: Tensor) -> Any:
+    """What nothing is added to, or is multiplied by one, is a tensor of its own: Inductor folds each to n."""
+    zero, one = torch.zeros_like(x), torch.ones_like(x)
+    return n + zero, n * one, torch.relu(x @ w), (zero + n)[1:]
+
+
+@program(ALIASES, "x:TD w:DD", infer=1, ways=("inductor",))
+def folded_to_an_output(x: Tensor, w: Tensor) -> Any:
+    h = torch.relu(x @ w)
+    return h, h - torch.zeros_like(h), h / torch.ones_like(h)
+
+
 @program(ALIASES, "x:TD w:DD", infer=1)
 def parts_of_equal_values(x: Tensor, w: Tensor) -> Any:
     """Views that one operation makes several of, of a value that is stored once for two."""

@@ -55,7 +55,7 @@ OTHERS = {
     "apex": "its fused norms are calls that cannot be read",
     "transformer_engine": "its modules are calls that cannot be read",
     "xformers": "its attention and SwiGLU are calls that cannot be read",
-    "torchao": "turns weights into tensor subclasses, whose products are left to Inductor",
+    "torchao": "turns weights into tensor subclasses: products of FP8 are read, others are left to Inductor",
 }
 """Libraries that change what a graph holds, and how."""
 

@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.joint_pass import JointPass, machine
+from coda_inductor.inductor.post_pass import PostPass
 from coda_inductor.passes.switches import NAMES
 from coda_inductor.passes.tracing import functorch_options
 from coda_inductor.tuning.tuner import warm_up_early
@@ -35,6 +36,8 @@ def prepared(
     are for this machine, ImportError or AttributeError if torch lacks a name; then nothing has been done yet."""
     chained = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
     ours = JointPass(settings, chained)
+    behind = inductor.config.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
+    patches = {"joint_custom_pre_pass": ours, "joint_custom_post_pass": PostPass(ours, behind)}
     machine(settings, example_inputs)
     warm_up_early(settings, example_inputs)
     told = functorch_options(gm, settings)
@@ -42,7 +45,7 @@ def prepared(
     def compiled() -> Any:
         try:
             with functorch_config.patch(**told):
-                return compile_fx(gm, example_inputs, config_patches={**inductor.config, "joint_custom_pre_pass": ours})
+                return compile_fx(gm, example_inputs, config_patches={**inductor.config, **patches})
         except Exception as error:  # after the pass, in what Inductor makes of our operations
             if settings.strict or not ours.rewrote:
                 raise

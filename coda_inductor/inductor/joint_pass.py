@@ -49,6 +49,7 @@ from coda_inductor.schedule.hints import assumed
 from coda_inductor.tuning.plain_products import PlainTuner
 from coda_inductor.tuning.tuner import Tuner
 from coda_inductor.tuning.verdicts import Decisions, Legal
+from coda_inductor.write.aliases import Sharing, sharing
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
 
@@ -86,6 +87,8 @@ class JointPass(CustomGraphPass):
         self.chained = passes(chained)
         self.unsettled = self.rewrote = False
         """Did something fail that may succeed the next time? Has a graph been changed?"""
+        self.left: tuple[fx.GraphModule, Sharing] | None = None
+        """The last graph that this pass left to Inductor's patterns, and which of its results shared memory then."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for theirs in self.chained:
@@ -101,6 +104,7 @@ class JointPass(CustomGraphPass):
             raise
         finally:
             note.end(done)
+        self.left = note.module, sharing(note.module.graph)
 
     def _rewrite(self, graph: fx.Graph) -> Report | CodaError:
         """The report, or why the graph is left as it was."""

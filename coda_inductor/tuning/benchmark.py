@@ -29,8 +29,8 @@ from coda_inductor.tuning.extract import Program, described, small, subgraph
 from coda_inductor.tuning.group import Group, outputs
 from coda_inductor.tuning.outcome import foreseen
 
-PLAINLY = {"joint_custom_pre_pass": None, "max_autotune": False, "coordinate_descent_tuning": False,
-           "triton.cudagraphs": False}  # fmt: skip
+PLAINLY = {"joint_custom_pre_pass": None, "joint_custom_post_pass": None, "max_autotune": False,
+           "coordinate_descent_tuning": False, "triton.cudagraphs": False}  # fmt: skip
 """The modes of torch.compile are off, also under max-autotune: records are shared by all modes. Before torch 2.12 the
 options of the compile around us hold in this thread, too: under mode="reduce-overhead" the copies into a CUDA graph's
 memory were timed (H200: 12 ms for a group of four layers of BERT-large, which take 1.7)."""

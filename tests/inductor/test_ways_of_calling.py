@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import coda_inductor.backend  # noqa: F401  (torch.compile imports it, and it reads the environment a first time)
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint_pass import REPORTS, JointPass
+from coda_inductor.inductor.post_pass import PostPass
 
 pytestmark = pytest.mark.usefixtures("uncached")
 
@@ -177,6 +178,19 @@ def test_a_pass_of_the_users_runs_first(how: str) -> None:
     assert theirs.seen == [4] * (2 if how == "list" else 1)
 
 
+@pytest.mark.parametrize("how", ["option", "config", "list"])
+def test_a_pass_behind_inductors_patterns_stays(how: str) -> None:
+    theirs = Theirs()
+    chained: Any = [theirs, theirs] if how == "list" else theirs
+    if how == "option":
+        ran = run(half(), *streams(), options={**REFERENCE, "inductor.joint_custom_post_pass": chained})
+    else:
+        with torch._inductor.config.patch(joint_custom_post_pass=chained):
+            ran = run(half(), *streams(), options=REFERENCE)
+    assert ran == [] and ran.regions == [3]
+    assert theirs.seen == [0] * (2 if how == "list" else 1)  # the products are in Regions
+
+
 def test_uuid_is_that_of_both() -> None:
     def uuid(chained: Any, **settings: Any) -> Any:
         return JointPass(Settings(**settings), chained).uuid()
@@ -186,6 +200,12 @@ def test_uuid_is_that_of_both() -> None:
     assert uuid(lambda graph: None) is None  # what Inductor does with a pass that it cannot identify
     assert uuid(Theirs("")) is None
     assert uuid([Theirs(), Theirs("other")]) not in (None, one)
+
+    def behind(chained: Any, first: Any = None) -> Any:
+        return PostPass(JointPass(Settings(), first), chained).uuid()
+
+    assert behind(None) and behind(Theirs()) not in (None, behind(None), behind(Theirs("other")))
+    assert behind(lambda graph: None) is None and behind(None, lambda graph: None) is None
 
 
 def test_an_error_of_theirs_is_theirs() -> None:

@@ -1,0 +1,43 @@
+"""What Inductor's own patterns let share memory has memory of its own again.
+
+`n + 0 * x` is a tensor of its own in eager. Inductor folds the zeros and returns n itself (torch 2.11 to 2.15): who
+then writes to the result writes to n. So results are looked at before these patterns and behind them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from coda_inductor.inductor import notes
+from coda_inductor.inductor.joint_pass import JointPass
+from coda_inductor.passes.tracing import passes
+from coda_inductor.write.aliases import part, sharing
+from coda_inductor.write.kept import part_copies
+from coda_inductor.write.writing import Writing
+
+
+class PostPass(CustomGraphPass):
+    """Runs behind Inductor's patterns on the graph that `first` left them. `chained`: passes that the user put there,
+    run last."""
+
+    def __init__(self, first: JointPass, chained: Any = None) -> None:
+        self.first = first
+        self.chained = passes(chained)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        module, left = notes.owner(graph), self.first.left
+        if left is not None and left[0] is module and sharing(graph) != left[1]:
+            self.first.rewrote = True
+            part(graph, left[1], Writing(graph, graph.output_node()).call)
+            part_copies(graph)
+        for theirs in self.chained:
+            theirs(graph)
+
+    def uuid(self) -> Any:
+        """As of the pass before: its sources are ours too. None: not to be cached."""
+        theirs = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.chained)
+        first = self.first.uuid()
+        return (first, theirs) if first and all(theirs) else None
