@@ -11,7 +11,7 @@ from torch import fx
 from coda_inductor.inductor.records import Site
 from coda_inductor.passes.casts import Cast
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
-from coda_inductor.schedule.hints import assumed
+from coda_inductor.patterns.sizes import assumed
 from coda_inductor.schedule.kinds import base_of, elements, itemsize, owner
 from coda_inductor.schedule.model import Kernel
 

@@ -35,7 +35,7 @@ from coda_inductor.explain.autocast import autocast_like_cuda
 from coda_inductor.explain.like_cuda import like_cuda
 from coda_inductor.passes.tracing import functorch_options, passes
 from coda_inductor.patterns.graph import copied
-from coda_inductor.schedule.hints import assumed
+from coda_inductor.patterns.sizes import assumed
 
 LARGE = 1 << 20
 """Elements from which on a tensor's values are neither computed nor stored."""

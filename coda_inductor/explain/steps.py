@@ -27,13 +27,13 @@ from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.passes.plain import PLAIN
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
+from coda_inductor.patterns.layout import TRANSPOSES
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.plan.built import Built, Source, Weight
 from coda_inductor.plan.draft import Computed, Loaded
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.space import Lane
-from coda_inductor.rewrite.state import TRANSPOSES
 from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
 

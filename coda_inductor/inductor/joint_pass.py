@@ -45,7 +45,7 @@ from coda_inductor.ops import elementwise, lowering
 from coda_inductor.passes.switches import NAMES
 from coda_inductor.passes.tracing import passes
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
-from coda_inductor.schedule.hints import assumed
+from coda_inductor.patterns.sizes import assumed
 from coda_inductor.tuning.plain_products import PlainTuner
 from coda_inductor.tuning.tuner import Tuner
 from coda_inductor.tuning.verdicts import Decisions, Legal

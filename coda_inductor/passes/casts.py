@@ -23,7 +23,8 @@ from coda_inductor.core.dtypes import NARROW
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, effects, viewed
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.patterns.sizes import Size, size_of
+from coda_inductor.patterns.layout import alike, strides
+from coda_inductor.patterns.sizes import size_of
 from coda_inductor.write.writing import ORIGIN
 
 ALIGNED = 8  # what Inductor pads to: an odd product is better off padded
@@ -94,7 +95,7 @@ def copied(cast: fx.Node) -> list[fx.Node]:
     while isinstance(node, fx.Node) and g.is_view(node) and len(node.users) == 1:
         found.insert(0, node)
         node = node.args[0]
-    if all(n.target is not aten.clone.default for n in found) or strides(found[-1]) != strides(cast):
+    if all(n.target is not aten.clone.default for n in found) or not alike(found[-1], cast):
         return []
     return found if isinstance(node, fx.Node) and node.meta["val"].dtype == torch.float32 else []
 
@@ -104,14 +105,9 @@ def rounded(source: fx.Node, dtype: torch.dtype) -> fx.Node | Tensor | None:
     there is nothing, for a cast of a tensor with gaps has none."""
     narrow = source.args[0] if g.widens(source) else None
     if isinstance(narrow, fx.Node) and narrow.meta["val"].dtype == dtype:
-        return narrow if strides(narrow) == strides(source) else None
+        return narrow if alike(narrow, source) else None
     value = prims.convert_element_type.default(source.meta["val"], dtype)
-    return value if [*map(size_of, value.stride())] == strides(source) else None
-
-
-def strides(node: fx.Node) -> list[Size]:
-    """As the node's tensor lies; asks no symbol anything."""
-    return [*map(size_of, node.meta["val"].stride())]
+    return value if strides(value) == strides(source.meta["val"]) else None
 
 
 def write_wide(graph: fx.Graph, device: torch.device) -> tuple[Cast, ...]:

@@ -29,8 +29,8 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
+from coda_inductor.patterns.layout import dense, major_to_minor
 from coda_inductor.patterns.pointwise import FUNCTIONS
-from coda_inductor.schedule.hints import in_memory
 from coda_inductor.write.order import sort
 from coda_inductor.write.verifying import Before
 from coda_inductor.write.writing import Writing
@@ -120,8 +120,8 @@ def axes(reading: Reading, node: fx.Node) -> frozenset[int]:
 
 def axes_in_memory(reading: Reading, node: fx.Node) -> tuple[int, ...] | None:
     """The node's axes as they lie, major to minor; None if there are gaps."""
-    dims = in_memory(g.tensor(node))  # type: ignore[arg-type]
-    return tuple(i for d in dims for i in reading.roots(node)[d]) if g.dense(node, dims) else None
+    dims = major_to_minor(g.tensor(node))  # type: ignore[arg-type]
+    return tuple(i for d in dims for i in reading.roots(node)[d]) if dense(node, dims) else None
 
 
 def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[Pass, ...]:
@@ -304,7 +304,7 @@ def written(
 
 def _flat(writing: Writing, node: fx.Node, extent: str, n: int) -> fx.Node:
     """An input as the operation reads it."""
-    order = in_memory(node.meta["val"]) if extent == "tile" else []
+    order = major_to_minor(node.meta["val"]) if extent == "tile" else []
     if order != sorted(order):
         node = writing.call(node, aten.permute.default, node, order)
     shape = {"tile": [-1, n], "scalar": []}.get(extent, [-1])
@@ -313,7 +313,7 @@ def _flat(writing: Writing, node: fx.Node, extent: str, n: int) -> fx.Node:
 
 def _laid_out(writing: Writing, out: fx.Node, like: fx.Node) -> fx.Node:
     """An output in another node's shape."""
-    order, shape = in_memory(like.meta["val"]), like.meta["val"].shape
+    order, shape = major_to_minor(like.meta["val"]), like.meta["val"].shape
     out = writing.reshape(out, [shape[d] for d in order])
     back = [order.index(d) for d in range(len(order))]
     return out if back == sorted(back) else writing.call(out, aten.permute.default, out, back)

@@ -19,9 +19,8 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Product, Region, Store
 from coda_inductor.core.verify import verify
 from coda_inductor.ops.custom import REGION
-from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
-from coda_inductor.rewrite.state import TRANSPOSES
+from coda_inductor.patterns.layout import contiguous_rows, dense
 from coda_inductor.write.writing import ORIGIN
 
 Found = dict[fx.Node, tuple[Region, tuple[fx.Node, fx.Node]]]
@@ -64,27 +63,23 @@ def as_region(node: fx.Node) -> tuple[Region, tuple[fx.Node, fx.Node]] | None:
         return None
     left, right = in_rows(x), in_rows(w)
     dtype, out = (DTYPE_NAMES.get(n.meta["val"].dtype) for n in (x, node))
-    if left is None or right is None or left is right or not g.dense(node) or not dtype or not out:
+    if left is None or right is None or left is right or not dense(node) or not dtype or not out:
         return None
     product = Product("acc0", 0, 1, sizes[2], "kn" if right is w else "nk", a_layout="mk" if left is x else "km")
     return verify(Region(sizes[1], dtype, (product,), (), (), (Store("acc0", out),), ())), (left, right)
 
 
 def in_rows(node: fx.Node) -> fx.Node | None:
-    """The tensor in rows that a matrix of known sizes is, or is the transpose of. None if there is none, or if its rows
-    overlap or do not start at multiples of 16 bytes."""
-    base = node.args[0] if node.target in TRANSPOSES else None
-    for each in (node, base):
-        value = g.tensor(each)
-        if value is None or value.dim() != 2:
-            continue
-        numbers = [*value.stride(), value.storage_offset(), value.shape[1]]
-        if not all(isinstance(n, int) for n in numbers) or value.stride(1) != 1:
-            continue
-        turned = each is node or value.stride() == node.meta["val"].stride()[::-1]  # and no permute(0, 1)
-        starts = value.stride(0) % PITCH == value.storage_offset() % PITCH == 0
-        return each if turned and starts and value.stride(0) >= value.shape[1] else None  # type: ignore[return-value]
-    return None
+    """The matrix of known sizes whose rows hold the node's elements or its transpose's. None if there is none, or if
+    its rows overlap or do not start at multiples of 16 bytes."""
+    rows = contiguous_rows(node)
+    if rows is None:
+        return None
+    value = rows.meta["val"]
+    (pitch, _), offset, columns = value.stride(), value.storage_offset(), value.shape[1]
+    if not all(isinstance(n, int) for n in (pitch, offset, columns)):
+        return None
+    return rows if pitch % PITCH == offset % PITCH == 0 and pitch >= columns else None
 
 
 def write_plain(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node]:

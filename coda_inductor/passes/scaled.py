@@ -13,7 +13,7 @@ from coda_inductor.passes.tables import REPEATED, is_loop
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
 from coda_inductor.patterns.graph import aten
-from coda_inductor.rewrite.state import TRANSPOSES
+from coda_inductor.patterns.layout import TRANSPOSES, dense
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.writing import Writing, stored
 
@@ -84,7 +84,7 @@ def in_rows(graph: fx.Graph) -> None:
     done = dict[fx.Node, fx.Node]()
     for node in list(graph.nodes):
         right = g.operands(node).right if node.target in g.SCALED else None
-        if right is None or right.target in TRANSPOSES or not g.dense(right, (1, 0)):
+        if right is None or right.target in TRANSPOSES or not dense(right, (1, 0)):
             continue
         if right not in done:
             writing = Writing(graph, node)

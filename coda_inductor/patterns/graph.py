@@ -114,21 +114,6 @@ def sizes(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size_of(n) for n in value.shape)
 
 
-def dense(node: fx.Node, order: Sequence[int] | None = None) -> bool:
-    """Does the node's tensor lie in memory in the order of its dimensions, or in this one, without gaps? Asks no symbol
-    anything."""
-    value = tensor(node)
-    assert value is not None
-    shape, expected = sizes(node), ONE
-    for d in reversed(range(value.dim()) if order is None else order):
-        size = shape[d]
-        if size != ONE:
-            if size_of(value.stride(d)) != expected:
-                return False
-            expected = expected * size
-    return True
-
-
 def floating(node: fx.Node) -> bool:
     """Is the node one real floating-point tensor with at least one element, as far as is known?"""
     value = tensor(node)

@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, reduce
+from typing import Any
 
 import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv
+
+from coda_inductor.core.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +92,23 @@ def _of(expr: sympy.Expr) -> Size:
 def product(sizes: Iterable[Size]) -> Size:
     """The product of sizes; 1 for none."""
     return reduce(Size.__mul__, sizes, ONE)
+
+
+UNKNOWN = 8192  # what Inductor schedules by where no extent is known: its unbacked_symint_fallback
+
+
+def hint(size: Any) -> int:
+    """The extent that torch traced a symbolic size with: what is measured, and what records of measurements are kept
+    under. Raises Unsupported where there was none."""
+    known = size.node.hint if isinstance(size, torch.SymInt) else size
+    if known is None:
+        raise Unsupported(f"the size {size} is known only when the model runs")
+    return int(known)
+
+
+def assumed(size: Any) -> int:
+    """The same for what only foresees Inductor's kernels and their bytes; where no extent is known, what it assumes."""
+    try:
+        return hint(size)
+    except Unsupported:
+        return UNKNOWN

@@ -14,6 +14,7 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.terms import ONE, Term
 from coda_inductor.plan.draft import Draft
 from coda_inductor.plan.plan import Plan
@@ -75,7 +76,7 @@ def _fits(plan: Plan, draft: Draft, con: Term) -> bool:
     if _starts(a) == _starts(c) or _starts(b) == _starts(d):
         return False  # no distance to encode
     alike = g.tensor(a).dtype == g.tensor(c).dtype  # type: ignore[union-attr]
-    return alike and all(map(g.dense, (a, b, c, d))) and _alone(plan, other.node)
+    return alike and all(map(dense, (a, b, c, d))) and _alone(plan, other.node)
 
 
 def _starts(node: fx.Node) -> tuple[fx.Node, str]:

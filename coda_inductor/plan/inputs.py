@@ -10,6 +10,7 @@ from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Stored
 from coda_inductor.rewrite.beside import Pair, pair
@@ -85,7 +86,7 @@ class Inputs:
         dtype = g.tensor(product.x).dtype  # type: ignore[union-attr]
         order = product.rows + self.program.lifted.reading.roots(product.x)[-1]
         for node in self.program.nodes.get(x, ()):  # the first, so that products of one operand read one tensor
-            fits = g.dense(node) or node is product.x  # attention's result often lies with its heads before its tokens
+            fits = dense(node) or node is product.x  # attention's result often lies with its heads before its tokens
             if fits and self.order(node) == order and g.tensor(node).dtype == dtype:  # type: ignore[union-attr]
                 return node
         try:
@@ -110,7 +111,7 @@ class Inputs:
             read, fits = list[fx.Node | Term](), True
             if s.kind == "leaf":
                 read = [node := lifted.node(s)]
-                fits = c.extent == "feature" or not s.axes or (self.order(node) == c.order and g.dense(node))
+                fits = c.extent == "feature" or not s.axes or (self.order(node) == c.order and dense(node))
             elif c.extent == "feature" or not (s.axes or s.deps):  # which is a number, of a parameter
                 read, fits = [lifted.node(leaf) for leaf in leaves(s)], not s.deps
             elif self.can_sum(s, c.order):

@@ -13,6 +13,7 @@ from fractions import Fraction
 from torch import fx
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
 from coda_inductor.rewrite.program import Program
@@ -70,7 +71,7 @@ def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...], row
     terms, extents = program.lifted.terms, program.lifted.extents(over)
     tiles = [f for f, p in q.items() if f.axes.intersection(over) and f.axes - set(over)]
     vectors = rank_one(terms, {f: p for f, p in q.items() if f not in tiles}, over)
-    first = next((n for n in holding(program, t) if g.dense(n)), None)
+    first = next((n for n in holding(program, t) if dense(n)), None)
     if first is None or vectors is None or len(tiles) > 1 or any(q[f] != 1 for f in tiles):
         return None
     dims = program.lifted.reading.roots(first)

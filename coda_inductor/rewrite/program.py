@@ -14,6 +14,7 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.rotate_half import MIXED, NOT_ROWS, heads, lanes
 from coda_inductor.rewrite.sources import statistics
@@ -268,4 +269,4 @@ class Program(State):
         turned = sorted(range(len(dims)), key=lambda d: place.get(dims[d][0], -1) if dims[d] else -1)
         if tuple(i for d in turned for i in dims[d]) != order:
             return None
-        return turned if space.heads or g.dense(node, turned) else None
+        return turned if space.heads or dense(node, turned) else None

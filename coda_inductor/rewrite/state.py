@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.layout import contiguous_rows, dense
 from coda_inductor.patterns.lift import Lifted, Product
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.limits import NONE, Limits
@@ -89,24 +89,14 @@ class State:
         """The node's axes, major to minor in its dimensions, and does it lie in memory in that order?"""
         known = self.lifted.layouts  # a graph is planned many times
         if node not in known:
-            known[node] = tuple(i for d in self.lifted.reading.roots(node) for i in d), g.dense(node)
+            known[node] = tuple(i for d in self.lifted.reading.roots(node) for i in d), dense(node)
         return known[node]
 
 
 def weight_of(product: Product) -> tuple[fx.Node, str]:
     """The tensor that holds a product's weight, and its layout: "nk" for [N, K], "kn" for [K, N]. Raises
     Unsupported."""
-    w = product.w
-    value = g.tensor(w)
-    assert value is not None
-    if value.stride()[1] == 1:
-        return w, "kn"
-    base = w.args[0] if w.target in TRANSPOSES else None
-    under = g.tensor(base)
-    swaps = under is not None and under.stride() == value.stride()[::-1] == (under.stride()[0], 1)  # not permute(0, 1)
-    if isinstance(base, fx.Node) and swaps:
-        return base, "nk"
-    raise Unsupported(f"the weight of {product.node} is neither row- nor column-major")
-
-
-TRANSPOSES = frozenset({g.aten.permute.default, g.aten.t.default, g.aten.transpose.int})
+    rows = contiguous_rows(product.w)
+    if rows is None:
+        raise Unsupported(f"the weight of {product.node} is neither row- nor column-major")
+    return rows, "kn" if rows is product.w else "nk"

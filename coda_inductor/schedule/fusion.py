@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from coda_inductor.schedule import mixed
-from coda_inductor.schedule.hints import Path, name_of
 from coda_inductor.schedule.kinds import HEAVY, Extern, Loop, Lowered, itemsize, owner
+from coda_inductor.schedule.paths import Path, name_of
 
 FAR = 64
 """Inductor does not fuse kernels that are further apart than this."""

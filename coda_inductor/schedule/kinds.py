@@ -18,8 +18,10 @@ from torch import Tensor, fx
 
 from coda_inductor.ops.custom import REGION, STORED
 from coda_inductor.patterns import graph as g
-from coda_inductor.schedule import hints
-from coda_inductor.schedule.hints import Reads, assumed, name_of
+from coda_inductor.patterns.layout import is_strided
+from coda_inductor.patterns.sizes import assumed
+from coda_inductor.schedule import paths
+from coda_inductor.schedule.paths import Reads, name_of
 
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 
@@ -199,7 +201,7 @@ class _Lowering:
 
     def extern(self, node: fx.Node) -> None:
         copied = node.target in IN_ROWS
-        taken = [self.copy if copied and _strided(value) else self.realize for value in node.all_input_nodes]
+        taken = [self.copy if copied and is_strided(value) else self.realize for value in node.all_input_nodes]
         buffers = [b for take, value in zip(taken, node.all_input_nodes, strict=True) for b in take(value)]
         self.result.order.append(Extern(node, tuple(buffers)))
         self.result.needed |= set(buffers)
@@ -223,7 +225,7 @@ class _Lowering:
         """Puts the value behind `node` into memory, if it is not there; returns its buffer."""
         base = base_of(node)
         if (formula := self.formulas.pop(base, None)) is not None:
-            written, reads = elements(base), hints.moved(formula.reads, hints.memory_order(base.meta["val"]))
+            written, reads = elements(base), paths.moved(formula.reads, paths.memory_order(base.meta["val"]))
             self.result.order.append(Loop(base, formula.nodes, reads, written, 1, True, written))
         return [base] if is_tensor(base) else []
 
@@ -243,13 +245,13 @@ class _Lowering:
         if node.op == "call_function" and (kind := kind_of(node)) in ("view", "part"):
             source = self.value(node.all_input_nodes[0])
             if kind == "view":
-                return Formula(hints.moved(source.reads, hints.reordered(node)), source.nodes, source.cost)
-            count, name = elements(node), hints.part_of(node)
+                return Formula(paths.moved(source.reads, paths.reordered(node)), source.nodes, source.cost)
+            count, name = elements(node), paths.part_of(node)
             part = {b: {(*p, name): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
             return Formula(part, source.nodes, source.cost + 1)
         if (formula := self.formulas.get(node)) is not None:
             return formula
-        return Formula({node: {hints.whole(node): elements(node)}} if is_tensor(node) else {}, (), 1)
+        return Formula({node: {paths.whole(node): elements(node)}} if is_tensor(node) else {}, (), 1)
 
     def inputs(self, nodes: list[fx.Node]) -> Formula:
         """Several values, read together."""
@@ -276,18 +278,12 @@ class _Lowering:
         if kind == "scatter":
             self.result.needed |= set(self.realize(node.all_input_nodes[0]))
             got, largest = self.inputs(node.all_input_nodes[1:]), max(node.all_input_nodes[1:], key=elements)
-            reads, written = hints.moved(got.reads, hints.memory_order(largest.meta["val"])), elements(largest)
+            reads, written = paths.moved(got.reads, paths.memory_order(largest.meta["val"])), elements(largest)
             return Loop(node, (*got.nodes, node), reads, written, 1, True, written)
         source = node.all_input_nodes[0]
         got, out, total = self.inputs(node.all_input_nodes), elements(node), elements(source)
-        reads, nodes = hints.moved(got.reads, hints.memory_order(source.meta["val"])), (*got.nodes, node)
+        reads, nodes = paths.moved(got.reads, paths.memory_order(source.meta["val"])), (*got.nodes, node)
         if kind == "scan":
             return Loop(node, nodes, reads, total, 1, True, out)
         additive = "sum" in str(node.target) or "mean" in str(node.target)
-        return Loop(node, nodes, reads, out, max(total // out, 1), hints.is_inner(node), out, additive)
-
-
-def _strided(value: fx.Node) -> bool:
-    """Is it a matrix no dimension of which lies element by element?"""
-    tensor = value.meta.get("val")
-    return isinstance(tensor, Tensor) and tensor.dim() > 1 and all(assumed(s) != 1 for s in tensor.stride())
+        return Loop(node, nodes, reads, out, max(total // out, 1), paths.is_inner(node), out, additive)

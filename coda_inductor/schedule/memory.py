@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from coda_inductor.patterns import graph as g
-from coda_inductor.schedule.hints import assumed
+from coda_inductor.patterns.sizes import assumed
 from coda_inductor.schedule.kinds import Kind, base_of, kind_of
 
 MADE_AGAIN: frozenset[Kind] = frozenset({"loop", "view", "part", "source"})

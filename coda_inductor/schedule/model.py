@@ -23,8 +23,8 @@ from coda_inductor.core.errors import forget_frames
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.patterns.graph import copied, is_tangent
 from coda_inductor.schedule.fusion import Fusion, Group, parts_read
-from coda_inductor.schedule.hints import Path
 from coda_inductor.schedule.kinds import Extern, elements, is_tensor, itemsize, lower, owner
+from coda_inductor.schedule.paths import Path
 
 log = logging.getLogger("coda_inductor.tuning")
 

@@ -22,9 +22,9 @@ from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.switches import ELEMENTWISE, NAMES, allowed
 from coda_inductor.patterns.effects import effects
+from coda_inductor.patterns.sizes import hint
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
-from coda_inductor.schedule.hints import hint
 from coda_inductor.tuning.extract import Program, described, small, subgraph
 from coda_inductor.tuning.group import Group, outputs
 from coda_inductor.tuning.outcome import foreseen

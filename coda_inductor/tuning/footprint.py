@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.region import Region
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.sizes import hint
 from coda_inductor.plan.built import Source, Table, Weight
 from coda_inductor.plan.draft import Stored
 from coda_inductor.plan.plan import Plan
-from coda_inductor.schedule.hints import hint
 from coda_inductor.tuning.extract import layouts
 from coda_inductor.tuning.group import Group
 

@@ -17,12 +17,12 @@ from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.sizes import hint
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Built, Source, Table, Weight
 from coda_inductor.plan.draft import Computed, Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.sources import statistics
-from coda_inductor.schedule.hints import hint
 from coda_inductor.schedule.memory import Memory
 
 

@@ -24,7 +24,7 @@ from coda_inductor.rewrite.space import Axes, Lane
 from coda_inductor.write.aliases import part
 from coda_inductor.write.order import sort
 from coda_inductor.write.repeats import read_repeats
-from coda_inductor.write.strides import Strides
+from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.vectors import Vectors
 from coda_inductor.write.verifying import Before
 from coda_inductor.write.writing import Writing
@@ -172,7 +172,7 @@ def emit(plan: Plan, target: str, before: Before) -> None:
         return
     output = graph.output_node()
     emission = Emission(graph, output, target, plan)
-    strides = Strides(graph)
+    strides = OutputStrides(graph)
     pending = list(builts)
     while pending:
         ready = [b for b in pending if all(_known(emission, s) for s in b.inputs)]

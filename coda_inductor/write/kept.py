@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from coda_inductor.ops.custom import KEPT, REGION, STORED
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.patterns.effects import Memory, base, behind_tangents, mutating, overwritten_after, viewed, written
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, dense, reached, tensor
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, reached, tensor
+from coda_inductor.patterns.layout import dense
 from coda_inductor.write.aliases import returned
 from coda_inductor.write.writing import Writing, stored
 

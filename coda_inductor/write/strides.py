@@ -15,20 +15,17 @@ from torch.utils._pytree import tree_leaves
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns.effects import may_view, storage
 from coda_inductor.patterns.graph import aten, source_line
-from coda_inductor.patterns.sizes import ONE, Size, size_of
-from coda_inductor.schedule.hints import assumed
+from coda_inductor.patterns.layout import Strides, major_to_minor, strides
+from coda_inductor.patterns.sizes import ONE, size_of
 from coda_inductor.write.aliases import give_back, returned, sharing
 
-Layout = tuple[tuple[Size, ...], ...]
-"""The strides of every tensor that a node computes, None of them for a dimension of one element."""
+Layout = tuple[Strides, ...]
+"""Of every tensor that a node computes."""
 
 
 def layout(node: fx.Node) -> Layout:
     """How the node's tensors lie in memory."""
-    tensors = (v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
-    return tuple(
-        tuple(size_of(s) for s, n in zip(t.stride(), t.shape, strict=True) if size_of(n) != ONE) for t in tensors
-    )
+    return tuple(strides(v) for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
 
 
 def read_by(node: fx.Node) -> list[Layout]:
@@ -41,7 +38,7 @@ def read_from(node: fx.Node) -> list[int | None]:
     return [storage(n) for n in node.all_input_nodes]
 
 
-class Strides:
+class OutputStrides:
     """Made before a graph is rewritten; `restore` afterwards gives its outputs the order they had."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -104,18 +101,12 @@ def unguarded(node: fx.Node) -> Any:
 def restrided(node: fx.Node, like: Tensor, call: Callable[..., fx.Node]) -> fx.Node:
     """node in the memory order of `like`."""
     value = node.meta["val"]
-    long = [i for i, n in enumerate(value.shape) if str(n) != "1"]
-    if [str(value.stride(i)) for i in long] == [str(like.stride(i)) for i in long]:
+    if strides(value) == strides(like):
         return node
-    order = descending(like)
-    if [i for i in order if i in long] == [i for i in descending(value) if i in long]:
+    long = {i for i, n in enumerate(value.shape) if size_of(n) != ONE}
+    order = major_to_minor(like)
+    if [i for i in order if i in long] == [i for i in major_to_minor(value) if i in long]:
         return node
     turned = call(node, aten.permute.default, node, order)
     dense = call(node, aten.clone.default, turned, memory_format=torch.contiguous_format)
     return call(node, aten.permute.default, dense, [order.index(i) for i in range(like.dim())])
-
-
-def descending(tensor: Tensor) -> list[int]:
-    """The tensor's dimensions, the one with the longest stride first."""
-    strides = [assumed(s) for s in tensor.stride()]
-    return sorted(range(tensor.dim()), key=lambda i: strides[i], reverse=True)

@@ -13,6 +13,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.ops.custom import STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.sizes import size_of
 
 ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
@@ -58,7 +59,7 @@ class Writing:
         """node, dense, in the shape of another."""
         value, wanted = g.tensor(node), g.tensor(like)
         assert value is not None and wanted is not None
-        if not g.dense(node):
+        if not dense(node):
             node = self.call(node, aten.clone.default, node, memory_format=torch.contiguous_format)
         return self.reshape(node, list(wanted.shape))
 

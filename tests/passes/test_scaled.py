@@ -16,7 +16,7 @@ from coda_inductor.passes.memory import store_shared, store_sources
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.rewrite.state import TRANSPOSES
+from coda_inductor.patterns.layout import TRANSPOSES, dense
 
 M, N, K = 32, 48, 64
 
@@ -173,7 +173,7 @@ def test_right_matrices_become_views_of_rows() -> None:
     products = [node for node in module.graph.nodes if node.target in g.SCALED]
     for node in products:
         right = g.operands(node).right
-        assert right.target in TRANSPOSES and g.dense(right.args[0])  # type: ignore[arg-type]
+        assert right.target in TRANSPOSES and dense(right.args[0])  # type: ignore[arg-type]
         assert right.meta["val"].stride() == (1, K)
     same(module, two_layers, *inputs())
     count = len(module.graph.nodes)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture
 from coda_inductor.inductor.joint import rewrite
-from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.layout import dense
 
 CASES = {
     "dense": (torch.empty(2, 3, 4), True),
@@ -28,7 +28,7 @@ CASES = {
 def test_dense(value: Tensor, is_dense: bool) -> None:
     node = fx.Graph().placeholder("x")
     node.meta["val"] = value
-    assert g.dense(node) is is_dense
+    assert dense(node) is is_dense
 
 
 def heads_first(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:

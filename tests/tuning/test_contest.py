@@ -26,8 +26,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import prebuild
 from coda_inductor.measure import timing
 from coda_inductor.measure.timing import Times
+from coda_inductor.patterns.sizes import UNKNOWN, assumed, hint
 from coda_inductor.plan.built import Built
-from coda_inductor.schedule.hints import UNKNOWN, assumed, hint
 from coda_inductor.tuning import group
 from coda_inductor.tuning.benchmark import Programs
 from coda_inductor.tuning.extract import laid_out

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.layout import major_to_minor
+from coda_inductor.patterns.sizes import assumed
 
 Order = tuple[int, ...]
 """A permutation: the dimension, or the place in memory, that each dimension was before."""
@@ -23,26 +24,6 @@ Path = tuple[str | Order, ...]
 """How a buffer is read: the slices and permutations taken of it, outermost first; () is all of it, as it lies."""
 Reads = dict[fx.Node, dict[Path, int]]
 """For every buffer that a value is made of, the parts read and their numbers of elements."""
-
-
-UNKNOWN = 8192  # what Inductor schedules by where no extent is known: its unbacked_symint_fallback
-
-
-def hint(size: Any) -> int:
-    """The extent that torch traced a symbolic size with: what is measured, and what records of measurements are kept
-    under. Raises Unsupported where there was none."""
-    known = size.node.hint if isinstance(size, torch.SymInt) else size
-    if known is None:
-        raise Unsupported(f"the size {size} is known only when the model runs")
-    return int(known)
-
-
-def assumed(size: Any) -> int:
-    """The same for what only foresees Inductor's kernels and their bytes; where no extent is known, what it assumes."""
-    try:
-        return hint(size)
-    except Unsupported:
-        return UNKNOWN
 
 
 def name_of(node: fx.Node) -> str:
@@ -70,14 +51,9 @@ def _in_order(dims: Sequence[int], shape: Sequence[Any]) -> bool:
     return long == sorted(long)
 
 
-def in_memory(value: Tensor) -> list[int]:
-    """The dimensions as the tensor lies in memory, major to minor."""
-    return sorted(range(value.dim()), key=lambda d: -assumed(value.stride(d)))
-
-
 def memory_order(value: Tensor) -> Order | None:
     """The order in which a loop over the tensor runs, None if it is its dimensions'."""
-    order = in_memory(value)
+    order = major_to_minor(value)
     return None if _in_order(order, value.shape) else tuple(order)
 
 
@@ -85,7 +61,7 @@ def buffer_order(buffer: fx.Node) -> list[int]:
     """The dimensions of a tensor in memory, major to minor. A reduction that keeps its dimensions writes in the order
     in which it reads, not as its strides say."""
     reduction = g.reduction(buffer)
-    return in_memory((reduction.source if reduction and reduction.keepdim else buffer).meta["val"])
+    return major_to_minor((reduction.source if reduction and reduction.keepdim else buffer).meta["val"])
 
 
 def whole(buffer: fx.Node) -> Path:
