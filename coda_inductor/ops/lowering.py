@@ -26,7 +26,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.launch import Launch, fall_back, kernel, together
 from coda_inductor.ops.custom import KEPT, REGION, STORED
-from coda_inductor.patterns.graph import is_view
+from coda_inductor.patterns.effects import viewed
 
 
 class Launcher:
@@ -263,9 +263,9 @@ def _store(x: ir.TensorBox) -> ir.TensorBox:
 def _has_other_names(node: fx.Node) -> bool:
     """Is the node's memory an input's, or is there another reader of it, or of what it is a view of?"""
     while node.op != "placeholder" and len(node.users) == 1:
-        if not is_view(node):
+        if (source := viewed(node)) is None:
             return False
-        node = node.all_input_nodes[0]
+        node = source
     return True
 
 

@@ -11,6 +11,7 @@ Memory is named by the node that allocates it: an input, or an operation that ma
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -117,6 +118,13 @@ def mutating(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes
     torchs = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ALONE
     return [] if torchs else written(node)
+
+
+def reinplaced(node: fx.Node) -> list[fx.Node]:
+    """The inputs in whose memory the node may lie once Inductor lets an operation of a user's overwrite them: those of
+    its FUNCTIONAL form, if the node is one of its results."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source.all_input_nodes if isinstance(source, fx.Node) and higher_order(source) in FUNCTIONAL else []
 
 
 def draws(node: fx.Node) -> bool:

@@ -19,7 +19,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_inductor.ops.custom import KEPT, REGION, STORED
 from coda_inductor.ops.elementwise import ELEMENTWISE
-from coda_inductor.patterns.effects import Memory, base, behind_tangents, mutating, overwritten_after, viewed, written
+from coda_inductor.patterns.effects import (
+    Memory,
+    base,
+    behind_tangents,
+    mutating,
+    overwritten_after,
+    reinplaced,
+    viewed,
+    written,
+)
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, reached, tensor
 from coda_inductor.patterns.layout import dense
 from coda_inductor.write.aliases import returned
@@ -60,7 +69,7 @@ def keep(graph: fx.Graph) -> None:
             node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_SAVE)
     memory = Memory(graph)
     for node in readers:
-        for source in [a for a in node.all_input_nodes if memory.of(original(a)) in names]:
+        for source in [a for a in node.all_input_nodes if places(memory, a) & names]:
             if source not in copies:
                 copies[source] = copy_of(graph, source)
             node.replace_input_with(source, copies[source])
@@ -68,11 +77,14 @@ def keep(graph: fx.Graph) -> None:
 
 
 def part_copies(graph: fx.Graph) -> None:
-    """Gives copies of one value that are returned memory of their own, in place: Inductor takes each for the value."""
+    """Gives copies of one value that are returned memory of their own, in place: Inductor takes each for the value. So
+    it does with a copy of what an operation of a user's has overwritten, which then is the input itself."""
     first = dict[fx.Node, fx.Node]()
     for result in returned(graph):
         copy = base(result) if isinstance(result, fx.Node) else None
-        if copy is not None and copy.target in COPIES and first.setdefault(original(copy), copy) is not copy:
+        if copy is None or copy.target not in COPIES:
+            continue
+        if first.setdefault(original(copy), copy) is not copy or reinplaced(original(copy)):
             (source,) = copy.all_input_nodes
             if not copy.kwargs or dense(source):
                 copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
@@ -88,7 +100,7 @@ def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[f
     def reads(node: fx.Node) -> bool:
         if not memory.read(node) or written(node) or node.target is KEPT:
             return False
-        return any(memory.of(original(a)) in names for a in node.all_input_nodes)
+        return any(places(memory, a) & names for a in node.all_input_nodes)
 
     readers = [n for n in graph.nodes if reads(n)]
     forward = needed(graph, backward) if backward else {*graph.nodes}
@@ -117,6 +129,11 @@ def original(node: fx.Node) -> fx.Node:
     while (source := base(node)).target in COPIES:
         node = source.args[0]  # type: ignore[assignment]
     return source
+
+
+def places(memory: Memory, node: fx.Node) -> set[str]:
+    """The memory in which a value may lie once Inductor has dropped copies and let operations of users overwrite."""
+    return set(map(memory.of, reached([original(node)], lambda n: map(original, reinplaced(n)))))
 
 
 def needed(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:

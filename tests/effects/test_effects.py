@@ -17,12 +17,13 @@ from effect_programs import EFFECTS
 from effect_reads import matrix
 from late_programs import LATE
 from programs import check, compiled, difference, inductor_is_right, inductor_is_wrong, of_way, off, rows, seen
+from reinplaced_programs import REINPLACED
 
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.passes import tables
 
 MATRIX = matrix()
-ALL = MATRIX | EFFECTS | DRAWS | LATE
+ALL = MATRIX | EFFECTS | DRAWS | LATE | REINPLACED
 
 
 @pytest.mark.parametrize(("name", "train"), rows(ALL, inductor_is_right))

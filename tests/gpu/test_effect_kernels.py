@@ -13,6 +13,7 @@ from effect_programs import EFFECTS
 from effect_reads import matrix
 from late_programs import LATE
 from programs import Program, Seen, off, seen
+from reinplaced_programs import REINPLACED
 
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.kernels import launch
@@ -33,6 +34,7 @@ STATES += ("operations_between", "exchanged_by_an_operation", "adapter_merged")
 ALL = (
     READS
     | LATE
+    | REINPLACED
     | {n: EFFECTS[n] for n in STATES}
     | {n: ALIASES[n] for n in ("view_of_an_output", "turned_and_its_base")}
 )
