@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -22,16 +20,14 @@ from coda_inductor.explain.account import attribute, smallest_tile, touched, tou
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, target_of
 from coda_inductor.explain.report import render
+from coda_inductor.explain.units import PRODUCTS, Facts, kernel_facts, operation, site_facts
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.ops.elementwise import ELEMENTWISE
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.schedule.kinds import elements, kind_of, owner
 from coda_inductor.schedule.model import Kernel, kernels, partition, saved
 
 __all__ = ["explain", "explain_graph", "render"]
 
-Facts = dict[str, Any]
-PRODUCTS = {op._schema.name.split("::")[1] for op in MATRIX_PRODUCTS}  # type: ignore[attr-defined]
 TOTALS = (
     "bytes_before", "bytes_after", "bytes_epilogues", "passes_left", "saved_bytes", "saved_bytes_inductor", "regions",
     "kernels_before", "kernels_after",
@@ -142,7 +138,6 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "m": site.m,
         "n": n,
         "k": max(p.k for p in region.products),
-        "laws": list(site.laws),
         "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
         "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
         "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
@@ -151,9 +146,8 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "bytes_after": 0 if plain else max(loads + stores - tiles, 0),
         "decision": "fused",
         "numerics": str(getattr(settings, "numerics", "default")),
-        "source": site.source,
-        "digest": region.digest,
         "outputs": list(site.outputs),
+        **site_facts(site),
     }
 
 
@@ -178,25 +172,26 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
     """Why a chain of operations stays with Inductor: the first condition that failed (planning begins at its end), and
     the user's line of the operation that it failed for."""
     names = {n.name for n in kernel.nodes}
+    last = {"node": kernel.nodes[-1].name, "source": kernel_facts(kernel)["source"]}
     if declined(report):
-        return {"node": kernel.nodes[-1].name, "reason": report.refused[0].reason, "source": _last_source(kernel)}
+        return {**last, "reason": report.refused[0].reason}
     for r in report.refused:
         if r.node in names:
             return {"node": r.node, "reason": r.reason, "source": r.source}
     if any(n.target is CAST and n.args[1] in EIGHT_BITS for n in kernel.nodes):
-        return {"node": kernel.nodes[-1].name, "reason": BY_ITS_LARGEST, "source": _last_source(kernel)}
-    feeds = {_operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
+        return {**last, "reason": BY_ITS_LARGEST}
+    feeds = {operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
     if any("attention" in name for name in feeds):
         why = "it reads the result of attention, which is no product of ours"
     elif not feeds & {*PRODUCTS, "bmm", "baddbmm", "region"}:
         why = "no product's result is read here"
     elif opaque := [r for r in report.opaque if r.node in names]:
         return {"node": opaque[0].node, "reason": opaque[0].reason, "source": opaque[0].source}
-    elif all(_operation(n) in ("clone", "cat", "stack", "_to_copy") for n in kernel.nodes if kind_of(n) != "view"):
+    elif all(operation(n) in ("clone", "cat", "stack", "_to_copy") for n in kernel.nodes if kind_of(n) != "view"):
         why = "it only copies, into the layout that its reader asks for"
     else:
         why = "nothing of it could be made in an epilogue"
-    return {"node": kernel.nodes[-1].name, "reason": why, "source": _last_source(kernel)}
+    return {**last, "reason": why}
 
 
 def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) -> list[Facts]:
@@ -205,40 +200,12 @@ def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) 
     return [
         {"node": r.node, "reason": r.reason, "source": r.source}
         for r in report.refused
-        if r.reason not in said and (not r.node or (r.node in nodes and _operation(nodes[r.node]) in PRODUCTS))
+        if r.reason not in said and (not r.node or (r.node in nodes and operation(nodes[r.node]) in PRODUCTS))
     ]
 
 
-def _last_source(kernel: Kernel) -> str:
-    return next((s for n in reversed(kernel.nodes) if kind_of(n) != "view" and (s := source(n))), "")
-
-
 def pass_facts(kernel: Kernel, refused: Facts) -> Facts:
-    """A kernel over memory that stays: its operations in order, and why it stays."""
-    work = [n for n in kernel.nodes if kind_of(n) != "view"]
-    return {
-        "what": " ".join(dict.fromkeys(_operation(n) for n in work)),
-        "bytes": kernel.bytes,
-        "why": refused["reason"],
-        "source": refused["source"] or _last_source(kernel),
-        "nodes": [n.name for n in work],
-    }
-
-
-def _operation(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema else str(node.target)
-
-
-FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
-def source(node: fx.Node) -> str:
-    """ "file:line" of the innermost frame outside torch, relative to the working directory if it lies below."""
-    frames = [(file, line) for file, line in FRAME.findall(node.meta.get("stack_trace") or "") if TORCH not in file]
-    if not frames:
-        return ""
-    file, line = frames[-1]
-    here = os.getcwd() + os.sep
-    return f"{file.removeprefix(here)}:{line}"
+    """A kernel over memory that stays, and why it stays."""
+    facts = kernel_facts(kernel)
+    named = {"what": facts.pop("operations"), "why": refused["reason"], "source": refused["source"] or facts["source"]}
+    return facts | named

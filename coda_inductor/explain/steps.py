@@ -20,6 +20,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import left, right
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, target_of
+from coda_inductor.explain.units import Facts, kernel_facts, site_facts
 from coda_inductor.inductor.joint import is_joint
 from coda_inductor.inductor.records import Report
 from coda_inductor.ops.custom import REGION
@@ -38,7 +39,6 @@ from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
 
 PRODUCTS = MATRIX_PRODUCTS | {g.aten.mm.dtype}
-Facts = dict[str, Any]
 Kind = Literal["gemm", "opaque", "pass"]
 DEPTH = 40  # of formulas, which end at stored values anyway
 
@@ -205,23 +205,22 @@ class Listing:
         ]
         facts |= {"products": [], "loads": loads, "stores": stores, "sums": [], "laws": [], "source": ""}
         if step.kernel is not None:
-            work = [n for n in step.kernel.nodes if kind_of(n) != "view"]
-            facts |= {"nodes": [n.name for n in work], "bytes": step.kernel.bytes, "source": _line(work[-1])}
+            facts |= kernel_facts(step.kernel)
         elif step.node is not None and _is_region(step.node):
             facts |= self._region(step, readers)
         elif step.node is not None and step.node.target is REGION:  # with nothing beside its product
             region, (x, w) = parse(str(step.node.args[1])), step.node.all_input_nodes
             a, b = left(region, self.name(x)), right(region, 0, self.name(w))
             product = {"name": f"acc{i}", "a": a, "b": b, "k": str(region.products[0].k)}
-            facts |= {"products": [product], "loads": [], "source": _line(step.node), "digest": region.digest}
+            facts |= {"products": [product], "loads": [], "source": g.source_line(step.node), "digest": region.digest}
         elif step.node is not None and step.node.target in PRODUCTS:
             of = g.operands(step.node)
             a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (of.left, of.right))
             product = {"name": f"acc{i}", "a": a, "b": b, "k": str(of.left.meta["val"].shape[-1])}
             beside = [self.name(n) for n in (*of.addends, *of.scales)]
-            facts |= {"products": [product], "loads": beside, "source": _line(step.node)}
+            facts |= {"products": [product], "loads": beside, "source": g.source_line(step.node)}
         elif step.node is not None:
-            facts |= {"what": str(step.node.target), "source": _line(step.node)}
+            facts |= {"what": str(step.node.target), "source": g.source_line(step.node)}
         return facts
 
     def _formula(self, node: fx.Node, step: Step) -> str:
@@ -267,9 +266,8 @@ class Listing:
             of, over = region.reductions[j].of, region.reductions[j].over
             sums.append({"name": name, "to": to, "of": of, "over": over, "formula": show(t.args[0], DEPTH, names)})
         loads = list(dict.fromkeys(self._input(step, built, s) for s in built.inputs[region.matrices :]))
-        facts: Facts = {"region": site.name, "digest": region.digest, "shape": f"[{site.m}, {region.n}]"}
-        facts |= {"products": products, "loads": loads, "stores": stores, "sums": sums}
-        return facts | {"laws": list(site.laws), "source": site.source}
+        facts: Facts = {"region": site.name, "shape": f"[{site.m}, {region.n}]"}
+        return facts | {"products": products, "loads": loads, "stores": stores, "sums": sums} | site_facts(site)
 
     def laws(self) -> list[Facts]:
         """Every firing of a law on a Region that is there, before and after, in the names of the listing."""
@@ -349,7 +347,3 @@ def _type(node: fx.Node) -> str:
     if not isinstance(value, Tensor):
         return ""
     return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
-
-
-def _line(node: fx.Node) -> str:
-    return g.source_line(node)
