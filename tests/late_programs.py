@@ -87,3 +87,23 @@ def copies_of_a_value(x: Tensor, w: Tensor, v: Tensor) -> Any:
     """Two tensors, none of them the value itself."""
     h = torch.relu(torch.tanh(x @ w) @ v)
     return h.clone(), h.clone(), h.clone()[1:]
+
+
+@program(LATE, "x:TD w:DD r:TD", infer=1, ways=("inductor",))
+def copied_over(x: Tensor, w: Tensor, r: Tensor) -> Any:
+    """What is copied over an operation's result: the copy has two inputs. (Of random program 114010.)"""
+    h = x @ w
+    seen = h[:]
+    scale_(h[3:], -1.0)
+    scale_(h, 0.5)
+    h.copy_(r + x @ w)
+    return seen, h[1:]
+
+
+@program(LATE, "x:TD w:DD r:TD g:D", infer=1, ways=("inductor",))
+def copied_over_wider(x: Tensor, w: Tensor, r: Tensor, g: Tensor) -> Any:
+    """Of another shape than what is copied."""
+    h = r.clone()
+    scale_(h, 0.5)
+    h.copy_(g)
+    return h, torch.relu(x @ w)

@@ -29,7 +29,7 @@ from coda_inductor.patterns.effects import (
     viewed,
     written,
 )
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, reached, tensor
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, reached, sizes, tensor
 from coda_inductor.patterns.layout import dense
 from coda_inductor.write.aliases import returned
 from coda_inductor.write.writing import Writing, stored
@@ -85,9 +85,15 @@ def part_copies(graph: fx.Graph) -> None:
         if copy is None or copy.target not in COPIES:
             continue
         if first.setdefault(original(copy), copy) is not copy or reinplaced(original(copy)):
-            (source,) = copy.all_input_nodes
-            if not copy.kwargs or dense(source):
+            source = copied(copy)
+            if same_kind(source, copy) and (not copy.kwargs or dense(source)):
                 copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
+
+
+def same_kind(a: fx.Node, b: fx.Node) -> bool:
+    """Have two tensors one dtype and one shape? Inductor drops no other copy."""
+    mine, theirs = a.meta["val"], b.meta["val"]
+    return bool(mine.dtype == theirs.dtype) and sizes(a) == sizes(b)
 
 
 def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -127,7 +133,14 @@ def users(node: fx.Node) -> list[fx.Node]:
 def original(node: fx.Node) -> fx.Node:
     """What is read in place of the node once Inductor has dropped copies."""
     while (source := base(node)).target in COPIES:
-        node = source.args[0]  # type: ignore[assignment]
+        node = copied(source)
+    return source
+
+
+def copied(copy: fx.Node) -> fx.Node:
+    """What a copy copies: of `copy(to, source)` the second."""
+    source = copy.args[1 if copy.target is aten.copy.default else 0]
+    assert isinstance(source, fx.Node)
     return source
 
 
