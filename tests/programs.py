@@ -125,16 +125,13 @@ def seen(
     device: str = "cpu",
     steps: int = 2,
     dynamic: bool = False,
-    moved: float = 0.0,
 ) -> Seen:
     """Calls the program some times, with a backward after each in training; then writes to each of its outputs. If
-    `dynamic`, tokens are a symbol. `moved`: by what part inputs are others."""
+    `dynamic`, tokens are a symbol."""
     torch.manual_seed(0)
     model: Any = p.make().to(device, dtype) if isinstance(p.make, type) else p.make
     state = dict(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else {}
     leaves, run, out = p.inputs(dtype, train, sizes, device), compile(model), Seen()
-    for x in leaves if moved else ():
-        x.data.mul_(1 + moved * torch.arange(x.numel()).view(x.shape).fmod(7))
     for step in range(steps):
         torch.manual_seed(step + 3)
         args = p.called_with(leaves)

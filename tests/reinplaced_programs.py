@@ -1,6 +1,6 @@
-"""Programs in which an operation of a user's overwrites an input, what is then there is read, and the input is
-overwritten again. Inductor lets the operation write to the input itself: what is read must be kept before the last
-write, for the backward and for the caller."""
+"""Programs in which an operation of a user's, or one that writes a part, overwrites an input, what is then there is
+read, and the input is overwritten again. Inductor lets the operation write to the input itself: what is read must be
+kept before the last write, for the backward and for the caller."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ FIRST: dict[str, Write] = {
     "scaled": lambda cos, sin, h: scale_(cos, 0.5),
     "exchanged": lambda cos, sin, h: exchange_(cos, sin),
     "computed": lambda cos, sin, h: cos.mul_(0.5),
+    "rows": lambda cos, sin, h: cos[1:4].copy_(h[1:4, : cos.shape[1]]),
+    "placed": lambda cos, sin, h: cos.index_put_((torch.tensor([3, 1]),), h[4:6, : cos.shape[1]]),
 }
 READS: dict[str, Read] = {
     "a_copy": lambda y, cos, sin: (rotate(y, cos.clone(), sin.clone()), None),
@@ -55,7 +57,7 @@ def reinplaced(first: str, read: str, last: str) -> Program:
 
 
 PAIRS = [(r, w) for r in READS for w in LAST]
-REINPLACED = {
-    (p := reinplaced([*FIRST][i % 3 if "rows" in r else i % 2], r, w)).name: p for i, (r, w) in enumerate(PAIRS)
-}
+ALL = [([*FIRST][i % 3 if "rows" in r else i % 2], r, w) for i, (r, w) in enumerate(PAIRS)]
+ALL += [(f, r, "halved") for f in ("rows", "placed") for r in READS]
+REINPLACED = {(p := reinplaced(*names)).name: p for names in ALL}
 """Each way of reading with each last write, behind one of the first writes in turn."""

@@ -39,6 +39,12 @@ FUNCTIONAL = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton
 TRITON = "triton_kernel_wrapper_mutation"
 """Operators of higher order, by name: not all exist before Inductor is imported. FUNCTIONAL are AOTAutograd's forms of
 operations of users that overwrite their inputs. Inductor lets them do so where nobody reads the inputs any more."""
+IN_PLACE = frozenset({
+    "index_put", "_unsafe_index_put", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
+    "all_reduce", "all_reduce_coalesced",
+})  # fmt: skip
+"""Operations, by name, that Inductor lets overwrite their first input where nobody reads that any more; and all of
+lists of tensors, whose names begin with _foreach_."""
 VIEWED = frozenset({aten._unsafe_view.default})
 """Views whose schema does not say so."""
 
@@ -121,10 +127,17 @@ def mutating(node: fx.Node) -> list[fx.Node]:
 
 
 def reinplaced(node: fx.Node) -> list[fx.Node]:
-    """The inputs in whose memory the node may lie once Inductor lets an operation of a user's overwrite them: those of
-    its FUNCTIONAL form, if the node is one of its results."""
-    source = node.args[0] if node.target is operator.getitem else None
-    return source.all_input_nodes if isinstance(source, fx.Node) and higher_order(source) in FUNCTIONAL else []
+    """The inputs in whose memory the node may lie once Inductor lets operations overwrite what nobody reads any more:
+    those of a FUNCTIONAL form, the first of what is IN_PLACE."""
+    made = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(made, fx.Node):
+        return []
+    if higher_order(made) in FUNCTIONAL:
+        return made.all_input_nodes
+    name = made.target._schema.name.split("::")[1] if isinstance(made.target, torch._ops.OpOverload) else ""
+    if name in IN_PLACE or name.startswith("_foreach_"):
+        return [n for n in tree_leaves(made.args[0]) if isinstance(n, fx.Node)]
+    return []
 
 
 def draws(node: fx.Node) -> bool:
