@@ -79,6 +79,16 @@ def loss_of_an_input(x: Tensor, r: Tensor, w: Tensor) -> Any:
     return h, value, r[1:]
 
 
+@program(LATE, "x:TD w:DD u:DD | m:TD n:TD", infer=2, train=2)
+def largest_of_a_row(x: Tensor, w: Tensor, u: Tensor, m: Tensor, n: Tensor) -> Any:
+    """The gradient of the largest value is that of the values that equal it, and of a product that was computed again,
+    in another order, none does. (Of random program 71013.)"""
+    h = rms(F.dropout(m.clone(), 0.3) + n.clone() @ w.t()) @ u
+    y = x.clone()
+    total, scaled = h.sum(0), (y - h.amax(-1, keepdim=True)) * y.mean(-1, keepdim=True)
+    return scaled, total, (h - n).square().mean()
+
+
 # ---- returned
 
 
