@@ -20,15 +20,12 @@ from zoo import CASES
 
 import coda_inductor.inductor.compile
 from coda_inductor.core.ops import OPS
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.lift import Lifted, lift
 from coda_inductor.patterns.terms import Term
-
-REDUCTIONS: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
-    "sum": torch.sum, "max": torch.amax, "logsumexp": torch.logsumexp,
-}  # fmt: skip
 
 
 class Evaluator:
@@ -95,7 +92,7 @@ class Evaluator:
         if t.kind == "red":
             own = sorted(t.args[0].axes)
             dims = [own.index(i) for i in t.over]
-            return REDUCTIONS[t.name](self(t.args[0]), dims)
+            return REDUCTIONS[t.name].torch(self(t.args[0]), dims)  # type: ignore[arg-type]
         if t.kind == "lanes":
             inner = [i for i in axes if i != t.over[0]]
             shape = torch.broadcast_shapes(*(self.at(a, inner).shape for a in t.args))

@@ -15,11 +15,13 @@ from coda_inductor.codegen import source
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.ops import OPS
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Product, Region
 
 HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
-KINDS: tuple[str, ...] = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad")
-KINDS += ("ColVecReduce", "RowVecReduce", "OnlineLSEReduce", "ColVecMax", "RowVecMax")
+LOADS: tuple[str, ...] = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad")
+SINKS = {kind: (row, over) for row in REDUCTIONS.values() for over, kind in row.sinks.items()}
+"""By the name of a class of codegen/sinks.py: what is taken, and over what."""
 OF_HALVES = ("HalfStore", "HalfVector", "RotaryCosSinTMALoad")
 
 
@@ -46,7 +48,7 @@ def standin() -> dict[str, Any]:
     names |= {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32}
     names["float32"] = as_float(torch.clone)
     names["unpack"] = lambda pair: pair
-    for kind in (*KINDS, "MaskedColVecReduce", "MaskedRowVecReduce"):
+    for kind in (*LOADS, *SINKS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
     names |= dict.fromkeys(OF_HALVES, lambda *_: None)
     for decorator in ("one_product", "two_products", "summed_products"):
@@ -104,17 +106,16 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
     sums = []
     for slot in slots.sums:
         sink, value = given["reduces"][slot], found[slot]
+        row, over = SINKS[sink.kind.removeprefix("Masked")]
         if len(products) == 2:
-            value = torch.maximum(*value) if sink.kind.endswith("Max") else value[0] + value[1]
+            value = row.join(*value)
         elif sink.scaled:
             value = value[0] * value[1]
-        if sink.kind == "OnlineLSEReduce":
-            sums.append(value[:m, : region.n].logsumexp(1))
+        dim = 1 if over == "N" else 0
+        if not row.linear:
+            sums.append(row.torch(value[:m, : region.n], dim))
             continue
-        if sink.kind.endswith("Max"):
-            sums.append(value[:m, : region.n].amax(1 if sink.kind == "ColVecMax" else 0))
-            continue
-        dim, size, left = (1, region.n, m) if sink.kind.endswith("ColVecReduce") else (0, m, region.n)
+        size, left = (region.n, m) if over == "N" else (m, region.n)
         sums.append((value.narrow(dim, 0, size) if sink.kind.startswith("Masked") else value).sum(dim)[:left])
     return stores + sums
 
