@@ -237,9 +237,16 @@ def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = Fal
 
 def aligned(t: Tensor) -> Tensor:
     """`t`, or a copy whose rows are contiguous and 16-byte aligned."""
-    if not t.data_ptr() & 15 and t.stride(-1) == 1 and (t.dim() < 2 or not t.stride(0) * t.element_size() & 15):
+    if t.data_ptr() & 15:
+        why = "it does not start at a multiple of 16 bytes"
+    elif t.stride(-1) != 1:
+        why = f"its elements are {t.stride(-1)} apart"
+    elif t.dim() > 1 and t.stride(0) * t.element_size() & 15:
+        why = "its rows do not start at multiples of 16 bytes"
+    else:
         return t
-    report("an input was copied: its rows are not contiguous or not 16-byte aligned")
+    kind = "vector" if t.dim() == 1 else "matrix"
+    report(f"an input was copied, a {kind} of {str(t.dtype).removeprefix('torch.')}: {why}")
     return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
