@@ -117,3 +117,24 @@ def copied_over_wider(x: Tensor, w: Tensor, r: Tensor, g: Tensor) -> Any:
     scale_(h, 0.5)
     h.copy_(g)
     return h, torch.relu(x @ w)
+
+
+@program(LATE, "x:TD w:DD r:TD' | n:TD", infer=1, train=1, ways=("inductor",))
+def copied_and_forgotten(x: Tensor, w: Tensor, r: Tensor, n: Tensor) -> Any:
+    """What is copied over was read before by nobody else. (Of random program 122007.)"""
+    h = torch.relu(x @ w)
+    with torch.no_grad():
+        exchange_(n[:2], n[6:8])
+    r.copy_(n)
+    with torch.no_grad():
+        n.mul_(0.5)
+    return h
+
+
+@program(LATE, "x:TD b:D | n:TD", infer=0, train=0, ways=("inductor",))
+def norm_without_a_product(x: Tensor, b: Tensor, n: Tensor) -> Any:
+    """Graphs without a product are kept right, too. (Of random program 123081.)"""
+    h = rms(n) * b
+    with torch.no_grad():
+        n.copy_(x)
+    return h, x.sin()

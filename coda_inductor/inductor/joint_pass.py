@@ -44,11 +44,12 @@ from coda_inductor.measure import free_memory
 from coda_inductor.ops import elementwise, lowering
 from coda_inductor.passes.switches import NAMES
 from coda_inductor.passes.tracing import passes
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, copied, source_line
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.tuning.plain_products import PlainTuner
 from coda_inductor.tuning.tuner import Tuner
 from coda_inductor.tuning.verdicts import Decisions, Legal
+from coda_inductor.write import kept
 from coda_inductor.write.aliases import Sharing, sharing
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -99,6 +100,8 @@ class JointPass(CustomGraphPass):
             if any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
                 with uncollected_so_far(graph):
                     done = self._rewrite(graph)
+            else:
+                self._keep(graph)
         except CodaError as error:
             done = error
             raise
@@ -125,6 +128,19 @@ class JointPass(CustomGraphPass):
         self.rewrote |= report.rewrote
         REPORTS.append(report)
         return report
+
+    def _keep(self, graph: fx.Graph) -> None:
+        """Of a graph without a product, only what its backward reads is kept from what overwrites it."""
+        nodes, module = len(graph.nodes), notes.owner(graph)
+        backup = copied(graph)
+        try:
+            kept.keep(graph)
+            kept.store(graph)
+        except Exception as error:
+            module.graph = backup
+            self.failed(error, backup, "a graph")
+        else:
+            self.rewrote |= len(graph.nodes) != nodes
 
     def _tuner(self, graph: fx.Graph) -> Tuner:
         def lost(error: Exception) -> None:

@@ -106,6 +106,8 @@ def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[f
     def reads(node: fx.Node) -> bool:
         if not memory.read(node) or written(node) or node.target is KEPT:
             return False
+        if not node.users and not node.is_impure():
+            return False  # nobody runs it
         return any(places(memory, a) & names for a in node.all_input_nodes)
 
     readers = [n for n in graph.nodes if reads(n)]
