@@ -232,6 +232,25 @@ def reduction(node: fx.Node) -> Reduction | None:
     return Reduction(name, source, dims, keepdim, float(1 if correction is None else correction))
 
 
+SIGNS: dict[object, tuple[str, bool]] = {
+    aten.gt.Scalar: ("positive", False), aten.le.Scalar: ("nonpositive", False),
+    aten.lt.Scalar: ("positive", True), aten.ge.Scalar: ("nonpositive", True),
+}  # fmt: skip
+"""What a comparison with 0 asks: the operation that chooses by it, of the value or of its negative."""
+
+
+def choice(node: fx.Node) -> tuple[str, bool, list[fx.Node]] | None:
+    """(operation, of the negative?, [value, x, y]) if the node is x where a value compares with 0 so, and y elsewhere,
+    as the gradient of ReLU is. Rounding keeps signs: no other number is compared with."""
+    condition = node.args[0] if node.target is aten.where.self else None
+    if not isinstance(condition, fx.Node) or condition.target not in SIGNS or condition.args[1] != 0:
+        return None
+    value, (x, y) = condition.args[0], node.args[1:]
+    if not all(isinstance(a, fx.Node) and floating(a) for a in (value, x, y)):
+        return None
+    return (*SIGNS[condition.target], [value, x, y])  # type: ignore[list-item]
+
+
 def source_line(node: fx.Node) -> str:
     """The innermost line "file:line" outside torch and torchao that made the node; empty if unknown."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")

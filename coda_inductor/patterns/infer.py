@@ -107,6 +107,8 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
         return _part(reading, node, part, is_feature)
     if (like := g.laid_out_as(node)) is not None and like[0] in reading.dims:
         return reading.dims[like[0]][:: -1 if like[1] else 1]
+    if (choice := g.choice(node)) is not None:
+        return _broadcast(reading, node, choice[2])
     if any(a not in reading.dims for a in tensors):
         raise Misfit("it reads integers or empty tensors")
     if node.target in POINTWISE and not node.kwargs.get("rounding_mode"):

@@ -16,6 +16,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
+from coda_inductor.rewrite.laws import ADJOINT
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Factors, addends, factors, number, rank_one
 from coda_inductor.rewrite.sources import leaves
@@ -121,7 +122,7 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     total = terms.red("sum", terms.mul(program.hold(same), program.hold(forward)), over, extents)
     if turned:
         direct, total = total, terms.red("sum", terms.mul(*map(program.hold, turned)), over, extents)
-        program.turned.append((direct, total))
+        program.turned.append((ADJOINT.name, direct, total))
     out = [_paired(program, product.rows, total)]
     for v, u in rest:
         found = _paired(program, product.rows, terms.red("sum", terms.mul(held, u), over, extents))

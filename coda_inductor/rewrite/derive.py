@@ -17,8 +17,8 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.terms import ONE, Term, Terms
-from coda_inductor.rewrite.laws import ADJOINT, BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
+from coda_inductor.patterns.terms import ONE, Term, Terms, is_number
+from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, factors, is_late, number, separate, total
 from coda_inductor.rewrite.sources import statistics
@@ -45,6 +45,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
     readers: dict[Term, int] = defaultdict(int)
     terms = program.lifted.terms
     wholes = {program.lifted.term[p.node] for p in program.lifted.products.values()} | program.lifted.scaled
+    asked = {t.args[0] for t in program.lifted.read if t.kind == "fn" and t.name == "nonpositive"}
     for t in program.lifted.read:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
@@ -56,7 +57,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         elif t.kind == "red" and t.name == "sum":
             law, after = moments(program, before, laws)
             if after is before and TRIANGLE.name in laws:
-                law, after = TRIANGLE.name, triangle(program, before, ADJOINT.name in laws)
+                law, after = TRIANGLE.name, triangle(program, before, laws)
                 program.read_plain(_read(after) if after is not before else set())
             program.sums[before.args[0], t.over] = after
         for con in program.accumulators(after) if t.kind == "con" else ():
@@ -64,12 +65,12 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             product = program.lifted.products.get(con.bit)
             if product is not None and g.is_backward(product.node) and g.is_weight(product.w):
                 program.gradients.add(con.args[0])
-        firings += [Firing(ADJOINT.name, *turned, -1) for turned in program.turned]
+        firings += [Firing(*turned, -1) for turned in program.turned]
         program.turned.clear()
         if after is not before:
             firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
         program.new[t] = after
-        if t in wholes and _plain(after):
+        if (t in wholes and _plain(after)) or (t in asked and _is_relu(after) and after.args[0] in program.wholes):
             program.wholes.add(after)
         program.nodes.setdefault(after, []).extend(held[t])
     return firings
@@ -80,6 +81,11 @@ def _plain(t: Term) -> bool:
     if t.kind == "add":
         return all(a.kind == "leaf" or (a.kind != "add" and _plain(a)) for a in t.args)
     return t.kind == "con" or (t.kind == "fn" and t.name == "scaled")
+
+
+def _is_relu(t: Term) -> bool:
+    """Is t a ReLU? Its gradient asks only for the sign of what it gave, which the next product reads anyway."""
+    return t.kind == "fn" and t.name == "max" and is_number(t.args[1]) and t.args[1].coefficient == 0
 
 
 def _read(sums: Term) -> set[Term]:

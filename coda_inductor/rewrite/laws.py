@@ -36,6 +36,16 @@ def over_k(x: Any) -> Any:
     return x.sum(1)[:, None]
 
 
+def _relu(z: Any) -> Any:
+    """max(z, 0)."""
+    return (z + abs(z)) / 2
+
+
+def _slope(z: Any) -> Any:
+    """1 where z > 0, 0 where z < 0: the derivative of ReLU."""
+    return _relu(z) / z
+
+
 BILINEARITY = Law(
     name="bilinearity",
     before=lambda x, r, v, g, w: (x * r + v * g) @ w,
@@ -106,6 +116,17 @@ ADJOINT = Law(
     source="sum_l x[l] sum_r L[l,r] g[r] = sum_r g[r] sum_l L[l,r] x[l], over the lanes l, r and over K",
 )
 
+RELU = Law(
+    name="relu",
+    before=lambda a, b, g: over_k((a - b) * (g * _slope(a - b))),
+    after=lambda a, b, g: over_k(_relu(a - b) * (g * _slope(a - b))),
+    shapes={"a": "M K", "b": "M K", "g": "M K"},
+    refuses=(),  # true of all finite z = a - b; what it needs is that g came through the ReLU of this z
+    when="a statistic is taken of a gradient that came through ReLU: what stands behind it is stored anyway",
+    numerics="exact",
+    source="z relu'(z) = relu(z) = relu(z) relu'(z) for finite z",
+)
+
 SOFTMAX = Law(
     name="softmax",
     before=lambda e, c: (e / c) / over_k(e / c),
@@ -118,4 +139,4 @@ SOFTMAX = Law(
     "relative to the greatest score so far, arXiv:1805.02867",
 )
 
-LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE, ADJOINT, SOFTMAX)
+LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE, ADJOINT, RELU, SOFTMAX)

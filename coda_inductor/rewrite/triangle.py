@@ -14,14 +14,15 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.beside import beside, of_tensors
+from coda_inductor.rewrite.laws import ADJOINT, RELU
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Factors, addends, factors, number, rank_one
 from coda_inductor.rewrite.sources import statistics
 
 
-def triangle(program: Program, red: Term, adjoint: bool) -> Term:
+def triangle(program: Program, red: Term, laws: frozenset[str]) -> Term:
     """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, if the epilogues that make Z can take the
-    sums, or they can be taken beside what makes Z; else red as it is. `adjoint`: may that law be used?"""
+    sums, or they can be taken beside what makes Z; else red as it is. `laws`: the names of those that may be used."""
     terms, x, over = program.lifted.terms, red.args[0], red.over
     product = program.lifted.products.get(x.hosts.bit_length() - 1)
     if product is None or not g.is_backward(product.node):
@@ -38,7 +39,7 @@ def triangle(program: Program, red: Term, adjoint: bool) -> Term:
         parts = [part for part in parts if part not in before[1]]
     for part, w in parts:
         if part.kind == "con":
-            taken = _taken(program, q, part, over, adjoint)
+            taken = _taken(program, q, part, over, laws)
         else:
             taken = _made_earlier(program, q, part, over, product.rows)
         if taken is None:
@@ -84,7 +85,7 @@ def _made_earlier(
     return None if found is None else [found]
 
 
-def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], adjoint: bool) -> list[Term] | None:
+def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], laws: frozenset[str]) -> list[Term] | None:
     """sum over `over` of q times the product `con`, as sums over con's own contraction."""
     terms, (z, weight) = program.lifted.terms, con.args
     vector = rank_one(terms, q, over)
@@ -93,12 +94,31 @@ def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], adjoi
         images = expansion.images(program, weight, over)
         for scale, image in images:
             total = terms.red("sum", terms.mul(z, image), con.over, program.lifted.extents(con.over))
+            if RELU.name in laws and (after := _behind_relu(terms, z, image, con.over)) is not None:
+                direct, image = total, after
+                total = terms.red("sum", terms.mul(z, image), con.over, program.lifted.extents(con.over))
+                program.turned.append((RELU.name, direct, total))
             made = all(_summable(program, s) for s in statistics(total))
-            found = total if made else beside(program, con, image, adjoint)
+            found = total if made else beside(program, con, image, ADJOINT.name in laws)
             sums += [terms.mul(scale, found)] if found is not None else []
         if len(sums) == len(images):
             return sums
     return None
+
+
+def _behind_relu(terms: Terms, z: Term, image: Term, over: tuple[int, ...]) -> Term | None:
+    """What stands for `image` in a sum of it times z, if z is a gradient that came through the ReLU of the image, up to
+    a per-token factor: what that ReLU gave."""
+    zero = terms.const(0.0)
+    if z.kind != "fn" or z.name != "nonpositive" or z.args[1] is not zero:
+        return None
+    after = z.args[0]
+    if after.kind != "fn" or after.name != "max" or after.args[1] is not zero:
+        return None
+    scale = terms.mul(
+        terms.const(number(image) / number(after.args[0])), _divided(terms, factors(image), factors(after.args[0]))
+    )
+    return None if scale.axes.intersection(over) or scale.hosts else terms.mul(scale, after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
 Order = tuple[int, ...]
 
 ROUNDED = {name: dtype for dtype, name in NARROW.items()}
+CHOICES = {name: op for op, (name, is_negative) in g.SIGNS.items() if not is_negative}
 
 
 @dataclass(slots=True)
@@ -89,16 +90,19 @@ class Vectors:
             reduced = self.call(node, g.aten_of(REDUCTIONS[t.name].aten), node, over)
             return reduced, tuple(i for i in order if i not in t.over)
         if t.kind == "fn":
-            args, order = self._aligned(tuple(a for a in t.args if not is_number(a)), rows)
-            numbers = [
-                self.call(args[0], aten.full_like.default, args[0], float(a.coefficient))
+            vectors, order = self._aligned(tuple(a for a in t.args if not is_number(a)), rows)
+            like, others = vectors[0], iter(vectors)
+            args = [
+                self.call(like, aten.full_like.default, like, float(a.coefficient)) if is_number(a) else next(others)
                 for a in t.args
-                if is_number(a)
             ]
             if t.name in ROUNDED:
                 narrow = self.call(args[0], prims.convert_element_type.default, args[0], ROUNDED[t.name])
                 return self.call(narrow, prims.convert_element_type.default, narrow, self.compute), order
-            return self.call(args[0], FUNCTIONS[t.name][0], *args, *numbers), order
+            if t.name in CHOICES:
+                args[0] = self.call(args[0], CHOICES[t.name], args[0], 0)
+                return self.call(args[0], aten.where.self, *args), order
+            return self.call(args[0], FUNCTIONS[t.name][0], *args), order
         if t.kind == "lanes":
             args, order = self._aligned(t.args, rows)
             sizes = self.lifted.extents(order)

@@ -180,9 +180,10 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
     assert named | ELSEWHERE == NAMES
 
 
-# Of norms that take a mean away, of backwards, and of losses (test_softmax.py). Tables are in test_tables.py, too,
-# halves of heads in test_halves.py, two products in one sum in test_summed.py, what is bare or cast in test_bare.py.
-ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "softmax", "halves", "summed", "bare"}
+# Of norms that take a mean away, of backwards (relu: test_signs.py), and of losses (test_softmax.py). Tables are in
+# test_tables.py, too, halves of heads in test_halves.py, two products in one sum in test_summed.py, what is bare or
+# cast in test_bare.py.
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "relu", "softmax", "halves", "summed", "bare"}
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))

@@ -42,12 +42,27 @@ class Decoder(nn.Module):
         return x
 
 
+class Relu(nn.Module):
+    """Two norms, each before a plain feed-forward layer with ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm("hf") for _ in range(2))
+        self.mlps = nn.ModuleList(Mlp("plain", "relu", WIDTH, 24, False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, mlp in zip(self.norms, self.mlps, strict=True):
+            x = x + mlp(norm(x))
+        return x
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Set[str]]] = {
     "rotary": (Decoder, {"bilinearity", "triangle", "adjoint"}),
     "rotary, LayerNorm": (
         lambda: Decoder("LayerNorm", True),
         {"bilinearity", "shift", "moments", "triangle", "adjoint"},
     ),
+    "relu": (Relu, {"bilinearity", "triangle", "relu"}),
     **{"-".join(map(str, kind)): (stack(*kind), {"triangle"}) for kind in KINDS},
 }
 

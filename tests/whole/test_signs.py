@@ -1,0 +1,114 @@
+"""Activations whose gradient asks for a sign, between a norm with a product and another product: what they choose is
+chosen in the epilogues, in float64 as in eager, and nothing more is kept than eager's activations need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from evaluate import error, strict_reference
+from small_tensors import rms
+from torch import Tensor, nn
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.explain import explain
+from coda_inductor.inductor.joint_pass import REPORTS
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, tuple[Activation, int, bool]] = {
+    "relu": (F.relu, 4, True),
+    "relu squared": (lambda x: F.relu(x).square(), 4, True),
+    "squared relu": (lambda x: x * F.relu(x), 4, False),
+    "leaky relu": (lambda x: F.leaky_relu(x, 0.1), 4, False),
+    "where": (lambda x: torch.where(x >= 0, x.tanh(), 2 * x), 4, False),
+    "where not": (lambda x: torch.where(x < 0, x, torch.zeros_like(x)), 4, False),
+    "elu": (F.elu, 3, False),
+    "of two": (lambda x: F.relu(x) * torch.sigmoid(x), 4, False),
+    "threshold": (lambda x: torch.where(x > 0.5, x, 0.0), 2, False),
+}
+"""With the least Regions in training, and whether the law `relu` is to be there. (expm1 is no row of ours, and only 0
+is compared with: an epilogue has not rounded yet.)"""
+
+
+class Mlp(nn.Module):
+    """x + down(act(up(norm(x))))."""
+
+    def __init__(self, act: Activation, d: int = 16, f: int = 48) -> None:
+        super().__init__()
+        self.gain, self.act = nn.Parameter(torch.rand(d) + 0.5), act
+        self.up, self.down = nn.Linear(d, f, bias=False), nn.Linear(f, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(self.act(self.up(rms(x) * self.gain)))
+        return x + made
+
+
+def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """The output and all gradients of a weighted sum of it."""
+    out = run(x)
+    return [out, *torch.autograd.grad((out * weight).sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("inductor", [False, True], ids=["interpreted", "inductor"])
+def test_signs_are_chosen_in_epilogues(name: str, inductor: bool) -> None:
+    act, regions, has_law = ACTIVATIONS[name]
+    torch.manual_seed(0)
+    model, x = Mlp(act).double(), torch.randn(24, 16, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        model.up.weight[:2] = 0.0  # at 0 itself
+    weight = torch.randn_like(x)
+    with strict_reference(run=inductor):
+        REPORTS.clear()
+        found = gradients(torch.compile(model, backend="coda"), model, x, weight)
+    (report,) = REPORTS
+    assert len(report.sites) >= regions
+    assert any("relu" in site.laws for site in report.sites) == has_law
+    for mine, theirs in zip(found, gradients(model, model, x, weight), strict=True):
+        assert error(mine, theirs) < 1e-10
+
+
+def test_nan_is_chosen_as_in_eager() -> None:
+    """x > 0 and x <= 0 are both false of NaN."""
+    torch.manual_seed(0)
+    for act in (F.relu, lambda x: torch.where(x > 0, x, 3.0), lambda x: torch.where(x <= 0, x, 3.0)):
+        model, x = Mlp(act).double(), torch.randn(24, 16, dtype=torch.float64, requires_grad=True)
+        with torch.no_grad():
+            x[3, 2] = torch.nan
+        weight = torch.randn_like(x)
+        with strict_reference(run=False):
+            found = gradients(torch.compile(model, backend="coda"), model, x, weight)
+        for mine, theirs in zip(found, gradients(model, model, x, weight), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "tiles"), [("relu", 1), ("relu squared", 2)])
+def test_what_stands_before_a_relu_is_not_kept(name: str, tiles: int) -> None:
+    """Only what its gradient and the next product read is; the law is what spares it. [M, 8 d] of bfloat16."""
+    kept = []
+    for off in ("", "relu"):
+        with torch.device("meta"):
+            model = Mlp(ACTIVATIONS[name][0], 256, 2048).bfloat16()
+            x = torch.empty(4096, 256, dtype=torch.bfloat16, requires_grad=True)
+        settings = Settings(target="sm_90a", disable=frozenset({off} - {""}))
+        totals = explain(model, (x,), {}, "train", settings)["totals"]
+        assert totals["bytes_after"] < 0.75 * totals["bytes_before"]
+        kept.append(totals["saved_bytes"])
+        if not off:
+            assert totals["saved_bytes"] <= 1.02 * totals["saved_bytes_inductor"]
+    tile = 2 * 4096 * 2048
+    assert kept[1] - kept[0] == tile and tiles * tile <= kept[0] < (tiles + 1) * tile
+
+
+def test_the_law_is_a_switch() -> None:
+    torch.manual_seed(0)
+    model, x = Mlp(F.relu).double(), torch.randn(24, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    with strict_reference(run=False):
+        REPORTS.clear()
+        found = gradients(torch.compile(model, backend="coda", options={"disable": "relu"}), model, x, weight)
+    assert not any("relu" in site.laws for site in REPORTS[-1].sites)
+    for mine, theirs in zip(found, gradients(model, model, x, weight), strict=True):
+        assert error(mine, theirs) < 1e-10
