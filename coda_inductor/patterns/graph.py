@@ -241,14 +241,22 @@ SIGNS: dict[object, tuple[str, bool]] = {
 
 def choice(node: fx.Node) -> tuple[str, bool, list[fx.Node]] | None:
     """(operation, of the negative?, [value, x, y]) if the node is x where a value compares with 0 so, and y elsewhere,
-    as the gradient of ReLU is. Rounding keeps signs: no other number is compared with."""
+    as the gradient of ReLU is. Rounding keeps signs: no other number is compared with. Of a backward only what chooses
+    of a product's gradient: no epilogue could make another, and its axes say nothing new."""
     condition = node.args[0] if node.target is aten.where.self else None
     if not isinstance(condition, fx.Node) or condition.target not in SIGNS or condition.args[1] != 0:
         return None
     value, (x, y) = condition.args[0], node.args[1:]
     if not all(isinstance(a, fx.Node) and floating(a) for a in (value, x, y)):
         return None
+    if is_backward(node) and not any(n.target in PRODUCTS for n in reached([x, y], _within_backward)):  # type: ignore[list-item]
+        return None
     return (*SIGNS[condition.target], [value, x, y])  # type: ignore[list-item]
+
+
+def _within_backward(node: fx.Node) -> Iterable[fx.Node]:
+    """The inputs of a node that are of the backward, up to products."""
+    return () if node.target in PRODUCTS else filter(is_backward, node.all_input_nodes)
 
 
 def source_line(node: fx.Node) -> str:
