@@ -77,8 +77,10 @@ OPS: dict[str, Op] = {
                   ("minimum.default", "clamp_max.default"),
                   triton="tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
     # x where c > 0, or c <= 0, and y elsewhere, also where c is NaN
-    "positive":    Op(3, lambda *cxy: _chosen(torch.gt, *cxy), "select_({0} > 0.0, Float32({1}), Float32({2}))", 0.0),
-    "nonpositive": Op(3, lambda *cxy: _chosen(torch.le, *cxy), "select_({0} <= 0.0, Float32({1}), Float32({2}))", 0.0),
+    "if_positive":    Op(3, lambda *cxy: _chosen(torch.gt, *cxy),
+                         "select_({0} > 0.0, Float32({1}), Float32({2}))",                        0.0),
+    "if_nonpositive": Op(3, lambda *cxy: _chosen(torch.le, *cxy),
+                         "select_({0} <= 0.0, Float32({1}), Float32({2}))",                       0.0),
     "scaled":  Op(3, lambda x, rows, columns: x * rows * columns, "({0} * {1} * {2})", 0.0),  # x [M, N]
     "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a pair
     "second":  Op(1, lambda t: t[..., 1],             "{0}.b",                                 0.0),

@@ -31,8 +31,11 @@ class PostPass(CustomGraphPass):
         module, left = notes.owner(graph), self.first.left
         if left is not None and left[0] is module and sharing(graph) != left[1]:
             self.first.rewrote = True
-            part(graph, left[1], Writing(graph, graph.output_node()).call)
-            part_copies(graph)
+            try:
+                part(graph, left[1], Writing(graph, graph.output_node()).call)
+                part_copies(graph)
+            except Exception as error:
+                self.first.failed(error, graph, "a graph")
         for theirs in self.chained:
             theirs(graph)
 

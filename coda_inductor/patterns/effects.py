@@ -133,11 +133,24 @@ def reinplaced(node: fx.Node) -> list[fx.Node]:
     if not isinstance(made, fx.Node):
         return []
     if higher_order(made) in FUNCTIONAL:
-        return made.all_input_nodes
+        return _overwritten_by(made)
     name = made.target._schema.name.split("::")[1] if isinstance(made.target, torch._ops.OpOverload) else ""
     if name in IN_PLACE or name.startswith("_foreach_"):
         return [n for n in tree_leaves(made.args[0]) if isinstance(n, fx.Node)]
     return []
+
+
+def _overwritten_by(made: fx.Node) -> list[fx.Node]:
+    """The inputs that an operation overwrites whose FUNCTIONAL form the node is."""
+    given, name = dict(made.kwargs), higher_order(made)
+    if name == "auto_functionalized_v2":
+        found = given["_all_bases"]
+    elif name == "auto_functionalized":
+        arguments = made.args[0]._schema.arguments  # type: ignore[union-attr]
+        found = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    else:
+        found = [given["kwargs"][n] for n in given["tensors_to_clone"]]  # type: ignore[index,union-attr]
+    return [n for n in tree_leaves(found) if isinstance(n, fx.Node)]
 
 
 def draws(node: fx.Node) -> bool:

@@ -233,21 +233,22 @@ def reduction(node: fx.Node) -> Reduction | None:
 
 
 SIGNS: dict[object, tuple[str, bool]] = {
-    aten.gt.Scalar: ("positive", False), aten.le.Scalar: ("nonpositive", False),
-    aten.lt.Scalar: ("positive", True), aten.ge.Scalar: ("nonpositive", True),
+    aten.gt.Scalar: ("if_positive", False), aten.le.Scalar: ("if_nonpositive", False),
+    aten.lt.Scalar: ("if_positive", True), aten.ge.Scalar: ("if_nonpositive", True),
 }  # fmt: skip
 """What a comparison with 0 asks: the operation that chooses by it, of the value or of its negative."""
 
 
 def choice(node: fx.Node) -> tuple[str, bool, list[fx.Node]] | None:
     """(operation, of the negative?, [value, x, y]) if the node is x where a value compares with 0 so, and y elsewhere,
-    as the gradient of ReLU is. Rounding keeps signs: no other number is compared with. Of a backward only what chooses
-    of a product's gradient: no epilogue could make another, and its axes say nothing new."""
+    as the gradient of ReLU is. An epilogue has not rounded what it compares, and rounding turns no sign round (it may
+    give 0): so no other number is compared with. Of a backward only what chooses of a product's gradient: no epilogue
+    could make another, and its axes say nothing new."""
     condition = node.args[0] if node.target is aten.where.self else None
     if not isinstance(condition, fx.Node) or condition.target not in SIGNS or condition.args[1] != 0:
         return None
     value, (x, y) = condition.args[0], node.args[1:]
-    if not all(isinstance(a, fx.Node) and floating(a) for a in (value, x, y)):
+    if not all(isinstance(a, fx.Node) and floating(a) and precision(a) == precision(node) for a in (value, x, y)):
         return None
     if is_backward(node) and not any(n.target in PRODUCTS for n in reached([x, y], _within_backward)):  # type: ignore[list-item]
         return None

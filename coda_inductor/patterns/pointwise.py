@@ -43,7 +43,8 @@ def _fn(name: str) -> Meaning:
 
 
 def _unread(ts: Terms, *args: Term) -> Term:
-    """A choice by what is no comparison with 0 (graph.choice reads those). Raises ValueError."""
+    """A choice by what is no comparison with 0 (graph.choice reads those). The row says that Inductor computes a choice
+    in a loop, whatever it chooses by. Raises ValueError."""
     raise ValueError("a choice by more than a sign")
 
 

@@ -7,11 +7,14 @@ which is how all spellings of rsqrt, division and sigmoid fall together.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal
+
+import torch
 
 from coda_inductor.core.dtypes import NARROW
 
@@ -52,6 +55,7 @@ class Term:
         return self.hosts.bit_length() - 1
 
 
+ROUNDED = {name: dtype for dtype, name in NARROW.items()}
 ZERO, ONE = Fraction(0), Fraction(1)
 
 
@@ -165,9 +169,13 @@ class Terms:
         return self._make("add", args=tuple(t for t, _ in pairs), coefficient=total, powers=tuple(w for _, w in pairs))
 
     def fn(self, name: str, *args: Term) -> Term:
-        """A pointwise function that the algebra does not look into. Rounding twice is rounding once."""
-        if name in NARROW.values() and args[0].kind == "fn" and args[0].name == name:
+        """A pointwise function that the algebra does not look into. Rounding twice is rounding once, and a rounded
+        number is a number."""
+        if name in ROUNDED and args[0].kind == "fn" and args[0].name == name:
             return args[0]
+        if name in ROUNDED and is_number(args[0]):
+            value = float(torch.tensor(float(args[0].coefficient), dtype=torch.float64).to(ROUNDED[name]))
+            return self.const(Fraction(value)) if math.isfinite(value) else self._make("fn", name, args)
         return self._make("fn", name, args)
 
     def con(self, a: Term, b: Term, over: Iterable[int], bit: int, lanes: tuple[tuple[int, int], ...] = ()) -> Term:

@@ -45,7 +45,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
     readers: dict[Term, int] = defaultdict(int)
     terms = program.lifted.terms
     wholes = {program.lifted.term[p.node] for p in program.lifted.products.values()} | program.lifted.scaled
-    asked = {t.args[0] for t in program.lifted.read if t.kind == "fn" and t.name == "nonpositive"}
+    asked = {t.args[0] for t in program.lifted.read if t.kind == "fn" and t.name == "if_nonpositive"}
     for t in program.lifted.read:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts

@@ -110,7 +110,7 @@ def _behind_relu(terms: Terms, z: Term, image: Term, over: tuple[int, ...]) -> T
     """What stands for `image` in a sum of it times z, if z is a gradient that came through the ReLU of the image, up to
     a per-token factor: what that ReLU gave."""
     zero = terms.const(0.0)
-    if z.kind != "fn" or z.name != "nonpositive" or z.args[1] is not zero:
+    if z.kind != "fn" or z.name != "if_nonpositive" or z.args[1] is not zero:
         return None
     after = z.args[0]
     if after.kind != "fn" or after.name != "max" or after.args[1] is not zero:

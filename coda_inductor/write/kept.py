@@ -82,11 +82,11 @@ def part_copies(graph: fx.Graph) -> None:
     first = dict[fx.Node, fx.Node]()
     for result in returned(graph):
         copy = base(result) if isinstance(result, fx.Node) else None
-        if copy is None or copy.target not in COPIES:
+        if copy is None or copy.target not in COPIES or not same_kind(copied(copy), copy):
             continue
         if first.setdefault(original(copy), copy) is not copy or reinplaced(original(copy)):
             source = copied(copy)
-            if same_kind(source, copy) and (not copy.kwargs or dense(source)):
+            if not copy.kwargs or dense(source):
                 copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
 
 
@@ -134,7 +134,7 @@ def users(node: fx.Node) -> list[fx.Node]:
 
 def original(node: fx.Node) -> fx.Node:
     """What is read in place of the node once Inductor has dropped copies."""
-    while (source := base(node)).target in COPIES:
+    while (source := base(node)).target in COPIES and same_kind(copied(source), source):
         node = copied(source)
     return source
 

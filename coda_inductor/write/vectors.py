@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_inductor.core.dtypes import NARROW
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
@@ -21,14 +20,13 @@ from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.pointwise import FUNCTIONS
 from coda_inductor.patterns.sizes import size_of
-from coda_inductor.patterns.terms import Term, is_number
+from coda_inductor.patterns.terms import ROUNDED, Term, is_number
 from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.beside import Pair
 
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
 Order = tuple[int, ...]
 
-ROUNDED = {name: dtype for dtype, name in NARROW.items()}
 CHOICES = {name: op for op, (name, is_negative) in g.SIGNS.items() if not is_negative}
 
 

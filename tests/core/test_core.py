@@ -53,8 +53,8 @@ PLAIN: dict[str, Callable[..., float]] = {
     "max": max,
     "min": min,
     "bf16": bf16,
-    "positive": lambda c, x, y: x if c > 0 else y,
-    "nonpositive": lambda c, x, y: x if c <= 0 else y,
+    "if_positive": lambda c, x, y: x if c > 0 else y,
+    "if_nonpositive": lambda c, x, y: x if c <= 0 else y,
     "scaled": lambda a, b, c: a * b * c,
     "f16": lambda a: float(struct.unpack("e", struct.pack("e", a))[0]),
 }

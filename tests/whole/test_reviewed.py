@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coda_inductor.core.ops import OPS
 from coda_inductor.patterns.pointwise import FUNCTIONS
-from coda_inductor.write.vectors import ROUNDED
+from coda_inductor.patterns.terms import ROUNDED
 
 torch.manual_seed(0)
 W = torch.randn(8, 8, dtype=torch.float64)

@@ -112,3 +112,41 @@ def test_the_law_is_a_switch() -> None:
     assert not any("relu" in site.laws for site in REPORTS[-1].sites)
     for mine, theirs in zip(found, gradients(model, model, x, weight), strict=True):
         assert error(mine, theirs) < 1e-10
+
+
+@pytest.mark.parametrize("numerics", ["default", "strict"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("name", ["relu", "relu squared", "leaky relu", "where not"])
+def test_in_sixteen_bits(name: str, dtype: torch.dtype, numerics: str) -> None:
+    """About as exact as eager; a zero of 16 bits is a number in strict, too."""
+    torch.manual_seed(0)
+    model, x = Mlp(ACTIVATIONS[name][0]).double(), torch.randn(24, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    exact = gradients(model, model, x, weight)
+    model, x = model.to(dtype), x.detach().to(dtype).requires_grad_()
+    eager = gradients(model, model, x, weight.to(dtype))
+    with strict_reference(run=False):
+        REPORTS.clear()
+        compiled = torch.compile(model, backend="coda", options={"numerics": numerics})
+        found = gradients(compiled, model, x, weight.to(dtype))
+    assert len(REPORTS[-1].sites) >= 3
+    for mine, theirs, value in zip(found, eager, exact, strict=True):
+        assert error(mine.double(), value) < 1.5 * error(theirs.double(), value) + 2e-3
+
+
+def test_a_condition_of_another_precision_is_left() -> None:
+    """It is 0 in float32."""
+
+    def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        h = x @ a
+        return torch.where((h.double() * 1e-30) * 1e-30 > 0, h, 3 * h) @ b
+
+    torch.manual_seed(0)
+    x, a, b = (torch.randn(s, requires_grad=True) for s in ((24, 16), (16, 32), (32, 8)))
+    with strict_reference(run=False):
+        found = torch.compile(f, backend="coda")(x, a, b)
+        mine = torch.autograd.grad(found.sum(), (x, a, b))
+    wanted = f(x, a, b)
+    theirs = torch.autograd.grad(wanted.sum(), (x, a, b))
+    for one, other in zip((found, *mine), (wanted, *theirs), strict=True):
+        assert error(one, other) < 1e-5
