@@ -42,12 +42,6 @@ def _fn(name: str) -> Meaning:
     return lambda ts, *args: ts.fn(name, *args)
 
 
-def _unread(ts: Terms, *args: Term) -> Term:
-    """A choice by what is no comparison with 0 (graph.choice reads those). The row says that Inductor computes a choice
-    in a loop, whatever it chooses by. Raises ValueError."""
-    raise ValueError("a choice by more than a sign")
-
-
 FUNCTIONS = {name: tuple(map(aten_of, op.aten)) for name, op in OPS.items() if op.aten}
 """The operations of an epilogue that ATen has under a name of its own."""
 
@@ -72,7 +66,6 @@ POINTWISE: dict[object, Meaning] = {
     aten.silu.default:          lambda ts, x: ts.mul(x, _sigmoid(ts, x)),
     aten.relu.default:          lambda ts, x: ts.fn("max", x, ts.const(0.0)),
     prims.convert_element_type.default: lambda ts, x, _=None: x,
-    aten.where.self:            _unread,
     **{op: _fn(name) for name, ops in FUNCTIONS.items() for op in ops},
 }
 # fmt: on
