@@ -14,6 +14,7 @@ from torch import Tensor
 from coda_inductor.core.ops import OPS
 from coda_inductor.patterns.pointwise import FUNCTIONS
 from coda_inductor.patterns.terms import ROUNDED
+from coda_inductor.write.vectors import CHOICES
 
 torch.manual_seed(0)
 W = torch.randn(8, 8, dtype=torch.float64)
@@ -84,10 +85,23 @@ def test_two_dimensions_viewed_as_two_others(shape: tuple[int, int]) -> None:
 def test_strict_rounds_in_vectors_too() -> None:
     w = W.bfloat16()
     check(lambda x: F.silu(F.linear(x, w)) * (w.exp() * 2 + w).sum(1), X.bfloat16(), tolerance=2e-2, numerics="strict")
-    assert set(OPS) - set(FUNCTIONS) - set(ROUNDED) == {
+    assert set(OPS) - set(FUNCTIONS) - set(ROUNDED) - set(CHOICES) == {
         "add", "sub", "mul", "neg", "rcp", "sqrt", "rsqrt", "sigmoid",  # which terms spell as sums, products and powers
         "first", "second", "scaled",  # which no vector is
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("by", [torch.gt, torch.le, torch.lt, torch.ge])
+def test_vectors_choose_by_a_sign(by: Callable[..., Tensor]) -> None:
+    """Of a gain, of the tokens' sums, and of literals: in the order of the choice's arguments."""
+    check(lambda x: torch.tanh(F.linear(x, W) * torch.where(by(W.sum(1), 0), W.exp().sum(1), 3 * W.sum(1))), X)
+
+    def f(x: Tensor) -> Tensor:
+        h = F.silu(F.linear(x, W))
+        s = h.sum(-1, keepdim=True)
+        return F.linear(h * torch.where(by(s, 0), 2.0, s), W2)
+
+    check(f, X)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8)])
