@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from coda_inductor.core.ops import OPS
 from coda_inductor.patterns.terms import Term, Terms
 from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.beside import Pair
-from coda_inductor.write.vectors import Vectors
+from coda_inductor.write.vectors import CHOICES, Vectors
 
 TERMS, M, N = Terms(), 6, 4
 PAIRS = (("q", "dq"), ("k", "dk"), ("v", "dv"))
@@ -72,3 +73,13 @@ def test_sums_over_one_shape_are_one_sum(rest: str | None, scale: bool) -> None:
         term, wanted = TERMS.mul(term, g.leaf["token"]), wanted * g.values["token"]
     torch.testing.assert_close(g.written(term), wanted)
     assert g.sums == 1
+
+
+@pytest.mark.parametrize("op", CHOICES)
+def test_a_choice_keeps_the_order_of_its_arguments(op: str) -> None:
+    """Numbers stand where they stood."""
+    g = Graph()
+    token, scalar, two = g.leaf["token"], g.leaf["scalar"], TERMS.const(2)
+    for args in ((token, two, scalar), (token, scalar, two), (token, token, scalar)):
+        values = [torch.tensor(2.0) if a is two else g.values[a.name] for a in args]
+        torch.testing.assert_close(g.written(TERMS.fn(op, *args)), OPS[op].torch(*values))
