@@ -36,5 +36,7 @@ DTYPES = {name: row.torch for name, row in FORMATS.items()}
 DTYPE_NAMES = {row.torch: name for name, row in FORMATS.items()}
 NARROW = {row.torch: name for name, row in FORMATS.items() if row.narrow}
 """The formats that a cast rounds to, by dtype."""
+ROUNDED = {name: dtype for dtype, name in NARROW.items()}
+"""The dtypes that they round to, by the names of the operations."""
 EIGHT_BITS = {row.torch: name for name, row in FORMATS.items() if row.torch.itemsize == 1}
 """The formats of 8 bits, by dtype: matrices have them, and results of casts; nothing is computed in them."""

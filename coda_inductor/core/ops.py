@@ -49,6 +49,23 @@ def _round(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x.to(dtype).to(x.dtype)
 
 
+def _by_sign(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """(c, x, y): x where c stands to 0 as asked, y elsewhere, also where c is NaN; x and y may be literals."""
+
+    def chosen(*cxy: Tensor | float) -> Tensor:
+        like = next(a for a in cxy if isinstance(a, Tensor))
+        c, x, y = (torch.as_tensor(a, dtype=like.dtype, device=like.device) for a in cxy)
+        return torch.where(holds(c, 0.0), x, y)
+
+    return chosen
+
+
+SIGNS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "if_positive": (torch.gt, ">"), "if_nonpositive": (torch.le, "<="),
+    "if_negative": (torch.lt, "<"), "if_nonnegative": (torch.ge, ">="),
+}  # fmt: skip
+"""Choices by a sign, with the comparison with 0."""
+
 # fmt: off
 OPS: dict[str, Op] = {
     "add":     Op(2, torch.add,                       "({0} + {1})",                           0.0,
@@ -76,11 +93,6 @@ OPS: dict[str, Op] = {
     "min":     Op(2, lambda a, b: _pairwise(torch.minimum, a, b), "cute.arch.fmin({0}, {1}, nan=True)", 0.0,
                   ("minimum.default", "clamp_max.default"),
                   triton="tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
-    # x where c > 0, or c <= 0, and y elsewhere, also where c is NaN
-    "if_positive":    Op(3, lambda *cxy: _chosen(torch.gt, *cxy),
-                         "select_({0} > 0.0, Float32({1}), Float32({2}))",                        0.0),
-    "if_nonpositive": Op(3, lambda *cxy: _chosen(torch.le, *cxy),
-                         "select_({0} <= 0.0, Float32({1}), Float32({2}))",                       0.0),
     "scaled":  Op(3, lambda x, rows, columns: x * rows * columns, "({0} * {1} * {2})", 0.0),  # x [M, N]
     "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a pair
     "second":  Op(1, lambda t: t[..., 1],             "{0}.b",                                 0.0),
@@ -91,6 +103,10 @@ OPS |= {
     for name, row in FORMATS.items()
     if row.narrow
 }
+OPS |= {
+    name: Op(3, _by_sign(holds), f"select_({{0}} {sign} 0.0, Float32({{1}}), Float32({{2}}))", 0.0)
+    for name, (holds, sign) in SIGNS.items()
+}
 
 
 def _pairwise(f: Callable[[Tensor, Tensor], Tensor], a: Tensor | float, b: Tensor | float) -> Tensor:
@@ -98,13 +114,6 @@ def _pairwise(f: Callable[[Tensor, Tensor], Tensor], a: Tensor | float, b: Tenso
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     return f(*(x if isinstance(x, Tensor) else torch.full_like(like, x) for x in (a, b)))
-
-
-def _chosen(holds: Callable[..., Tensor], c: Tensor | float, x: Tensor | float, y: Tensor | float) -> Tensor:
-    """x where c stands to 0 as asked, y elsewhere; x and y may be literals."""
-    like = next(a for a in (c, x, y) if isinstance(a, Tensor))
-    c, x, y = (torch.as_tensor(a, dtype=like.dtype, device=like.device) for a in (c, x, y))
-    return torch.where(holds(c, 0.0), x, y)
 
 
 def at_zero(op: str, args: tuple[float | None, ...]) -> float | None:

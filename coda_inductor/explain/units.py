@@ -7,10 +7,9 @@ from typing import Any
 from torch import fx
 
 from coda_inductor.inductor.records import Site
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, name_of, source_line
 from coda_inductor.schedule.kinds import kind_of
 from coda_inductor.schedule.model import Kernel
-from coda_inductor.schedule.paths import name_of
 
 Facts = dict[str, Any]
 PRODUCTS = {op._schema.name.split("::")[1] for op in MATRIX_PRODUCTS}  # type: ignore[attr-defined]

@@ -181,6 +181,8 @@ STAGES: tuple[Stage, ...] = (
     copies,
 )
 """The order, which is meant: a plain product is what no Region took, and copies are made of the finished graph."""
+WITHOUT_PRODUCTS: tuple[Stage, ...] = (copies,)
+"""Those of a graph that has no matrix product."""
 
 
 def rewrite(
@@ -188,16 +190,17 @@ def rewrite(
     settings: Settings,
     target: str = "reference",
     decisions: Decisions = ACCEPT_ALL,
+    stages: tuple[Stage, ...] = STAGES,
 ) -> Report:
     """Rewrites the graph in place, as far as it is accepted. Raises BrokenInvariant for a bug; the owning module then
     has its graph back as it was."""
     start, module = time.perf_counter(), graph.owning_module
     assert module is not None
-    backup, guards, names = g.copied(graph), _guards(graph), [n.name for n in graph.nodes]
+    backup, guards, operations = g.copied(graph), _guards(graph), _operations(graph)
     try:
         device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
         work = Work(module, settings, target, decisions, Before.of(graph), device)
-        for stage in STAGES:
+        for stage in stages:
             stage(work)
             verify(work.graph, work.before, stage.__name__)
         verify_kept(work.graph)
@@ -206,7 +209,7 @@ def rewrite(
     except BaseException:
         module.graph = backup
         raise
-    rewrote, seconds = names != [n.name for n in graph.nodes], time.perf_counter() - start
+    rewrote, seconds = operations != _operations(graph), time.perf_counter() - start
     done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise
     return Report(*done, rewrote, seconds)
 
@@ -262,6 +265,10 @@ def _absorb(sites: list[Site], builts: list[Built], gone: list[str], deps: dict[
     return [
         Site(s.name, s.region, s.m, s.laws, tuple(m), s.outputs, s.source) for s, m in zip(sites, mine, strict=True)
     ]
+
+
+def _operations(graph: fx.Graph) -> list[tuple[str, object]]:
+    return [(n.name, n.target) for n in graph.nodes]
 
 
 def _guards(graph: fx.Graph) -> int:

@@ -37,19 +37,18 @@ from coda_inductor.core.errors import (
 )
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import notes
-from coda_inductor.inductor.joint import rewrite
+from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, rewrite
 from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import store
 from coda_inductor.measure import free_memory
 from coda_inductor.ops import elementwise, lowering
 from coda_inductor.passes.switches import NAMES
-from coda_inductor.passes.tracing import passes
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, copied, source_line
+from coda_inductor.passes.tracing import passes, uuids
+from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.tuning.plain_products import PlainTuner
 from coda_inductor.tuning.tuner import Tuner
 from coda_inductor.tuning.verdicts import Decisions, Legal
-from coda_inductor.write import kept
 from coda_inductor.write.aliases import Sharing, sharing
 
 __all__ = ["REPORTS", "CodaWarning", "JointPass", "machine", "sources_digest"]
@@ -131,16 +130,11 @@ class JointPass(CustomGraphPass):
 
     def _keep(self, graph: fx.Graph) -> None:
         """Of a graph without a product, only what its backward reads is kept from what overwrites it."""
-        nodes, module = len(graph.nodes), notes.owner(graph)
-        backup = copied(graph)
+        module = notes.owner(graph)
         try:
-            kept.keep(graph)
-            kept.store(graph)
+            self.rewrote |= rewrite(graph, self.settings, stages=WITHOUT_PRODUCTS).rewrote
         except Exception as error:
-            module.graph = backup
-            self.failed(error, backup, "a graph")
-        else:
-            self.rewrote |= len(graph.nodes) != nodes
+            self.failed(error, module.graph, "a graph")
 
     def _tuner(self, graph: fx.Graph) -> Tuner:
         def lost(error: Exception) -> None:
@@ -167,8 +161,8 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> Any:
         """What Inductor's caches key on: all of our sources, the versions, and every setting that changes a graph.
         None: not to be cached, because a failure is to be tried again, or people want to read what happens."""
-        theirs = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.chained)
-        if self.unsettled or self.settings.debug_dir or not all(theirs):
+        theirs = uuids(self.chained)
+        if self.unsettled or self.settings.debug_dir or theirs is None:
             return None
         return (sources_digest(), tuple(target.versions().items()), self.settings.key(), theirs)
 

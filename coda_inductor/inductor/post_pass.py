@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.inductor import notes
 from coda_inductor.inductor.joint_pass import JointPass
-from coda_inductor.passes.tracing import passes
+from coda_inductor.passes.tracing import passes, uuids
 from coda_inductor.write.aliases import part, sharing
 from coda_inductor.write.kept import part_copies
 from coda_inductor.write.writing import Writing
@@ -41,6 +41,5 @@ class PostPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """As of the pass before: its sources are ours too. None: not to be cached."""
-        theirs = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.chained)
-        first = self.first.uuid()
-        return (first, theirs) if first and all(theirs) else None
+        first, theirs = self.first.uuid(), uuids(self.chained)
+        return None if first is None or theirs is None else (first, theirs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.passes.tangents import as_outputs
@@ -23,5 +24,11 @@ def functorch_options(gm: fx.GraphModule, settings: Settings) -> dict[str, Any]:
 
 
 def passes(chained: Any) -> tuple[Callable[[fx.Graph], object], ...]:
-    """The passes that somebody put where ours goes (joint_custom_pre_pass: one, several or none); they run first."""
+    """The passes that somebody put where one of ours goes: one, several or none."""
     return tuple(chained) if isinstance(chained, list | tuple) else (chained,) if chained is not None else ()
+
+
+def uuids(passes: Sequence[object]) -> tuple[object, ...] | None:
+    """What identifies them for Inductor's caches; None if one cannot be."""
+    found = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in passes)
+    return found if all(found) else None

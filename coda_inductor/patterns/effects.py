@@ -134,7 +134,7 @@ def reinplaced(node: fx.Node) -> list[fx.Node]:
         return []
     if higher_order(made) in FUNCTIONAL:
         return _overwritten_by(made)
-    name = made.target._schema.name.split("::")[1] if isinstance(made.target, torch._ops.OpOverload) else ""
+    name = g.name_of(made)
     if name in IN_PLACE or name.startswith("_foreach_"):
         return [n for n in tree_leaves(made.args[0]) if isinstance(n, fx.Node)]
     return []

@@ -101,6 +101,11 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return twin
 
 
+def name_of(node: fx.Node) -> str:
+    """The name of an operation without its namespace and overload, "" of what has no schema."""
+    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
 def tensor(node: object) -> torch.Tensor | None:
     """The node's fake tensor, None if it has no single one."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -232,27 +237,27 @@ def reduction(node: fx.Node) -> Reduction | None:
     return Reduction(name, source, dims, keepdim, float(1 if correction is None else correction))
 
 
-SIGNS: dict[object, tuple[str, bool]] = {
-    aten.gt.Scalar: ("if_positive", False), aten.le.Scalar: ("if_nonpositive", False),
-    aten.lt.Scalar: ("if_positive", True), aten.ge.Scalar: ("if_nonpositive", True),
+BY_SIGN: dict[object, str] = {
+    aten.gt.Scalar: "if_positive", aten.le.Scalar: "if_nonpositive",
+    aten.lt.Scalar: "if_negative", aten.ge.Scalar: "if_nonnegative",
 }  # fmt: skip
-"""What a comparison with 0 asks: the operation that chooses by it, of the value or of its negative."""
+"""Comparisons, with 0, to the operations that choose by them."""
 
 
-def choice(node: fx.Node) -> tuple[str, bool, list[fx.Node]] | None:
-    """(operation, of the negative?, [value, x, y]) if the node is x where a value compares with 0 so, and y elsewhere,
+def choice(node: fx.Node) -> tuple[str, list[fx.Node]] | None:
+    """(operation, [value, x, y]) if the node is x where a value compares with 0 so, and y elsewhere,
     as the gradient of ReLU is. An epilogue has not rounded what it compares, and rounding turns no sign round (it may
     give 0): so no other number is compared with. Of a backward only what chooses of a product's gradient: no epilogue
     could make another, and its axes say nothing new."""
     condition = node.args[0] if node.target is aten.where.self else None
-    if not isinstance(condition, fx.Node) or condition.target not in SIGNS or condition.args[1] != 0:
+    if not isinstance(condition, fx.Node) or condition.target not in BY_SIGN or condition.args[1] != 0:
         return None
     value, (x, y) = condition.args[0], node.args[1:]
     if not all(isinstance(a, fx.Node) and floating(a) and precision(a) == precision(node) for a in (value, x, y)):
         return None
     if is_backward(node) and not any(n.target in PRODUCTS for n in reached([x, y], _within_backward)):  # type: ignore[list-item]
         return None
-    return (*SIGNS[condition.target], [value, x, y])  # type: ignore[list-item]
+    return BY_SIGN[condition.target], [value, x, y]  # type: ignore[list-item]
 
 
 def _within_backward(node: fx.Node) -> Iterable[fx.Node]:

@@ -108,7 +108,7 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
     if (like := g.laid_out_as(node)) is not None and like[0] in reading.dims:
         return reading.dims[like[0]][:: -1 if like[1] else 1]
     if (choice := g.choice(node)) is not None:
-        return _broadcast(reading, node, choice[2])
+        return _broadcast(reading, node, choice[1])
     if any(a not in reading.dims for a in tensors):
         raise Misfit("it reads integers or empty tensors")
     if node.target in POINTWISE and not node.kwargs.get("rounding_mode"):

@@ -1,7 +1,7 @@
 """How the tensors of a graph lie in memory: whoever asks reads no strides but here.
 
-Strides are compared as expressions (sizes.py), so that no symbol is asked anything. Only `major_to_minor`, which
-foresees Inductor's loops, goes by the sizes that torch traced with.
+Strides are compared as expressions (sizes.py), so that no symbol is asked anything. Only `major_to_minor`
+and `is_strided`, which foresee Inductor's loops, go by the sizes that torch traced with.
 """
 
 from __future__ import annotations

@@ -163,9 +163,8 @@ def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
             term = ts.select(term, axis, digit)
         return term
     if (choice := g.choice(node)) is not None:
-        op, is_negative, nodes = choice
-        value, x, y = (lifted.term[n] for n in nodes)
-        return ts.fn(op, ts.mul(ts.const(-1.0), value) if is_negative else value, x, y)
+        op, nodes = choice
+        return ts.fn(op, *(lifted.term[n] for n in nodes))
     if node.target in POINTWISE:
         return _pointwise(lifted, node)
     if g.is_view(node):

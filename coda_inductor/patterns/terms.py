@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from coda_inductor.core.dtypes import NARROW
+from coda_inductor.core.dtypes import ROUNDED
 
 Kind = Literal["leaf", "mul", "add", "fn", "con", "red", "lanes"]
 
@@ -55,7 +55,6 @@ class Term:
         return self.hosts.bit_length() - 1
 
 
-ROUNDED = {name: dtype for dtype, name in NARROW.items()}
 ZERO, ONE = Fraction(0), Fraction(1)
 
 

@@ -17,12 +17,12 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.terms import ONE, Term, Terms, is_number
+from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, factors, is_late, number, separate, total
 from coda_inductor.rewrite.sources import statistics
-from coda_inductor.rewrite.triangle import triangle
+from coda_inductor.rewrite.triangle import is_relu, triangle
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
     readers: dict[Term, int] = defaultdict(int)
     terms = program.lifted.terms
     wholes = {program.lifted.term[p.node] for p in program.lifted.products.values()} | program.lifted.scaled
-    asked = {t.args[0] for t in program.lifted.read if t.kind == "fn" and t.name == "if_nonpositive"}
+    by_sign = {t.args[0] for t in program.lifted.read if t.kind == "fn" and t.name == "if_nonpositive"}
     for t in program.lifted.read:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
@@ -70,7 +70,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         if after is not before:
             firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
         program.new[t] = after
-        if (t in wholes and _plain(after)) or (t in asked and _is_relu(after) and after.args[0] in program.wholes):
+        if (t in wholes and _plain(after)) or (t in by_sign and is_relu(after) and after.args[0] in program.wholes):
             program.wholes.add(after)
         program.nodes.setdefault(after, []).extend(held[t])
     return firings
@@ -81,11 +81,6 @@ def _plain(t: Term) -> bool:
     if t.kind == "add":
         return all(a.kind == "leaf" or (a.kind != "add" and _plain(a)) for a in t.args)
     return t.kind == "con" or (t.kind == "fn" and t.name == "scaled")
-
-
-def _is_relu(t: Term) -> bool:
-    """Is t a ReLU? Its gradient asks only for the sign of what it gave, which the next product reads anyway."""
-    return t.kind == "fn" and t.name == "max" and is_number(t.args[1]) and t.args[1].coefficient == 0
 
 
 def _read(sums: Term) -> set[Term]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.terms import ONE, Term, Terms
+from coda_inductor.patterns.terms import ONE, Term, Terms, is_number
 from coda_inductor.rewrite.beside import beside, of_tensors
 from coda_inductor.rewrite.laws import ADJOINT, RELU
 from coda_inductor.rewrite.program import Program
@@ -106,15 +106,18 @@ def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], laws:
     return None
 
 
+def is_relu(t: Term) -> bool:
+    """Is t max(z, 0)? Its gradient asks only for the sign of what it gave, which the next product reads anyway."""
+    return t.kind == "fn" and t.name == "max" and is_number(t.args[1]) and t.args[1].coefficient == 0
+
+
 def _behind_relu(terms: Terms, z: Term, image: Term, over: tuple[int, ...]) -> Term | None:
     """What stands for `image` in a sum of it times z, if z is a gradient that came through the ReLU of the image, up to
     a per-token factor: what that ReLU gave."""
-    zero = terms.const(0.0)
-    if z.kind != "fn" or z.name != "if_nonpositive" or z.args[1] is not zero:
+    through = z.kind == "fn" and z.name == "if_nonpositive" and z.args[1] is terms.const(0.0) and is_relu(z.args[0])
+    if not through:
         return None
     after = z.args[0]
-    if after.kind != "fn" or after.name != "max" or after.args[1] is not zero:
-        return None
     scale = terms.mul(
         terms.const(number(image) / number(after.args[0])), _divided(terms, factors(image), factors(after.args[0]))
     )

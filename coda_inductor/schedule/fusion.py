@@ -16,9 +16,10 @@ from operator import or_
 import torch
 from torch import fx
 
+from coda_inductor.patterns.graph import name_of
 from coda_inductor.schedule import mixed
 from coda_inductor.schedule.kinds import HEAVY, Extern, Loop, Lowered, itemsize, owner
-from coda_inductor.schedule.paths import Path, name_of
+from coda_inductor.schedule.paths import Path
 
 FAR = 64
 """Inductor does not fuse kernels that are further apart than this."""

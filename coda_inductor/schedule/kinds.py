@@ -18,10 +18,11 @@ from torch import Tensor, fx
 
 from coda_inductor.ops.custom import REGION, STORED
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import name_of
 from coda_inductor.patterns.layout import is_strided
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.schedule import paths
-from coda_inductor.schedule.paths import Reads, name_of
+from coda_inductor.schedule.paths import Reads
 
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -26,18 +25,13 @@ Reads = dict[fx.Node, dict[Path, int]]
 """For every buffer that a value is made of, the parts read and their numbers of elements."""
 
 
-def name_of(node: fx.Node) -> str:
-    """The name of an ATen operation without its overload, "" of anything else."""
-    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
-
-
 def reordered(node: fx.Node) -> Order | None:
     """The permutation that a view applies to dimensions of more than one element; None if it keeps their order."""
-    if name_of(node) not in ("permute", "transpose", "t"):
+    if g.name_of(node) not in ("permute", "transpose", "t"):
         return None
     source = node.all_input_nodes[0].meta["val"]
     dims, given = list(range(source.dim())), [int(d) for d in tree_leaves(node.args[1:]) if isinstance(d, int)]
-    if name_of(node) == "permute":
+    if g.name_of(node) == "permute":
         dims = [d % source.dim() for d in given]
     else:
         i, j = given or (0, 1)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from torch import Tensor, fx
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import name_of
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.sources import statistics
 from coda_inductor.schedule.kinds import HEAVY, base_of, elements
 from coda_inductor.schedule.memory import in_loop, taken_whole
-from coda_inductor.schedule.paths import name_of
 from coda_inductor.tuning.extract import waits
 from coda_inductor.tuning.group import Group
 

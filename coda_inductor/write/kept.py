@@ -82,18 +82,12 @@ def part_copies(graph: fx.Graph) -> None:
     first = dict[fx.Node, fx.Node]()
     for result in returned(graph):
         copy = base(result) if isinstance(result, fx.Node) else None
-        if copy is None or copy.target not in COPIES or not same_kind(copied(copy), copy):
+        if copy is None or not is_plain_copy(copy):
             continue
         if first.setdefault(original(copy), copy) is not copy or reinplaced(original(copy)):
             source = copied(copy)
             if not copy.kwargs or dense(source):
                 copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
-
-
-def same_kind(a: fx.Node, b: fx.Node) -> bool:
-    """Have two tensors one dtype and one shape? Inductor drops no other copy."""
-    mine, theirs = a.meta["val"], b.meta["val"]
-    return bool(mine.dtype == theirs.dtype) and sizes(a) == sizes(b)
 
 
 def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -116,7 +110,7 @@ def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[f
     first = min((place[n] for n in graph.nodes if memory.overwritten(n) & names), default=len(place))
 
     def drops(node: fx.Node) -> bool:
-        return node.target in COPIES and any(
+        return is_plain_copy(node) and any(
             u.op != "output" and (u not in forward or place[u] > first) for u in users(node)
         )
 
@@ -134,9 +128,17 @@ def users(node: fx.Node) -> list[fx.Node]:
 
 def original(node: fx.Node) -> fx.Node:
     """What is read in place of the node once Inductor has dropped copies."""
-    while (source := base(node)).target in COPIES and same_kind(copied(source), source):
+    while is_plain_copy(source := base(node)):
         node = copied(source)
     return source
+
+
+def is_plain_copy(node: fx.Node) -> bool:
+    """Is it a copy of one dtype and one shape? Inductor drops no other."""
+    if node.target not in COPIES:
+        return False
+    source = copied(node)
+    return bool(source.meta["val"].dtype == node.meta["val"].dtype) and sizes(source) == sizes(node)
 
 
 def copied(copy: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_inductor.core.dtypes import ROUNDED
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
@@ -20,14 +21,14 @@ from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.pointwise import FUNCTIONS
 from coda_inductor.patterns.sizes import size_of
-from coda_inductor.patterns.terms import ROUNDED, Term, is_number
+from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.beside import Pair
 
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
 Order = tuple[int, ...]
 
-CHOICES = {name: op for op, (name, is_negative) in g.SIGNS.items() if not is_negative}
+COMPARISONS = {name: comparison for comparison, name in g.BY_SIGN.items()}
 
 
 @dataclass(slots=True)
@@ -97,8 +98,8 @@ class Vectors:
             if t.name in ROUNDED:
                 narrow = self.call(args[0], prims.convert_element_type.default, args[0], ROUNDED[t.name])
                 return self.call(narrow, prims.convert_element_type.default, narrow, self.compute), order
-            if t.name in CHOICES:
-                args[0] = self.call(args[0], CHOICES[t.name], args[0], 0)
+            if t.name in COMPARISONS:
+                args[0] = self.call(args[0], COMPARISONS[t.name], args[0], 0)
                 return self.call(args[0], aten.where.self, *args), order
             return self.call(args[0], FUNCTIONS[t.name][0], *args), order
         if t.kind == "lanes":

@@ -55,6 +55,8 @@ PLAIN: dict[str, Callable[..., float]] = {
     "bf16": bf16,
     "if_positive": lambda c, x, y: x if c > 0 else y,
     "if_nonpositive": lambda c, x, y: x if c <= 0 else y,
+    "if_negative": lambda c, x, y: x if c < 0 else y,
+    "if_nonnegative": lambda c, x, y: x if c >= 0 else y,
     "scaled": lambda a, b, c: a * b * c,
     "f16": lambda a: float(struct.unpack("e", struct.pack("e", a))[0]),
 }

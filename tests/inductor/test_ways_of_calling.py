@@ -166,29 +166,18 @@ class Theirs(CustomGraphPass):
 
 
 @pytest.mark.parametrize("how", ["option", "config", "list"])
-def test_a_pass_of_the_users_runs_first(how: str) -> None:
+@pytest.mark.parametrize(("place", "seen"), [("joint_custom_pre_pass", 4), ("joint_custom_post_pass", 0)])
+def test_passes_of_the_users_run_first_and_last(place: str, seen: int, how: str) -> None:
+    """Before ours the products are there, behind it they are in Regions."""
     theirs = Theirs()
     chained: Any = [theirs, theirs] if how == "list" else theirs
     if how == "option":
-        ran = run(half(), *streams(), options={**REFERENCE, "inductor.joint_custom_pre_pass": chained})
+        ran = run(half(), *streams(), options={**REFERENCE, f"inductor.{place}": chained})
     else:
-        with torch._inductor.config.patch(joint_custom_pre_pass=chained):
+        with torch._inductor.config.patch({place: chained}):
             ran = run(half(), *streams(), options=REFERENCE)
     assert ran == [] and ran.regions == [3]
-    assert theirs.seen == [4] * (2 if how == "list" else 1)
-
-
-@pytest.mark.parametrize("how", ["option", "config", "list"])
-def test_a_pass_behind_inductors_patterns_stays(how: str) -> None:
-    theirs = Theirs()
-    chained: Any = [theirs, theirs] if how == "list" else theirs
-    if how == "option":
-        ran = run(half(), *streams(), options={**REFERENCE, "inductor.joint_custom_post_pass": chained})
-    else:
-        with torch._inductor.config.patch(joint_custom_post_pass=chained):
-            ran = run(half(), *streams(), options=REFERENCE)
-    assert ran == [] and ran.regions == [3]
-    assert theirs.seen == [0] * (2 if how == "list" else 1)  # the products are in Regions
+    assert theirs.seen == [seen] * (2 if how == "list" else 1)
 
 
 def test_uuid_is_that_of_both() -> None:

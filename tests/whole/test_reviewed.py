@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from evaluate import compiled, error
 from torch import Tensor
 
+from coda_inductor.core.dtypes import ROUNDED
 from coda_inductor.core.ops import OPS
 from coda_inductor.patterns.pointwise import FUNCTIONS
-from coda_inductor.patterns.terms import ROUNDED
-from coda_inductor.write.vectors import CHOICES
+from coda_inductor.write.vectors import COMPARISONS
 
 torch.manual_seed(0)
 W = torch.randn(8, 8, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_two_dimensions_viewed_as_two_others(shape: tuple[int, int]) -> None:
 def test_strict_rounds_in_vectors_too() -> None:
     w = W.bfloat16()
     check(lambda x: F.silu(F.linear(x, w)) * (w.exp() * 2 + w).sum(1), X.bfloat16(), tolerance=2e-2, numerics="strict")
-    assert set(OPS) - set(FUNCTIONS) - set(ROUNDED) - set(CHOICES) == {
+    assert set(OPS) - set(FUNCTIONS) - set(ROUNDED) - set(COMPARISONS) == {
         "add", "sub", "mul", "neg", "rcp", "sqrt", "rsqrt", "sigmoid",  # which terms spell as sums, products and powers
         "first", "second", "scaled",  # which no vector is
     }  # fmt: skip

@@ -14,7 +14,7 @@ from coda_inductor.core.ops import OPS
 from coda_inductor.patterns.terms import Term, Terms
 from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.beside import Pair
-from coda_inductor.write.vectors import CHOICES, Vectors
+from coda_inductor.write.vectors import COMPARISONS, Vectors
 
 TERMS, M, N = Terms(), 6, 4
 PAIRS = (("q", "dq"), ("k", "dk"), ("v", "dv"))
@@ -75,7 +75,7 @@ def test_sums_over_one_shape_are_one_sum(rest: str | None, scale: bool) -> None:
     assert g.sums == 1
 
 
-@pytest.mark.parametrize("op", CHOICES)
+@pytest.mark.parametrize("op", COMPARISONS)
 def test_a_choice_keeps_the_order_of_its_arguments(op: str) -> None:
     """Numbers stand where they stood."""
     g = Graph()
