@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from effect_reads import exchange_, scale_
 from programs import Program
-from random_effects import rotate
 from torch import Tensor
 
 Write = Callable[[Tensor, Tensor, Tensor], object]
 """To the cosines, the sines, or both; of h, at most."""
 Read = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
-"""What is rotated of a product, by what tables, and what else is returned."""
+"""What a product becomes by the tables, and what else is returned."""
+
+
+def turned(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Two terms of a product y [tokens, half]; a kernel reads both tables beside one product, not beside two."""
+    return y * cos - torch.tanh(y) * sin
+
 
 FIRST: dict[str, Write] = {
     "scaled": lambda cos, sin, h: scale_(cos, 0.5),
@@ -26,10 +31,10 @@ FIRST: dict[str, Write] = {
     "placed": lambda cos, sin, h: cos.index_put_((torch.tensor([3, 1]),), h[4:6, : cos.shape[1]]),
 }
 READS: dict[str, Read] = {
-    "a_copy": lambda y, cos, sin: (rotate(y, cos.clone(), sin.clone()), None),
-    "a_value": lambda y, cos, sin: (rotate(y, torch.tanh(cos), sin.clone()), None),
-    "and_returns": lambda y, cos, sin: (rotate(y, cos.clone(), sin.clone()), cos.clone()),
-    "and_returns_rows": lambda y, cos, sin: (rotate(y, cos.clone()[:], sin.clone()), cos[1:].clone()),
+    "a_copy": lambda y, cos, sin: (turned(y, cos.clone(), sin.clone()), None),
+    "a_value": lambda y, cos, sin: (turned(y, torch.tanh(cos), sin.clone()), None),
+    "and_returns": lambda y, cos, sin: (turned(y, cos.clone(), sin.clone()), cos.clone()),
+    "and_returns_rows": lambda y, cos, sin: (turned(y, cos.clone()[:], sin.clone()), cos[1:].clone()),
 }
 LAST: dict[str, Write] = {
     "left": lambda cos, sin, h: None,
@@ -53,7 +58,7 @@ def reinplaced(first: str, read: str, last: str) -> Program:
         return h, beside
 
     run.__name__ = f"{first}_{read}_{last}"
-    return Program(run, "x:TD w:DD | cos:TH sin:TH", 1, 1, ways=("inductor",))
+    return Program(run, "x:TD w:DH | cos:TH sin:TH", 1, 1, ways=("inductor",))
 
 
 PAIRS = [(r, w) for r in READS for w in LAST]
