@@ -34,6 +34,7 @@ from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -67,6 +68,7 @@ def h200() -> Iterator[None]:
         (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: H200)),
         (CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
         (scheduler, "has_triton", lambda *_: True),
+        (fake_tensor, "init_gpu_context", lambda _: None),  # torch 2.11 starts CUDA for the first fake tensor
         # Only shapes are asked of these, and a CPU build's bindings refuse fake CUDA tensors.
         (torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x)),
         (reinplace, "_inplace_generalized_scatter", lambda tensor, *_: tensor),
