@@ -76,10 +76,10 @@ def small(plan: Plan, group: Group, built: Built, wanted: list[Computed]) -> tup
                 copies[key].meta["val"] = torch.empty_strided(*sizes, dtype=like.dtype, device="meta")
         return copies[key]
 
-    def call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    def call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         mine = fx.map_arg(args, lambda n: n if n.graph is new else given(n))
-        node = new.call_function(target, mine)
-        node.meta["val"] = target(*fx.map_arg(mine, lambda n: n.meta["val"]))
+        node = new.call_function(target, mine, kwargs)
+        node.meta["val"] = target(*fx.map_arg(mine, lambda n: n.meta["val"]), **kwargs)
         return node
 
     def sum_of(s: Term, rows: Axes) -> tuple[fx.Node, Axes] | None:
