@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ class TritonKernel:
         no Triton."""
         text = render(record)
         self.record = record
-        self.largest = {i for i, out in enumerate(record.outputs) if out.largest_over}
+        self.largest = [i for i, out in enumerate(record.outputs) if out.largest_over]
+        self.integers = {len(record.operands) + i for i in self.largest}
+        """The arguments that the kernel compares as integers."""
+        self.compiled = dict[tuple[object, ...], Any]()
         self.block = BLOCK_OF_LARGEST if len(self.largest) == len(record.outputs) else BLOCK
         try:
             self.function = load_module(text, module_name(text, KIND), open_store(cache_dir)).kernel
@@ -44,14 +48,25 @@ class TritonKernel:
             with torch.cuda.device(first.device):
                 return self(inputs, outs)
         m, n = inputs[self.record.tile].shape
-        if self.largest:
-            outs = [o if o is None or i not in self.largest else o.view(torch.int32) for i, o in enumerate(outs)]
-            if begun := [o for i, o in enumerate(outs) if o is not None and i in self.largest]:
-                torch._foreach_zero_(begun)
+        if begun := [o for i in self.largest if (o := outs[i]) is not None]:
+            torch._foreach_zero_(begun)
         if m:
-            grid = (-(-m // self.block["BLOCK_M"]) * -(-n // self.block["BLOCK_N"]),)
-            given = [x if x.is_contiguous() else x.contiguous() for x in inputs]
-            self.function[grid](*given, *outs, m, n, **self.block, enable_fp_fusion=False)
+            grid = (-(-m // self.block["BLOCK_M"]) * -(-n // self.block["BLOCK_N"]), 1, 1)
+            given = [*(x if x.is_contiguous() else x.contiguous() for x in inputs), *outs]
+            self.launch(grid, given, m, n)
+
+    def launch(self, grid: tuple[int, int, int], given: list[Tensor | None], m: int, n: int) -> None:
+        """Launches what Triton has compiled for arguments of this kind. (It finds that by itself, too, but takes longer
+        than small kernels run.)"""
+        aligned = all(x is None or not x.data_ptr() & 15 for x in given)
+        kind = (m == 1, m % 16 == 0, given[0].get_device(), *(x is None for x in given))  # type: ignore[union-attr]
+        if aligned and kind in self.compiled:
+            self.compiled[kind][grid](*given, m, n, self.block["BLOCK_M"], self.block["BLOCK_N"])
+            return
+        viewed = [x.view(torch.int32) if x is not None and i in self.integers else x for i, x in enumerate(given)]
+        found = self.function[grid](*viewed, m, n, **self.block, enable_fp_fusion=False)
+        if aligned:
+            self.compiled[kind] = found
 
 
 triton_kernel = cache(TritonKernel)

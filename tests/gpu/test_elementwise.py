@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,24 @@ def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
     out = torch.empty_like(wanted[1])
     triton_kernel(record, str(tmp_path))(inputs, [None, out, None, None, None, None])
     assert torch.equal(bits(out), bits(wanted[1]))
+
+
+@pytest.mark.parametrize("largest", [False, True], ids=["casts", "largest"])
+def test_arguments_of_other_kinds(largest: bool, tmp_path: Path) -> None:
+    """One kernel is called with other numbers of rows, addresses and unread outputs, each kind again."""
+    record = casts(48, "e4m3", 448.0)
+    if not largest:
+        record = verify(dataclasses.replace(record, outputs=record.outputs[:4]))
+    tmp_path.chmod(0o700)
+    kernel = triton_kernel(record, str(tmp_path))
+    for m, shifted, unread in [(40, 0, 9), (48, 0, 9), (40, 1, 9), (48, 1, 0), (1, 0, 9), (40, 0, 1), (7, 1, 2)] * 2:
+        inputs = given(record, m, False)
+        x = torch.empty(m * 48 + 8, device="cuda", dtype=torch.bfloat16)[shifted : shifted + m * 48].view(m, 48)
+        inputs[0] = x.copy_(inputs[0])
+        wanted = interpret(record, inputs)
+        outs = [None if i == unread else torch.full_like(w, float("nan")) for i, w in enumerate(wanted)]
+        kernel(inputs, outs)
+        assert all(out is None or torch.equal(bits(out), bits(w)) for out, w in zip(outs, wanted, strict=True))
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["finite", "odd"])
