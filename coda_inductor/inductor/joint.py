@@ -102,7 +102,8 @@ def eight_bit_products(work: Work) -> None:
 def eight_bit_casts(work: Work) -> None:
     """Casts of one tensor to 8 bits, in rows and transposed, are one pass over memory."""
     if work.may(ELEMENTWISE):
-        work.elementwise = write_passes(work.graph, work.target, work.before)
+        work.elementwise, left = write_passes(work.graph, work.target, work.before)
+        work.refused = tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())
 
 
 def regions(work: Work) -> None:
@@ -116,7 +117,7 @@ def regions(work: Work) -> None:
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     made.firings += [normaliser.firing(made.program) for normaliser in found.normalisers]
     fired = _fired(made)
-    work.refused = tuple(Refusal(x.node.name, _reason(made, x), lines[x.node.name]) for x in made.refused)
+    work.refused += tuple(Refusal(x.node.name, _reason(made, x), lines[x.node.name]) for x in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     work.opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(made.builts)]

@@ -56,12 +56,13 @@ class TritonKernel:
             self.launch(grid, given, m, n)
 
     def launch(self, grid: tuple[int, int, int], given: list[Tensor | None], m: int, n: int) -> None:
-        """Launches what Triton has compiled for arguments of this kind. (It finds that by itself, too, but takes longer
-        than small kernels run.)"""
-        aligned = all(x is None or not x.data_ptr() & 15 for x in given)
-        kind = (m == 1, m % 16 == 0, given[0].get_device(), *(x is None for x in given))  # type: ignore[union-attr]
+        """Launches what Triton has compiled for arguments of this kind. (It finds that by itself, too, and looks each
+        pointer up, in longer than small kernels run.)"""
+        addresses = [None if x is None else x.data_ptr() for x in given]
+        aligned = not any(a & 15 for a in addresses if a)
+        kind = (m == 1, m % 16 == 0, given[0].get_device(), *(a is None for a in addresses))  # type: ignore[union-attr]
         if aligned and kind in self.compiled:
-            self.compiled[kind][grid](*given, m, n, self.block["BLOCK_M"], self.block["BLOCK_N"])
+            self.compiled[kind][grid](*addresses, m, n, self.block["BLOCK_M"], self.block["BLOCK_N"])
             return
         viewed = [x.view(torch.int32) if x is not None and i in self.integers else x for i, x in enumerate(given)]
         found = self.function[grid](*viewed, m, n, **self.block, enable_fp_fusion=False)

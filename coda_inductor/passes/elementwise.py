@@ -11,6 +11,7 @@ Every operation and rounding stays as it is written in the graph.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.layout import dense, major_to_minor
 from coda_inductor.patterns.pointwise import FUNCTIONS
+from coda_inductor.patterns.sizes import assumed
 from coda_inductor.write.order import sort
 from coda_inductor.write.verifying import Before
 from coda_inductor.write.writing import Writing
@@ -38,12 +40,18 @@ from coda_inductor.write.writing import Writing
 LOADED = DTYPE_NAMES.keys() - {torch.float64}
 DEPTH = 32  # operations between a cast and its tensor
 PITCH = 16  # elements of 8 bits of which rows are made that TMA reads
+WORTH = 1 << 24
+"""The elements of a tensor from which a pass saves more time than its launch takes. (H100, rowwise, two layers of width
+512, 16384 tokens: kernels take 4.2 ms for 5.4 with passes of all tensors, but the CPU 13 ms for 7 to launch them:
+Inductor makes the scales in the kernels of its casts, here they have kernels of their own.)"""
 
 OPERATIONS = {op: name for name, ops in FUNCTIONS.items() for op in ops if OPS[name].triton} | {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.neg.default: "neg",
     aten.add.Scalar: "add", aten.sub.Scalar: "sub", aten.mul.Scalar: "mul",
 }  # fmt: skip
 """What a pass computes, and its name among OPS."""
+
+SMALL = f"it casts fewer than {WORTH} numbers in both layouts, of which a pass takes longer to launch than it saves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +132,23 @@ def axes_in_memory(reading: Reading, node: fx.Node) -> tuple[int, ...] | None:
     return tuple(i for d in dims for i in reading.roots(node)[d]) if dense(node, dims) else None
 
 
-def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[Pass, ...]:
-    """Puts the passes into a joint or inference graph, in place."""
+def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[tuple[Pass, ...], dict[fx.Node, str]]:
+    """Puts the passes into a joint or inference graph, in place. Also returns the casts of one tensor in both layouts
+    that stay, and why."""
     found = graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
     casts = [n for n in found if n.args[1] in EIGHT_BITS]
     if not casts:
-        return ()
-    reading = read_axes(graph)
-    made = []
-    for members in grouped(graph, casts, reading):
-        if (written := _write(graph, target, reading, members)) is not None:
+        return (), {}
+    reading, made, left = read_axes(graph), list[Pass](), dict[fx.Node, str]()
+    for source, members in grouped(graph, casts, reading):
+        written = _write(graph, target, reading, source, members)
+        if isinstance(written, Pass):
             made.append(written)
+        else:
+            left |= {x.cast: written for x in members}
     if made:
         sort(graph, before.effects)
-    return tuple(made)
+    return tuple(made), left
 
 
 def grouped(graph: fx.Graph, casts: list[fx.Node], reading: Reading) -> list[tuple[fx.Node, list[Made]]]:
@@ -256,17 +267,19 @@ def _early(node: fx.Node) -> bool:
     return given or (computes(node) and node.target not in g.PRODUCTS)
 
 
-def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node, list[Made]]) -> Pass | None:
-    source, members = group
+def _write(graph: fx.Graph, target: str, reading: Reading, source: fx.Node, members: list[Made]) -> Pass | str:
+    """The pass of a tensor's casts, or why there is none."""
     whole, cut = axes_in_memory(reading, source), next(made.cut for made in members if made.cut)
     assert whole is not None
     m, n = (reading.axes.total(part) for part in (whole[:cut], whole[cut:]))
     if n.static is None or n.static % PITCH or m.static is None or m.static % PITCH:
-        return None
+        return f"it casts a tensor in both layouts whose sizes {m} and {n} are no multiples of {PITCH}"
+    if not large(source, target):
+        return SMALL
     expression = Expression(reading, source, frozenset(whole))
     values = [expression.value(made.cast.args[0]) for made in members]  # type: ignore[arg-type]
     if (operands := expression.loads(whole, cut)) is None:
-        return None
+        return "it casts a tensor in both layouts by vectors that do not lie as its rows or columns do"
     outputs = [Output(v, DTYPE_NAMES[x.cast.args[1]], bool(x.cut)) for v, x in zip(values, members, strict=True)]  # type: ignore[index]
     record = verify(Elementwise(n.static, operands, tuple(expression.lets), tuple(outputs)))
     writing, op = written(graph, target, expression, record, [made.node for made in members])
@@ -275,6 +288,11 @@ def _write(graph: fx.Graph, target: str, reading: Reading, group: tuple[fx.Node,
         out.meta[g.LAID_OUT_AS] = ([*expression.operands].index(source), bool(made.cut))
         made.node.replace_all_uses_with(_laid_out(writing, out, made.node))
     return Pass(record, str(m), tuple(made.node.name for made in members), line_of(writing, source))
+
+
+def large(node: fx.Node, target: str) -> bool:
+    """Has the tensor elements enough for a pass? The reference takes all."""
+    return target == "reference" or math.prod(map(assumed, node.meta["val"].shape)) >= WORTH
 
 
 def line_of(writing: Writing, source: fx.Node) -> str:

@@ -19,6 +19,7 @@ from coda_inductor.passes.elementwise import (
     axes,
     axes_in_memory,
     early,
+    large,
     line_of,
     overwritten,
     source_of,
@@ -52,7 +53,8 @@ def write_maxima(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, .
         cut = next((len(x.kept) for x in members if x.kept == whole[: len(x.kept)]), 0)
         over = {whole[:cut]: "N", whole[cut:]: "M"}
         both = {x: over[x.kept] for x in members if x.kept in over}
-        if len({*both.values()}) == 2 and (done := _write(graph, target, reading, source, both, cut)) is not None:
+        wanted = len({*both.values()}) == 2 and large(source, target)
+        if wanted and (done := _write(graph, target, reading, source, both, cut)) is not None:
             made.append(done)
     if made:
         sort(graph, before)

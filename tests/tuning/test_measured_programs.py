@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from coda_inductor.core.settings import Settings
 from coda_inductor.ops.custom import STORED
 from coda_inductor.ops.elementwise import ELEMENTWISE
-from coda_inductor.passes import tables
+from coda_inductor.passes import elementwise, tables
 from coda_inductor.tuning.benchmark import as_in_the_whole
 
 
@@ -27,6 +27,7 @@ def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 )
 def test_as_in_the_users_graph(monkeypatch: pytest.MonkeyPatch, disable: str, passes: int, stored: int) -> None:
     monkeypatch.setattr(tables, "WORTH", 1)
+    monkeypatch.setattr(elementwise, "WORTH", 1)
     inputs = torch.randn(48, 64), torch.randn(64, 32)
     module = make_fx(program, tracing_mode="fake")(*inputs)
     as_in_the_whole(module.graph, Settings.read({}, {"disable": disable})[0])
