@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._inductor import compile_fx, decomposition
+from torch._ops import resolve_key
 
 aten = torch.ops.aten
 
@@ -86,10 +88,26 @@ COMPOSITES: dict[Any, Callable[..., Tensor]] = {
 }
 
 
+@cache
+def without_gradients_on_meta() -> tuple[Any, ...]:
+    """The composite operations (nll_loss, relu6, var_mean, ...) that torch runs on the meta device by a kernel of their
+    own, which has no gradient: autograd goes through the composite everywhere else. (torch 2.11: 152, 2.13: 108.)"""
+    found, composite = [], DispatchKey.CompositeImplicitAutograd
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        op = getattr(getattr(aten, packet, None), overload or "default", None) if namespace == "aten" else None
+        keys = (DispatchKey.AutogradCPU, DispatchKey.AutogradMeta)
+        if op is not None and [resolve_key(op, key) for key in keys] == [composite, DispatchKey.AutogradMeta]:
+            found.append(op)
+    return tuple(found)
+
+
 @contextmanager
-def python_kernel(op: Any, kernel: Callable[..., Tensor]) -> Iterator[None]:
+def python_kernel(
+    op: Any, kernel: Callable[..., Any], key: DispatchKey = DispatchKey.CompositeImplicitAutograd
+) -> Iterator[None]:
     """`op` means `kernel` wherever torch's python dispatcher decides, as it does under AOTAutograd."""
-    key = DispatchKey.CompositeImplicitAutograd
     before = op.py_kernels.get(key)
     op.py_kernels[key] = kernel
     op._dispatch_cache.clear()
@@ -115,4 +133,7 @@ def like_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(compile_fx, "select_decomp_table", table))
         for op, kernel in COMPOSITES.items():
             stack.enter_context(python_kernel(op, kernel))
+        for op in without_gradients_on_meta():
+            kernel = partial(op._op_dk, DispatchKey.CompositeImplicitAutograd)
+            stack.enter_context(python_kernel(op, kernel, DispatchKey.AutogradMeta))
         yield
