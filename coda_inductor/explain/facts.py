@@ -24,7 +24,7 @@ from coda_inductor.explain.units import PRODUCTS, Facts, kernel_facts, operation
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.schedule.kinds import elements, kind_of, owner
-from coda_inductor.schedule.model import Kernel, kernels, partition, saved
+from coda_inductor.schedule.model import Kernel, kept_bytes, kernels, partition
 
 __all__ = ["explain", "explain_graph", "render"]
 
@@ -71,7 +71,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     halves = partition(graph)
     before = kernels(graph, halves)
     touches = [touch for kernel in before for touch in touched(kernel)]
-    saved_before = sum(saved(halves).values()) if halves else 0
+    saved_before = kept_bytes(halves)
     smallest = smallest_tile(graph)
     try:
         report = rewrite(graph, settings)
@@ -104,7 +104,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "bytes_epilogues": beside,
         "covered": sum(share.values()),
         "passes_left": len(large),
-        "saved_bytes": sum(saved(halves).values()) if halves else 0,
+        "saved_bytes": kept_bytes(halves),
         "saved_bytes_inductor": saved_before,
         "regions": len(regions),
         "kernels_before": len(before),

@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from coda_inductor.core.errors import forget_frames
 from coda_inductor.ops.elementwise import ELEMENTWISE
+from coda_inductor.patterns.effects import base
 from coda_inductor.patterns.graph import copied, is_tangent
 from coda_inductor.schedule.fusion import Fusion, Group, parts_read
 from coda_inductor.schedule.kinds import Extern, elements, is_tensor, itemsize, lower, owner
@@ -111,6 +112,16 @@ def saved(halves: Halves) -> dict[str, int]:
     inputs = {n.name for n in forward.nodes if n.op == "placeholder"}
     kept = [n for n in backward.nodes if n.op == "placeholder" and not is_tangent(n) and is_tensor(n)]
     return {n.name: elements(n) * itemsize(n) for n in kept if n.name not in inputs}
+
+
+def kept_bytes(halves: Halves | None) -> int:
+    """The memory that the forward leaves allocated for the backward: each tensor once, whatever views of it are kept;
+    none of it inputs' and parameters'."""
+    if halves is None:
+        return 0
+    nodes, kept = {n.name: n for n in halves[0].nodes}, saved(halves)
+    bases = {base(nodes[name]) for name in kept}
+    return sum(elements(n) * itemsize(n) for n in bases if n.op != "placeholder")
 
 
 def _kernels(graph: fx.Graph) -> list[Kernel]:

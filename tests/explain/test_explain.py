@@ -227,3 +227,18 @@ def test_products_of_integers_are_left_by_name() -> None:
     args = torch.zeros(32, 64, dtype=torch.int8), torch.zeros(64, 64, dtype=torch.int8)
     (graph,) = explain(f, args, {}, "infer", Settings(target="sm_90a"))["graphs"]
     assert [r["reason"] for r in graph["refused"]] == ["it has no matrix product but of integers (aten._int_mm)"]
+
+
+def test_what_is_kept_is_no_parameter() -> None:
+    """The backward reads the second weight transposed, which is a view of it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.down(torch.sin(self.up(x))))
+
+    totals = explain(Model(), (torch.empty(512, 64),), {}, "train", Settings(target="sm_90a"))["totals"]
+    assert totals["saved_bytes_inductor"] == 512 * (128 + 128 + 64) * 4  # both products, and what the second reads
