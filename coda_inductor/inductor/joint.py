@@ -24,9 +24,10 @@ from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.memory import put_into_memory
+from coda_inductor.passes.parts import Family, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales
-from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, REGION_KINDS, allowed
+from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, PARTS, REGION_KINDS, allowed
 from coda_inductor.passes.tables import Table
 from coda_inductor.patterns import graph as g
 from coda_inductor.plan.built import Built
@@ -46,6 +47,15 @@ def is_joint(graph: fx.Graph) -> bool:
     return any(map(g.is_tangent, graph.nodes))
 
 
+class Apart(Exception):
+    """Of products that were split into parts, not all parts became Regions: those stay `whole`, and the graph is
+    rewritten again."""
+
+    def __init__(self, whole: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(whole)))
+        self.whole = whole
+
+
 @dataclass(slots=True)
 class Work:
     """One graph on its way through the stages: what they share, and what they leave for the report."""
@@ -57,6 +67,9 @@ class Work:
     before: Before
     device: torch.device | None
     """Where the graph's products run; None if it has none."""
+    whole: frozenset[str] = frozenset()
+    """The products that stay whole though they are read in parts."""
+    families: tuple[Family, ...] = ()
     sites: list[Site] = field(default_factory=list)
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()
@@ -81,6 +94,12 @@ def casts_first(work: Work) -> None:
     """Needs the graph as it came. What is copied and then rounded is rounded first."""
     if work.may(CASTS):
         work.casts = round_first(work.graph)
+
+
+def column_parts(work: Work) -> None:
+    """A product that is read in parts is a product of each part of its weight."""
+    if work.may(PARTS) and work.settings.numerics != "strict":
+        work.families = split_products(work.graph, work.whole)
 
 
 def complex_products(work: Work) -> None:
@@ -111,6 +130,9 @@ def regions(work: Work) -> None:
     Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines."""
     graph = work.graph
     found = settled(graph, work.settings, work.decisions)
+    taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
+    if whole := frozenset(f.name for f in work.families if not taken.issuperset(f.made)):
+        raise Apart(whole)
     made, lifted = found.plan, found.plan.program.lifted
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
@@ -170,6 +192,7 @@ def copies(work: Work) -> None:
 
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
+    column_parts,
     complex_products,
     casts_first,
     eight_bit_products,
@@ -193,24 +216,30 @@ def rewrite(
     decisions: Decisions = ACCEPT_ALL,
     stages: tuple[Stage, ...] = STAGES,
 ) -> Report:
-    """Rewrites the graph in place, as far as it is accepted. Raises BrokenInvariant for a bug; the owning module then
+    """Rewrites the owning module's graph, as far as it is accepted. Raises BrokenInvariant for a bug; the module then
     has its graph back as it was."""
-    start, module = time.perf_counter(), graph.owning_module
+    start, module, whole = time.perf_counter(), graph.owning_module, frozenset[str]()
     assert module is not None
     backup, guards, operations = g.copied(graph), _guards(graph), _operations(graph)
+    device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
     try:
-        device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
-        work = Work(module, settings, target, decisions, Before.of(graph), device)
-        for stage in stages:
-            stage(work)
-            verify(work.graph, work.before, stage.__name__)
+        while True:
+            work = Work(module, settings, target, decisions, Before.of(module.graph), device, whole)
+            try:
+                for stage in stages:
+                    stage(work)
+                    verify(work.graph, work.before, stage.__name__)
+                break
+            except Apart as found:
+                whole |= found.whole
+                module.graph = g.copied(backup)
         verify_kept(work.graph)
-        if _guards(graph) != guards:
+        if _guards(work.graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
     except BaseException:
         module.graph = backup
         raise
-    rewrote, seconds = operations != _operations(graph), time.perf_counter() - start
+    rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
     done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise
     return Report(*done, rewrote, seconds)
 

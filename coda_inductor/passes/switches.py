@@ -18,12 +18,14 @@ KINDS = {
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
+PARTS = "parts"
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
     COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones",
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns",
+    PARTS: "no Region: a product that is read in parts, as gate and up of one weight, is a product for each part",
     LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()

@@ -134,12 +134,14 @@ def precision(node: fx.Node) -> torch.dtype | None:
     return torch.float32 if value.dtype in NARROW else value.dtype
 
 
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+
+
 def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """(input, dimension, lanes, index) if the node is one of a few equal parts of a dimension of its input."""
-    cut = _cut(node)
-    if cut is None:
+    if (found := cut(node)) is None:
         return None
-    source, dim, start, length = cut
+    source, dim, start, length = found
     value = tensor(source)
     if value is None or not isinstance(whole := value.shape[dim], int) or not isinstance(length, int):
         return None
@@ -148,7 +150,7 @@ def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     return source, dim % value.dim(), whole // length, start // length
 
 
-def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+def cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """(input, dimension, start, length) of a slice, a select or an item of a split."""
     a: tuple[Any, ...] = node.args
     if node.target is aten.slice.Tensor and len(a) < 5:
@@ -163,9 +165,7 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     if node.target is aten.select.int and isinstance(a[2], int):
         extent = tensor(a[0]).shape[a[1]]  # type: ignore[union-attr]
         return (a[0], a[1], a[2] % extent, 1) if isinstance(extent, int) else None
-    if node.target is operator.getitem and isinstance(a[0], fx.Node) and a[0].target in (
-        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
-    ):  # fmt: skip
+    if node.target is operator.getitem and isinstance(a[0], fx.Node) and a[0].target in SPLITS:
         split, of = a[0], cast(tuple[Any, ...], a[0].args)
         if split.target is aten.unbind.int:
             return of[0], of[1] if len(of) > 1 else 0, a[1], 1

@@ -161,9 +161,10 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "casts"): BEFORE,
     ("disable", "layouts"): BEFORE,  # test_tangents.py
     ("only", "layouts"): [],
-    ("disable", "complex,elementwise"): BEFORE,  # test_complex.py, test_elementwise_passes.py
+    ("disable", "complex,elementwise,parts"): BEFORE,  # test_complex.py, test_elementwise_passes.py, test_parts.py
     ("only", "complex"): [],
     ("only", "elementwise"): [],
+    ("only", "parts"): [],
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.ops.elementwise import ELEMENTWISE
-from coda_inductor.passes import elementwise
 from coda_inductor.passes.elementwise import Pass, write_passes
-from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.patterns import graph as g
 from coda_inductor.write.verifying import Before
 
@@ -394,16 +391,3 @@ def test_memory_that_is_overwritten_in_between_is_left(written: bool) -> None:
     assert len(made) == (not written)
     module.recompile()
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(module(x.clone()), f(x), strict=True))
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_what_is_small_is_left(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
-    """A pass takes longer to launch than it saves; on the target that interprets, all are made."""
-    monkeypatch.setattr(elementwise, "WORTH", M * N + more)
-    module = make_fx(rows_and_columns, select_decomp_table(), tracing_mode="fake")(torch.randn(M, N))
-    for target, count in (("sm_90a", not more), ("reference", True)):
-        graph = copy.deepcopy(module.graph)
-        before = Before.of(graph)
-        made, left = write_passes(graph, target, before)
-        assert len(made) == count and {*left.values()} == ({elementwise.SMALL} if not count else set())
-        assert len(write_maxima(graph, target, before.effects)) == count

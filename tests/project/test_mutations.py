@@ -21,7 +21,7 @@ from zoo import CASES, Case
 
 from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
-from coda_inductor.passes import plain
+from coda_inductor.passes import parts, plain
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes
 from coda_inductor.patterns.infer import Reading
@@ -190,6 +190,16 @@ def halves_are_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(g, "lane", swapped)
 
 
+def parts_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    columns = parts.columns
+
+    def swapped(writing: Any, right: Any, start: int, stop: int) -> Any:
+        width = right.meta["val"].shape[1]
+        return columns(writing, right, width - stop, width - start)
+
+    patch.setattr(parts, "columns", swapped)
+
+
 def transposes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     roots = Reading.roots
     patch.setattr(Reading, "roots", lambda self, node: roots(self, node)[::-1])
@@ -295,7 +305,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     (an_axis_may_stand_twice_in_a_tensor, odd("lora")),
     (an_axis_may_stand_twice_in_a_tensor, odd("square_bias")),
     (halves_are_swapped, lifted("half_only")),
-    (halves_are_swapped, table("mlp: chunk")),
+    (parts_are_swapped, table("mlp: chunk")),
     (transposes_are_forgotten, lifted("xxt")),
     (a_root_of_a_square_is_the_value, lifted("domains")),
     (a_statement_is_swapped, table("norm: hf")),
