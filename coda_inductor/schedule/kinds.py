@@ -110,7 +110,16 @@ def kind_of(node: fx.Node) -> Kind:
         kind = "view" if kind is None and target.is_view else kind
     if kind == "reduction" and target._schema.name in ("aten::max", "aten::min") and len(node.all_input_nodes) > 1:
         kind = "loop"
+    if target is aten.cat.default and _multiplied_into(node):
+        return "extern"
     return "loop" if kind == "scatter" and _selects(node) else kind or "extern"
+
+
+def _multiplied_into(cat: fx.Node) -> bool:
+    """Does it put products one above the other that nobody else reads? They are written where they shall lie."""
+    return cat.args[1:] in ((), (0,)) and all(
+        n.target is aten.mm.default and len(n.users) == 1 for n in cat.all_input_nodes
+    )
 
 
 def _selects(node: fx.Node) -> bool:
