@@ -238,8 +238,8 @@ CASES: tuple[Case, ...] = (
     Case("mlp: slice", Shape(mlp="slice"), 10, 6),
     Case("mlp: up first", Shape(mlp="up first"), 10, 6),
     Case("mlp: plain", Shape(mlp="plain"), 10, 6),
-    Case("mlp: chunk, bias", Shape(mlp="chunk", bias=True), 8, 4),
-    Case("mlp: split, bias", Shape(mlp="split", bias=True), 8, 4),
+    Case("mlp: chunk, bias", Shape(mlp="chunk", bias=True), 10, 6),
+    Case("mlp: split, bias", Shape(mlp="split", bias=True), 10, 6),
     Case("order: parallel", Shape(order="parallel"), 10, 5),
     Case("order: post", Shape(order="post"), 9, 5),
     Case("order: after", Shape(order="after"), 2, 0),
@@ -260,6 +260,6 @@ CASES: tuple[Case, ...] = (
     Case("all sizes equal", Shape(width=8, heads=8, inner=8, vocab=8), 10, 6),
     Case("square", Shape(inner=16, vocab=16), 10, 6),
     Case("square and tied", Shape(tied=True, inner=16, vocab=16), 10, 6),
-    Case("square, tied, packed", Shape(tied=True, inner=16, vocab=16, mlp="chunk", bias=True, rope=True), 10, 4),
+    Case("square, tied, packed", Shape(tied=True, inner=16, vocab=16, mlp="chunk", bias=True, rope=True), 12, 6),
     Case("one layer", Shape(layers=1), 4, 2),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.text import left, right
 from coda_inductor.explain.account import attribute, smallest_tile, touched, touches_tile
 from coda_inductor.explain.capture import capture
-from coda_inductor.explain.offline import rewrite_for, target_of
+from coda_inductor.explain.offline import rewrite_for, rewritten, target_of
 from coda_inductor.explain.report import render
 from coda_inductor.explain.units import PRODUCTS, Facts, kernel_facts, operation, site_facts
 from coda_inductor.inductor.records import Refusal, Report, Site
@@ -77,6 +77,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         report = rewrite(graph, settings)
     except Unsupported as why:
         report = Report(refused=(Refusal("", str(why), why.where),))
+    graph = rewritten(graph)
     halves = partition(graph)
     after = kernels(graph, halves)
     share = attribute(touches, [*report.sites, *report.casts])

@@ -29,6 +29,11 @@ def target_of(settings: Settings) -> str:
     return target.SM_90A.name if settings.target == "auto" else settings.target
 
 
+def rewritten(graph: fx.Graph) -> fx.Graph:
+    """What has become of a graph: its module has another where it was rewritten twice, or not at all."""
+    return graph if graph.owning_module is None else graph.owning_module.graph
+
+
 def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -> Report:
     """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and wherever a
     compile leaves the graph to Inductor."""

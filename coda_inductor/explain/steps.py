@@ -19,7 +19,7 @@ from coda_inductor.core.region import parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import left, right
 from coda_inductor.explain.capture import capture
-from coda_inductor.explain.offline import rewrite_for, target_of
+from coda_inductor.explain.offline import rewrite_for, rewritten, target_of
 from coda_inductor.explain.units import Facts, kernel_facts, site_facts
 from coda_inductor.inductor.joint import is_joint
 from coda_inductor.inductor.records import Report
@@ -70,7 +70,7 @@ def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
         report = rewrite_for(graph, settings, decide)
     except Unsupported as why:
         return {"kind": kind, "untouched": str(why), "before": before, "after": before, "laws": []}
-    listing = Listing(graph, seen[0], report)
+    listing = Listing(rewritten(graph), seen[0], report)
     after = listing.steps()
     untouched = "" if report.rewrote else "nothing follows a product that an epilogue could do"
     return {"kind": kind, "untouched": untouched, "before": before, "after": after, "laws": listing.laws()}

@@ -91,21 +91,21 @@ class Work:
 
 
 def casts_first(work: Work) -> None:
-    """Needs the graph as it came. What is copied and then rounded is rounded first."""
+    """What is copied and then rounded is rounded first."""
     if work.may(CASTS):
         work.casts = round_first(work.graph)
-
-
-def column_parts(work: Work) -> None:
-    """A product that is read in parts is a product of each part of its weight."""
-    if work.may(PARTS) and work.settings.numerics != "strict":
-        work.families = split_products(work.graph, work.whole)
 
 
 def complex_products(work: Work) -> None:
     """Products of complex numbers are products of their two parts."""
     if work.may(COMPLEX):
         as_real(work.graph)
+
+
+def column_parts(work: Work) -> None:
+    """A product that is read in parts is a product of each part of its weight."""
+    if work.may(PARTS) and work.settings.numerics != "strict":
+        work.families = split_products(work.graph, work.whole)
 
 
 def eight_bit_products(work: Work) -> None:
@@ -192,9 +192,9 @@ def copies(work: Work) -> None:
 
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
-    column_parts,
     complex_products,
     casts_first,
+    column_parts,
     eight_bit_products,
     eight_bit_casts,
     regions,

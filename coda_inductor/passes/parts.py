@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import base
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.write.writing import Writing
@@ -67,15 +68,20 @@ def split_products(graph: fx.Graph, whole: frozenset[str] = frozenset()) -> tupl
 
 def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
     """The parts in which a product is read, in order; {} if it is not read in parts alone, or a part is not computed
-    with, as v of q, k and v."""
+    with, as v of q, k and v, or its memory is told apart from memory of its own."""
     found, todo = dict[Part, list[fx.Node]](), list(product.users)
     width = product.meta["val"].shape[-1]
+    biases = [tuple(bias.meta["val"].shape) for bias in g.operands(product).addends]
+    if not isinstance(width, int) or any(shape != (width,) for shape in biases):
+        return {}
     while todo:
         node = todo.pop()
         cut = g.cut(node)
         if cut is not None and cut[1] % cut[0].meta["val"].dim() == cut[0].meta["val"].dim() - 1:
             _, _, start, length = cut
-            if not isinstance(length, int) or length % UNIT:
+            if not isinstance(start, int) or not isinstance(length, int) or length % UNIT or not length:
+                return {}
+            if not can_flatten(node):
                 return {}
             found.setdefault((start, start + length), []).append(node)
         elif node.target in g.SPLITS or reshapes(node, width):
@@ -84,15 +90,23 @@ def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
             return {}
     order = sorted(found)
     whole = len(order) > 1 and [a for a, _ in order] == [0, *(b for _, b in order[:-1])] and order[-1][1] == width
-    returned = {g.root(n, g.is_view) for n in product.graph.output_node().all_input_nodes}  # which share memory
-    if not whole or not all(any(map(computed, nodes)) and returned.isdisjoint(nodes) for nodes in found.values()):
+    if not whole or not all(any(map(computed, nodes)) for nodes in found.values()) or told_apart(product):
         return {}
     return {part: found[part] for part in order}
 
 
+def can_flatten(node: fx.Node) -> bool:
+    """Do its rows become rows of tokens without a guard on a size that is a symbol?"""
+    shape = node.meta["val"].shape
+    return len(shape) == 2 or all(isinstance(n, int) for n in shape)
+
+
 def reshapes(node: fx.Node, width: int) -> bool:
     """Is the node a view in which the last dimension is what it was, of `width`, and the others are in their order?"""
-    return node.target in RESHAPES and node.meta["val"].shape[-1] == width
+    if node.target not in RESHAPES:
+        return False
+    last = node.meta["val"].shape[-1]
+    return isinstance(last, int) and last == width
 
 
 def computed(node: fx.Node) -> bool:
@@ -102,35 +116,49 @@ def computed(node: fx.Node) -> bool:
     return any(u.target in POINTWISE or g.is_cast(u) for n in seen for u in n.users)
 
 
+def told_apart(product: fx.Node) -> bool:
+    """Is a view of the product returned, which shares memory with the others, or read by its place in memory?"""
+    views = g.reached([product], lambda n: [u for u in n.users if base(u) is product or u.target in g.SPLITS])
+    return any(u.op == "output" or u.target is aten.as_strided.default for n in views for u in n.users)
+
+
 def reads_all(family: Family, cat: fx.Node) -> bool:
     """Are the gradients of the family's parts put beside each other here, for these products alone? They are noted."""
     value, dim = cat.meta["val"], cat.args[1] if len(cat.args) > 1 else 0
-    widths = [d.meta["val"].shape[-1] for d in cat.args[0]]  # type: ignore[union-attr]
-    if dim not in (-1, value.dim() - 1) or widths != [stop - start for start, stop in family.parts]:
+    given = [d.meta["val"] for d in cat.args[0]]  # type: ignore[union-attr]
+    widths = [d.shape[-1] if d.dtype == value.dtype else 0 for d in given]
+    if dim not in (-1, value.dim() - 1) or not all(isinstance(n, int) for n in widths) or not can_flatten(cat):
         return False
-    reading = g.operands(family.product)
+    if widths != [stop - start for start, stop in family.parts]:
+        return False
+    reading, width = g.operands(family.product), sum(widths)
     weight, left = g.root(reading.right, g.is_view), g.root(reading.left, g.is_view)
-    inputs, weights, sums, todo = list[fx.Node](), list[fx.Node](), list[fx.Node](), [*cat.users]
+    inputs, weights, sums = list[fx.Node](), list[fx.Node](), list[fx.Node]()
+    todo = [(node, cat, False) for node in cat.users]  # `turned`: is it transposed?
     while todo:
-        node = todo.pop()
-        if node.target is aten.mm.default:
-            a, b = node.args
-            if g.root(b, g.is_view) is weight and b.meta["val"].shape[0] == value.shape[-1]:  # type: ignore[arg-type, union-attr]
-                inputs.append(node)
-            elif g.root(b, g.is_view) is left and a.meta["val"].shape[0] == value.shape[-1]:  # type: ignore[arg-type, union-attr]
-                weights.append(node)
-            else:
+        node, read, turned = todo.pop()
+        if node.target is aten.mm.default and node.args[0] is read and node.args[1] is not read:
+            if g.root(node.args[1], g.is_view) is not (left if turned else weight):  # type: ignore[arg-type]
                 return False
-        elif node.target is aten.sum.dim_IntList and len(node.args[1]) == node.args[0].meta["val"].dim() - 1:  # type: ignore[arg-type, union-attr]
+            (weights if turned else inputs).append(node)
+        elif node.target is aten.sum.dim_IntList and not turned and sums_rows(node):
             sums.append(node)
-        elif reshapes(node, value.shape[-1]) or (node.target is aten.permute.default and node.args[1] == [1, 0]):
-            todo += node.users
+        elif not turned and reshapes(node, width):
+            todo += [(user, node, False) for user in node.users]
+        elif node.target is aten.permute.default and node.args[1] == [1, 0]:
+            todo += [(user, node, not turned) for user in node.users]
         else:
             return False
     if not inputs and not weights:
         return False
     family.joined, family.inputs, family.weights, family.sums = cat, inputs, weights, sums
     return True
+
+
+def sums_rows(node: fx.Node) -> bool:
+    """Does it sum over all dimensions but the last?"""
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    return sorted(d % rank for d in node.args[1]) == [*range(rank - 1)]  # type: ignore[union-attr]
 
 
 def write(graph: fx.Graph, family: Family) -> None:
@@ -140,8 +168,7 @@ def write(graph: fx.Graph, family: Family) -> None:
         writing = Writing(graph, product)
         given = [args.left, columns(writing, args.right, start, stop)]
         for bias in args.addends:
-            every = bias.meta["val"].shape[-1] == 1
-            given.insert(0, bias if every else writing.call(bias, aten.slice.Tensor, bias, -1, start, stop))
+            given.insert(0, writing.call(bias, aten.slice.Tensor, bias, 0, start, stop))
         part = writing.call(product, product.target, *given)
         family.made.append(part)
         for cut in cuts:

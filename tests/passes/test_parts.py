@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import pretend, run
 from evaluate import error, strict_reference
 from torch import Tensor, fx, nn
 
@@ -173,6 +175,89 @@ def test_one_product_is_better_than_several_without_epilogues() -> None:
     strict = products(swiglu, numerics="strict", disable=frozenset({"parts"}))
     assert products(swiglu, numerics="strict") == strict
     assert none == (3, 0)
+
+
+def test_a_tuner_is_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the graph in one piece, on a machine that is pretended."""
+    pretend(monkeypatch, tmp_path)
+    torch.manual_seed(0)
+    model = Mlp(swiglu, n=128).bfloat16()
+    x = torch.randn(512, D, dtype=torch.bfloat16, requires_grad=True)
+    for off, pairs in (("", 1), ("pair", 0)):
+        ran = run(model, x, grad=True, options={"disable": off, "strict": True})
+        assert ran == [] and sum(kind(site.region) == "pair" for r in ran.reports for site in r.sites) == pairs
+        assert error(ran.output, model(x)) < 2e-2
+
+
+def test_explain_counts_the_graph_in_one_piece() -> None:
+    with torch.device("meta"):
+        model = Mlp(swiglu, d=256, n=1024).bfloat16()
+        x = torch.empty(4096, 256, dtype=torch.bfloat16, requires_grad=True)
+    totals = [
+        explain(model, (x,), {}, "train", Settings(target="sm_90a", disable=frozenset(off)))["totals"]
+        for off in (["pair"], ["pair", "parts"])
+    ]
+    assert totals[0] == totals[1]
+
+
+def bias_of_tokens(x: Tensor, w: Tensor, d: Tensor) -> Tensor:
+    return swiglu(torch.addmm(x[:, :1], x, w.t())) @ d.t()
+
+
+def bias_of_a_number(x: Tensor, w: Tensor, d: Tensor) -> Tensor:
+    return swiglu(torch.addmm(x[0, 0], x, w.t())) @ d.t()
+
+
+def of_itself(x: Tensor, w: Tensor, d: Tensor) -> Tensor:
+    """Left and right matrix are one tensor, and there are as many tokens as columns."""
+    return swiglu(w.detach() @ w.t()) @ d.t() + x
+
+
+def by_place(x: Tensor, w: Tensor, d: Tensor) -> Tensor:
+    a, b = (x @ w.t()).chunk(2, -1)
+    return (F.silu(a) * b) @ d.t() + torch.as_strided(b, (2 * N, D), (2 * N, 1), N) * 2
+
+
+def pieces_of_parts(x: Tensor, w: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+    a, b = (x @ w.t()).chunk(2, -1)
+    return (F.silu(a) * b) @ d.t(), a[:, :8], b[:, :8]
+
+
+FUNCTIONS = (bias_of_tokens, bias_of_a_number, of_itself, by_place, pieces_of_parts)
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_odd_programs(f: Callable[..., Any]) -> None:
+    """As many tokens as columns, so that nothing is told apart by its size."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(*sizes, dtype=torch.float64).requires_grad_() for sizes in ((2 * N, D), (2 * N, D), (D, N))]
+    outs, grads = [], []
+    for run_by in (f, torch.compile(f, backend="coda")):
+        with strict_reference(run=False):
+            made = run_by(*inputs)
+        found = [*made] if isinstance(made, tuple) else [made]
+        outs.append(found)
+        grads.append(torch.autograd.grad([t.sin().sum() for t in found], inputs, allow_unused=True))
+    for theirs, mine in zip(*outs, strict=True):
+        assert error(mine, theirs) < 1e-10 and mine.stride() == theirs.stride()
+    for theirs, mine in zip(*grads, strict=True):
+        assert (theirs is None and mine is None) or error(mine, theirs) < 1e-10
+
+
+def test_sizes_that_are_symbols() -> None:
+    """Of another tensor whose gradients lie beside each other."""
+    torch.manual_seed(0)
+    model = Mlp(swiglu).double()
+
+    def f(x: Tensor) -> Tensor:
+        return F.glu(model(x).transpose(1, 2), -1)
+
+    x = torch.randn(4, 12, D, dtype=torch.float64, requires_grad=True)
+    with strict_reference(run=False):
+        mine = torch.compile(f, backend="coda", dynamic=True)(x)
+        (found,) = torch.autograd.grad(mine.sin().sum(), [x])
+    (wanted,) = torch.autograd.grad(f(x).sin().sum(), [x])
+    assert error(mine, f(x)) < 1e-10 and error(found, wanted) < 1e-10
 
 
 def test_bytes_of_gate_and_up_in_one_weight() -> None:
