@@ -24,6 +24,7 @@ from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.records import Report
+from coda_inductor.passes.parts import split_products
 from coda_inductor.patterns.lift import Lifted, lift
 from coda_inductor.patterns.terms import Term
 
@@ -164,7 +165,10 @@ def read(kind: str, name: str | int) -> list[Read]:
     """The graphs of a case of the zoo, an odd graph, or a random program."""
     if kind == "zoo":
         model, args = next(case for case in CASES if case.name == name).build()
-        return [Read(g) for g in captured(model, *args)]
+        graphs = captured(model, *args)
+        for g in graphs:
+            split_products(g.graph)  # which the derivation reads
+        return [Read(g) for g in graphs]
     torch.manual_seed(0)
     function, inputs = ODD[str(name)] if kind == "odd" else random_program(int(name))
     return [Read(g) for g in captured(function, *(inputs() if callable(inputs) else inputs))]
