@@ -30,13 +30,13 @@ def target_of(settings: Settings) -> str:
 
 
 def rewritten(graph: fx.Graph) -> fx.Graph:
-    """What has become of a graph: its module has another where it was rewritten twice, or not at all."""
+    """What has become of a graph that was rewritten: its module may have another."""
     return graph if graph.owning_module is None else graph.owning_module.graph
 
 
 def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -> Report:
-    """Rewrites the graph in place for `target_of(settings)`. Raises Unsupported as `rewrite` does, and wherever a
-    compile leaves the graph to Inductor."""
+    """Rewrites the graph (see `rewritten`) for `target_of(settings)`. Raises Unsupported as `rewrite` does, and where
+    a compile leaves the graph to Inductor."""
     if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
         integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
         raise Unsupported("it has no matrix product" + " but of integers (aten._int_mm)" * integers)

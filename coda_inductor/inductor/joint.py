@@ -24,7 +24,7 @@ from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.memory import put_into_memory
-from coda_inductor.passes.parts import Family, split_products
+from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, PARTS, REGION_KINDS, allowed
@@ -47,9 +47,8 @@ def is_joint(graph: fx.Graph) -> bool:
     return any(map(g.is_tangent, graph.nodes))
 
 
-class Apart(Exception):
-    """Of products that were split into parts, not all parts became Regions: those stay `whole`, and the graph is
-    rewritten again."""
+class SplitInVain(Exception):
+    """Not all parts of some products became Regions: these stay `whole`, and the graph is rewritten once more."""
 
     def __init__(self, whole: frozenset[str]) -> None:
         super().__init__(", ".join(sorted(whole)))
@@ -69,7 +68,8 @@ class Work:
     """Where the graph's products run; None if it has none."""
     whole: frozenset[str] = frozenset()
     """The products that stay whole though they are read in parts."""
-    families: tuple[Family, ...] = ()
+    packed: tuple[Packed, ...] = ()
+    """Those that were split."""
     sites: list[Site] = field(default_factory=list)
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()
@@ -105,7 +105,7 @@ def complex_products(work: Work) -> None:
 def column_parts(work: Work) -> None:
     """A product that is read in parts is a product of each part of its weight."""
     if work.may(PARTS) and work.settings.numerics != "strict":
-        work.families = split_products(work.graph, work.whole)
+        work.packed = split_products(work.graph, work.whole)
 
 
 def eight_bit_products(work: Work) -> None:
@@ -131,8 +131,8 @@ def regions(work: Work) -> None:
     graph = work.graph
     found = settled(graph, work.settings, work.decisions)
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
-    if whole := frozenset(f.name for f in work.families if not taken.issuperset(f.made)):
-        raise Apart(whole)
+    if whole := frozenset(p.name for p in work.packed if not taken.issuperset(p.made)):
+        raise SplitInVain(whole)
     made, lifted = found.plan, found.plan.program.lifted
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
@@ -216,23 +216,18 @@ def rewrite(
     decisions: Decisions = ACCEPT_ALL,
     stages: tuple[Stage, ...] = STAGES,
 ) -> Report:
-    """Rewrites the owning module's graph, as far as it is accepted. Raises BrokenInvariant for a bug; the module then
-    has its graph back as it was."""
-    start, module, whole = time.perf_counter(), graph.owning_module, frozenset[str]()
+    """Rewrites the graph of the owning module, which may have another then, as far as it is accepted. Raises
+    BrokenInvariant for a bug; the module then has its graph back as it was."""
+    start, module = time.perf_counter(), graph.owning_module
     assert module is not None
     backup, guards, operations = g.copied(graph), _guards(graph), _operations(graph)
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
+    work = Work(module, settings, target, decisions, Before.of(graph), device)
     try:
-        while True:
-            work = Work(module, settings, target, decisions, Before.of(module.graph), device, whole)
-            try:
-                for stage in stages:
-                    stage(work)
-                    verify(work.graph, work.before, stage.__name__)
-                break
-            except Apart as found:
-                whole |= found.whole
-                module.graph = g.copied(backup)
+        while (vain := _run(stages, work)) is not None:
+            module.graph = g.copied(backup)
+            before, whole = Before.of(module.graph), work.whole | vain.whole
+            work = Work(module, settings, target, decisions, before, device, whole)
         verify_kept(work.graph)
         if _guards(work.graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
@@ -242,6 +237,17 @@ def rewrite(
     rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
     done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise
     return Report(*done, rewrote, seconds)
+
+
+def _run(stages: tuple[Stage, ...], work: Work) -> SplitInVain | None:
+    """The stages, each verified; what asks for another run, None if nothing does."""
+    try:
+        for stage in stages:
+            stage(work)
+            verify(work.graph, work.before, stage.__name__)
+    except SplitInVain as vain:
+        return vain
+    return None
 
 
 def may_widen(settings: Settings, target: str) -> bool:

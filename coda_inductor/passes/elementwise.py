@@ -22,6 +22,7 @@ from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES, EIGHT_BITS, NARROW
 from coda_inductor.core.elementwise import Elementwise, Output, verify
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Let, Operand
 from coda_inductor.ops.elementwise import ELEMENTWISE
@@ -41,9 +42,10 @@ LOADED = DTYPE_NAMES.keys() - {torch.float64}
 DEPTH = 32  # operations between a cast and its tensor
 PITCH = 16  # elements of 8 bits of which rows are made that TMA reads
 WORTH = 1 << 24
-"""The elements of a tensor from which a pass saves more time than its launch takes. (H100, rowwise, two layers of width
-512, 16384 tokens: kernels take 4.2 ms for 5.4 with passes of all tensors, but the CPU 13 ms for 7 to launch them:
-Inductor makes the scales in the kernels of its casts, here they have kernels of their own.)"""
+"""The elements of a tensor from which it gets a pass: an estimate of where a pass saves as much as its launch takes.
+(H100, rowwise, two layers of width 512, 16384 tokens, passes of all tensors and no Regions: kernels take 4.2 ms for
+5.4, but the CPU 13 ms for 7 to launch them. Inductor makes scales in the kernels of its casts, here they have kernels
+of their own.)"""
 
 OPERATIONS = {op: name for name, ops in FUNCTIONS.items() for op in ops if OPS[name].triton} | {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.neg.default: "neg",
@@ -51,7 +53,7 @@ OPERATIONS = {op: name for name, ops in FUNCTIONS.items() for op in ops if OPS[n
 }  # fmt: skip
 """What a pass computes, and its name among OPS."""
 
-SMALL = f"it casts fewer than {WORTH} numbers in both layouts, of which a pass takes longer to launch than it saves"
+SMALL = f"it casts fewer than {WORTH} numbers in both layouts, for which a pass is taken not to be worth its launch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +143,12 @@ def write_passes(graph: fx.Graph, target: str, before: Before) -> tuple[tuple[Pa
         return (), {}
     reading, made, left = read_axes(graph), list[Pass](), dict[fx.Node, str]()
     for source, members in grouped(graph, casts, reading):
-        written = _write(graph, target, reading, source, members)
-        if isinstance(written, Pass):
-            made.append(written)
+        try:
+            expression, record = _record(target, reading, source, members)
+        except Unsupported as why:
+            left |= {x.cast: why.what for x in members}
         else:
-            left |= {x.cast: written for x in members}
+            made.append(_write(graph, target, expression, record, members))
     if made:
         sort(graph, before.effects)
     return tuple(made), left
@@ -267,27 +270,31 @@ def _early(node: fx.Node) -> bool:
     return given or (computes(node) and node.target not in g.PRODUCTS)
 
 
-def _write(graph: fx.Graph, target: str, reading: Reading, source: fx.Node, members: list[Made]) -> Pass | str:
-    """The pass of a tensor's casts, or why there is none."""
+def _record(target: str, reading: Reading, source: fx.Node, members: list[Made]) -> tuple[Expression, Elementwise]:
+    """The pass of a tensor's casts, which it reads to make them. Raises Unsupported if there is none."""
     whole, cut = axes_in_memory(reading, source), next(made.cut for made in members if made.cut)
     assert whole is not None
     m, n = (reading.axes.total(part) for part in (whole[:cut], whole[cut:]))
     if n.static is None or n.static % PITCH or m.static is None or m.static % PITCH:
-        return f"it casts a tensor in both layouts whose sizes {m} and {n} are no multiples of {PITCH}"
+        raise Unsupported(f"it casts a tensor in both layouts whose sizes {m} and {n} are no multiples of {PITCH}")
     if not large(source, target):
-        return SMALL
+        raise Unsupported(SMALL)
     expression = Expression(reading, source, frozenset(whole))
     values = [expression.value(made.cast.args[0]) for made in members]  # type: ignore[arg-type]
     if (operands := expression.loads(whole, cut)) is None:
-        return "it casts a tensor in both layouts by vectors that do not lie as its rows or columns do"
+        raise Unsupported("it casts a tensor in both layouts by vectors that do not lie as its rows or columns do")
     outputs = [Output(v, DTYPE_NAMES[x.cast.args[1]], bool(x.cut)) for v, x in zip(values, members, strict=True)]  # type: ignore[index]
-    record = verify(Elementwise(n.static, operands, tuple(expression.lets), tuple(outputs)))
+    return expression, verify(Elementwise(n.static, operands, tuple(expression.lets), tuple(outputs)))
+
+
+def _write(graph: fx.Graph, target: str, expression: Expression, record: Elementwise, members: list[Made]) -> Pass:
     writing, op = written(graph, target, expression, record, [made.node for made in members])
     for i, made in enumerate(members):
         out = writing.call(op, operator.getitem, op, i)
-        out.meta[g.LAID_OUT_AS] = ([*expression.operands].index(source), bool(made.cut))
+        out.meta[g.LAID_OUT_AS] = ([*expression.operands].index(expression.source), bool(made.cut))
         made.node.replace_all_uses_with(_laid_out(writing, out, made.node))
-    return Pass(record, str(m), tuple(made.node.name for made in members), line_of(writing, source))
+    rows = expression.source.meta["val"].numel() // record.n
+    return Pass(record, str(rows), tuple(made.node.name for made in members), line_of(writing, expression.source))
 
 
 def large(node: fx.Node, target: str) -> bool:

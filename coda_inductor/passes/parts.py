@@ -10,7 +10,8 @@ Where not all of these products become Regions, one product is better than sever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
 
 from torch import fx
 
@@ -27,48 +28,53 @@ Part = tuple[int, int]
 """From which column to which."""
 
 
-@dataclass(slots=True)
-class Family:
-    """A product that is read in parts: the nodes that cut it, by part, and of a backward the tensor in which the parts'
-    gradients lie beside each other, with the nodes that read that."""
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Gradients of the parts, which lie beside each other in a tensor, and the nodes that read that."""
 
-    product: fx.Node
-    parts: dict[Part, list[fx.Node]]
-    joined: fx.Node | None = None
-    inputs: list[fx.Node] = field(default_factory=list)
+    pieces: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
     """Gradients of what the product reads: joined @ weight."""
-    weights: list[fx.Node] = field(default_factory=list)
+    weights: tuple[fx.Node, ...]
     """Gradients of its weight: joined, transposed, times what it reads."""
-    sums: list[fx.Node] = field(default_factory=list)
+    biases: tuple[fx.Node, ...]
     """Gradients of its bias: sums of joined over the tokens."""
-    made: list[fx.Node] = field(default_factory=list)
-    """The products that took its place: of the parts, and of the gradients of what it read."""
-
-    @property
-    def name(self) -> str:
-        """Of the product, as the graph came."""
-        return self.product.name
 
 
-def split_products(graph: fx.Graph, whole: frozenset[str] = frozenset()) -> tuple[Family, ...]:
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A product whose weight is several: its name as the graph came, and the products that took its place, of the parts
+    and of the gradients of what it read."""
+
+    name: str
+    made: tuple[fx.Node, ...]
+
+
+def split_products(graph: fx.Graph, whole: frozenset[str] = frozenset()) -> tuple[Packed, ...]:
     """Rewrites the graph in place, but for the products named `whole`."""
     joint = any(map(g.is_tangent, graph.nodes))
-    joined = [n for n in graph.nodes if n.target is aten.cat.default and g.is_backward(n)]
-    found = []
+    joins = [n for n in graph.nodes if n.target is aten.cat.default and g.is_backward(n)]
     products = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default) and not g.is_backward(n)]
-    for node in products:
-        if node.name in whole or not g.operands(node).understood or not g.reads_weight(node):
+    found = []
+    for product in products:
+        if product.name in whole or not g.operands(product).understood or not g.reads_weight(product):
             continue
-        family = Family(node, parts) if (parts := parts_of(node)) else None
-        if family is not None and (not joint or any(reads_all(family, cat) for cat in joined)):
-            write(graph, family)
-            found.append(family)
+        if not (parts := parts_of(product)):
+            continue
+        joined = next(filter(None, (joined_in(cat, product, [*parts]) for cat in joins)), None)
+        if joined is None and joint:
+            continue
+        made = write_forward(graph, product, parts)
+        if joined is not None:
+            made += write_backward(graph, joined, [*parts])
+        found.append(Packed(product.name, tuple(made)))
+        graph.eliminate_dead_code()
     return tuple(found)
 
 
 def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
-    """The parts in which a product is read, in order; {} if it is not read in parts alone, or a part is not computed
-    with, as v of q, k and v, or its memory is told apart from memory of its own."""
+    """The parts in which a product is read, in order, with the nodes that cut them; {} if it is not read in parts
+    alone, or a part is not computed with, as v of q, k and v, or they must share memory."""
     found, todo = dict[Part, list[fx.Node]](), list(product.users)
     width = product.meta["val"].shape[-1]
     biases = [tuple(bias.meta["val"].shape) for bias in g.operands(product).addends]
@@ -79,9 +85,8 @@ def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
         cut = g.cut(node)
         if cut is not None and cut[1] % cut[0].meta["val"].dim() == cut[0].meta["val"].dim() - 1:
             _, _, start, length = cut
-            if not isinstance(start, int) or not isinstance(length, int) or length % UNIT or not length:
-                return {}
-            if not can_flatten(node):
+            fixed = isinstance(start, int) and isinstance(length, int)
+            if not fixed or not length or length % UNIT or not can_flatten(node):
                 return {}
             found.setdefault((start, start + length), []).append(node)
         elif node.target in g.SPLITS or reshapes(node, width):
@@ -90,7 +95,7 @@ def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
             return {}
     order = sorted(found)
     whole = len(order) > 1 and [a for a, _ in order] == [0, *(b for _, b in order[:-1])] and order[-1][1] == width
-    if not whole or not all(any(map(computed, nodes)) for nodes in found.values()) or told_apart(product):
+    if not whole or not all(any(map(computed, nodes)) for nodes in found.values()) or must_share_memory(product):
         return {}
     return {part: found[part] for part in order}
 
@@ -116,43 +121,40 @@ def computed(node: fx.Node) -> bool:
     return any(u.target in POINTWISE or g.is_cast(u) for n in seen for u in n.users)
 
 
-def told_apart(product: fx.Node) -> bool:
-    """Is a view of the product returned, which shares memory with the others, or read by its place in memory?"""
+def must_share_memory(product: fx.Node) -> bool:
+    """Is a view of the product returned, or read by its place in memory?"""
     views = g.reached([product], lambda n: [u for u in n.users if base(u) is product or u.target in g.SPLITS])
     return any(u.op == "output" or u.target is aten.as_strided.default for n in views for u in n.users)
 
 
-def reads_all(family: Family, cat: fx.Node) -> bool:
-    """Are the gradients of the family's parts put beside each other here, for these products alone? They are noted."""
+def joined_in(cat: fx.Node, product: fx.Node, parts: list[Part]) -> Joined | None:
+    """The gradients of a product's parts, if this puts them beside each other for the product's own backward alone."""
     value, dim = cat.meta["val"], cat.args[1] if len(cat.args) > 1 else 0
-    given = [d.meta["val"] for d in cat.args[0]]  # type: ignore[union-attr]
-    widths = [d.shape[-1] if d.dtype == value.dtype else 0 for d in given]
-    if dim not in (-1, value.dim() - 1) or not all(isinstance(n, int) for n in widths) or not can_flatten(cat):
-        return False
-    if widths != [stop - start for start, stop in family.parts]:
-        return False
-    reading, width = g.operands(family.product), sum(widths)
-    weight, left = g.root(reading.right, g.is_view), g.root(reading.left, g.is_view)
-    inputs, weights, sums = list[fx.Node](), list[fx.Node](), list[fx.Node]()
-    todo = [(node, cat, False) for node in cat.users]  # `turned`: is it transposed?
+    pieces: tuple[fx.Node, ...] = tuple(cat.args[0])  # type: ignore[arg-type]
+    widths = [d.meta["val"].shape[-1] for d in pieces]
+    alike = all(d.meta["val"].dtype == value.dtype for d in pieces) and all(isinstance(n, int) for n in widths)
+    if dim not in (-1, value.dim() - 1) or not alike or not can_flatten(cat):
+        return None
+    if widths != [stop - start for start, stop in parts]:
+        return None
+    weight, left = (g.root(n, g.is_view) for n in (g.operands(product).right, g.operands(product).left))
+    inputs, weights, biases = list[fx.Node](), list[fx.Node](), list[fx.Node]()
+    todo = [(node, cat, False) for node in cat.users]  # who reads what, and whether that is transposed
     while todo:
         node, read, turned = todo.pop()
         if node.target is aten.mm.default and node.args[0] is read and node.args[1] is not read:
             if g.root(node.args[1], g.is_view) is not (left if turned else weight):  # type: ignore[arg-type]
-                return False
+                return None
             (weights if turned else inputs).append(node)
         elif node.target is aten.sum.dim_IntList and not turned and sums_rows(node):
-            sums.append(node)
-        elif not turned and reshapes(node, width):
+            biases.append(node)
+        elif not turned and reshapes(node, sum(widths)):
             todo += [(user, node, False) for user in node.users]
         elif node.target is aten.permute.default and node.args[1] == [1, 0]:
             todo += [(user, node, not turned) for user in node.users]
         else:
-            return False
-    if not inputs and not weights:
-        return False
-    family.joined, family.inputs, family.weights, family.sums = cat, inputs, weights, sums
-    return True
+            return None
+    return Joined(pieces, tuple(inputs), tuple(weights), tuple(biases)) if inputs or weights else None
 
 
 def sums_rows(node: fx.Node) -> bool:
@@ -161,46 +163,40 @@ def sums_rows(node: fx.Node) -> bool:
     return sorted(d % rank for d in node.args[1]) == [*range(rank - 1)]  # type: ignore[union-attr]
 
 
-def write(graph: fx.Graph, family: Family) -> None:
-    """Puts the products of the parts in the place of the product, and those of the backward in the places of its."""
-    product, args = family.product, g.operands(family.product)
-    for (start, stop), cuts in family.parts.items():
-        writing = Writing(graph, product)
-        given = [args.left, columns(writing, args.right, start, stop)]
-        for bias in args.addends:
-            given.insert(0, writing.call(bias, aten.slice.Tensor, bias, 0, start, stop))
-        part = writing.call(product, product.target, *given)
-        family.made.append(part)
+def write_forward(graph: fx.Graph, product: fx.Node, parts: dict[Part, list[fx.Node]]) -> list[fx.Node]:
+    """Puts the products of the parts in the place of the product, and returns them."""
+    writing, operands, made = Writing(graph, product), g.operands(product), list[fx.Node]()
+    for (start, stop), cuts in parts.items():
+        biases = [writing.call(b, aten.slice.Tensor, b, 0, start, stop) for b in operands.addends]
+        right = columns(writing, operands.right, start, stop)
+        made.append(writing.call(product, product.target, *biases, operands.left, right))
         for cut in cuts:
-            cut.replace_all_uses_with(Writing(graph, cut).reshape(part, list(cut.meta["val"].shape)))
-    for node in family.inputs:
-        writing, (_, weight) = Writing(graph, node), node.args
-        made = []
-        for d, (start, stop) in zip(pieces(writing, family), family.parts, strict=True):
-            rows = writing.call(node, aten.slice.Tensor, weight, 0, start, stop)
-            made.append(writing.call(node, aten.mm.default, d, rows))
-        family.made += made
-        total = made[0]
-        for other in made[1:]:
-            total = writing.call(node, aten.add.Tensor, total, other)
-        node.replace_all_uses_with(total)
-    for node in family.weights:
+            cut.replace_all_uses_with(Writing(graph, cut).reshape(made[-1], list(cut.meta["val"].shape)))
+    return made
+
+
+def write_backward(graph: fx.Graph, joined: Joined, parts: list[Part]) -> list[fx.Node]:
+    """Puts what is made of each gradient in the place of what was made of them together; returns the products that are
+    added up."""
+    added = list[fx.Node]()
+    for node in joined.inputs:
+        writing, weight = Writing(graph, node), node.args[1]
+        rows = [writing.call(node, aten.slice.Tensor, weight, 0, start, stop) for start, stop in parts]
+        pairs = zip(joined.pieces, rows, strict=True)
+        made = [writing.call(node, aten.mm.default, flat(writing, d), w) for d, w in pairs]
+        node.replace_all_uses_with(reduce(lambda a, b: writing.call(node, aten.add.Tensor, a, b), made))
+        added += made
+    for node in joined.weights:
         writing = Writing(graph, node)
-        turned = [writing.call(d, aten.permute.default, d, [1, 0]) for d in pieces(writing, family)]
+        turned = [writing.call(d, aten.permute.default, flat(writing, d), [1, 0]) for d in joined.pieces]
         made = [writing.call(node, aten.mm.default, d, node.args[1]) for d in turned]
         node.replace_all_uses_with(writing.call(node, aten.cat.default, made, 0))
-    for node in family.sums:
+    for node in joined.biases:
         writing, rest = Writing(graph, node), node.args[2:]
-        made = [writing.call(node, node.target, d, [0], *rest, **node.kwargs) for d in pieces(writing, family)]
+        made = [writing.call(node, node.target, flat(writing, d), [0], *rest, **node.kwargs) for d in joined.pieces]
         both = writing.call(node, aten.cat.default, made, -1)
         node.replace_all_uses_with(writing.reshape(both, list(node.meta["val"].shape)))
-    graph.eliminate_dead_code()
-
-
-def pieces(writing: Writing, family: Family) -> list[fx.Node]:
-    """The parts' gradients, each of two dimensions."""
-    assert family.joined is not None
-    return [flat(writing, d) for d in family.joined.args[0]]  # type: ignore[arg-type, union-attr]
+    return added
 
 
 def flat(writing: Writing, node: fx.Node) -> fx.Node:

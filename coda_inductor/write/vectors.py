@@ -63,7 +63,8 @@ class Vectors:
             sizes = self.lifted.extents(c.order)
             node = self.call(node, aten.reshape.default, node, [sizes[i] if i in order else 1 for i in c.order])
             node, order = self.call(node, aten.expand.default, node, [sizes[i] for i in c.order]), c.order
-            node = self.call(node, aten.clone.default, node, memory_format=torch.contiguous_format)  # kernels read that
+            # Kernels read elements that lie side by side.
+            node = self.call(node, aten.clone.default, node, memory_format=torch.contiguous_format)
         return self.call(node, aten.reshape.default, node, [-1]) if len(order) != 1 else node
 
     def _value(self, t: Term, rows: Order) -> tuple[fx.Node, Order]:
