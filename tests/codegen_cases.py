@@ -285,17 +285,21 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
     names = [p.name for p in products] + [o.name for o in operands]
     tiles = [p.name for p in products] + [o.name for o in operands if o.extent == "tile"]
     lets: list[Let] = []
+    chained = dict.fromkeys(names, 0)
     for i in range(rng.randint(1, 12)):
         op = rng.choice([o for o, row in OPS.items() if not row.positive and o not in OF_PAIRS])
         args: list[str | float] = [rng.choice(names) for _ in range(OPS[op].arity)]
         if len(args) == 2 and rng.random() < 0.25:
             args[1] = rng.choice([0.0, 0.5, -1.25])
-        if op == "exp":  # bounded, so that nothing overflows however lets are chained
-            lets.append(Let(f"b{i}", "tanh", (args[0],)))
+        far = max(args, key=lambda a: chained.get(a, 0))
+        if op == "exp" or chained.get(far, 0) > 3:  # bounded, so that nothing overflows, whichever rows there are
+            lets.append(Let(f"b{i}", "tanh", (far,)))
             names.append(f"b{i}")
-            args = [f"b{i}"]
+            args = [f"b{i}" if a == far else a for a in args]
+            chained[f"b{i}"] = 0
         lets.append(Let(f"let_{i}", op, tuple(args)))
         names.append(f"let_{i}")
+        chained[f"let_{i}"] = 1 + max(chained.get(a, 0) for a in args)
         tiles += [x.name for x in lets[-2:] if x.name not in tiles and any(a in tiles for a in x.args)]
     wide = ["bf16"] if pair else ["bf16", "f32"]
     stores = tuple(Store(rng.choice(tiles), rng.choice(wide)) for _ in range(rng.randint(0, 3)))

@@ -122,4 +122,13 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
 
 def agree(region: Region, found: list[Tensor], inputs: list[Tensor]) -> bool:
     wanted = interpret(region, inputs)
-    return all(relative_error(f, w) < 1e-5 for f, w in zip(found, wanted, strict=True))
+    return all(relative_error(f, w) < 1e-5 or _neighbours(f, w) for f, w in zip(found, wanted, strict=True))
+
+
+def _neighbours(found: Tensor, wanted: Tensor) -> bool:
+    """Of what was rounded to bfloat16: equal, but for a hundredth that rounds to the number beside it, as what lies
+    halfway does where a function is 3e-6 off."""
+    if wanted.dtype is not torch.bfloat16 or not wanted.isfinite().all():
+        return False
+    apart = (found.to(wanted.dtype).view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
+    return bool((apart <= 1).all()) and int((apart > 0).sum()) <= max(1, wanted.numel() // 100)
