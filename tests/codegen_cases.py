@@ -204,6 +204,16 @@ def rotary(n: int, k: int, half: int = 64) -> Region:
     ))  # fmt: skip
 
 
+def rotary_neighbours(n: int, k: int, half: int = 64) -> Region:
+    """As `rotary`, of neighbouring features."""
+    return verify(replace(rotary(n, k, half), neighbours=True))
+
+
+def rotary_neighbours_alone(n: int, k: int, half: int = 32) -> Region:
+    """As `rotary_alone`, of neighbouring features."""
+    return verify(replace(rotary_alone(n, k, half), neighbours=True))
+
+
 def rotary_alone(n: int, k: int, half: int = 64) -> Region:
     """q through a rotary embedding, whose halves share cosines and sines, with nothing else."""
     return verify(Region(
@@ -253,8 +263,8 @@ def every_op(n: int, k: int) -> Region:
 OF_PAIRS = ("first", "second")
 _MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores, norm_backward, norm_gradients,
-    summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables, weight_gradient,
-    turned_left,
+    summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables, rotary_neighbours,
+    rotary_neighbours_alone, weight_gradient, turned_left,
 )  # fmt: skip
 
 
@@ -285,7 +295,7 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
     names = [p.name for p in products] + [o.name for o in operands]
     tiles = [p.name for p in products] + [o.name for o in operands if o.extent == "tile"]
     lets: list[Let] = []
-    chained = dict.fromkeys(names, 0)
+    chained: dict[str | float, int] = dict.fromkeys(names, 0)
     for i in range(rng.randint(1, 12)):
         op = rng.choice([o for o, row in OPS.items() if not row.positive and o not in OF_PAIRS])
         args: list[str | float] = [rng.choice(names) for _ in range(OPS[op].arity)]

@@ -41,6 +41,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, of neighbouring features."""
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
 @dataclass(slots=True)
 class Writer:
     """A program as it is written: its lines, and the names of what can be read by shape."""
@@ -135,7 +141,7 @@ def gated(p: Writer) -> None:
 
 def rotary(p: Writer) -> None:
     tables = "cos.clone(), sin.clone()" if p.train else "cos, sin"
-    p.keep(f"rotate({p.tile()} @ {p.weight()}, {tables})")
+    p.keep(f"{p.rng.choice(['rotate', 'rotate_pairs'])}({p.tile()} @ {p.weight()}, {tables})")
 
 
 def attention(p: Writer) -> None:
@@ -316,6 +322,7 @@ def made(seed: int) -> Made:
         name = f"<random program {seed}.{attempt}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         space: dict[str, Any] = {"torch": torch, "F": F, "rms": rms, "rotate": rotate}
+        space |= {"rotate_pairs": rotate_pairs}
         space |= {"scale_": scale_, "exchange_": exchange_, "bump_": bump_}
         exec(compile(source, name, "exec"), space)
         shapes = [f"{n}:{s}{chr(39) if n == 'r' else ''}" for n, s in SHAPES.items()]

@@ -47,11 +47,11 @@ def standin() -> dict[str, Any]:
     names: dict[str, Any] = {"cute": types.SimpleNamespace(math=math, arch=arch), "select_": as_float(torch.where)}
     names |= {"BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32}
     names["float32"] = as_float(torch.clone)
-    names["unpack"] = lambda pair: pair
+    names["unpack"], names["pack"] = lambda pair: pair, Pair
     for kind in (*LOADS, *SINKS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
     names |= dict.fromkeys(OF_HALVES, lambda *_: None)
-    for decorator in ("one_product", "two_products", "summed_products"):
+    for decorator in ("one_product", "two_products", "summed_products", "neighbours"):
         names[decorator] = lambda **given: lambda fn: (fn, given)
     return names
 
@@ -70,7 +70,7 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
 
     def halves(x: Tensor) -> tuple[Tensor, ...]:
         """Of what varies over 2n features in its first dimension: the two of each head."""
-        heads = x.unflatten(0, (-1, 2, region.half))
+        heads = x.unflatten(0, (-1, 2, region.block))
         return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
     def product(p: Product) -> Tensor:
@@ -99,8 +99,12 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
     slots = source.slots(region)
 
     def stored(slot: str) -> Tensor:
-        both = [found[y][:m, : region.n] for y in ((slot, source.second(slot)) if region.half else (slot,))]
-        return torch.stack([x.unflatten(1, (-1, region.half or 1)) for x in both], 2).flatten(1)
+        if region.neighbours:
+            values = found[slot]
+        else:
+            values = [found[y] for y in ((slot, source.second(slot)) if region.half else (slot,))]
+        both = [value[:m, : region.n] for value in values]
+        return torch.stack([x.unflatten(1, (-1, region.block or 1)) for x in both], 2).flatten(1)
 
     stores = [stored(y).to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
     sums = []

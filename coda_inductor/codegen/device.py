@@ -242,6 +242,22 @@ class TwoProductsMod(Epilogue):
         super().__init__(fn, mode="acc_pair", extra_ops=() if half else (Scalar("lane_offset", Int64),), **options)
 
 
+class NeighboursMod(Epilogue):
+    """An epilogue over pairs of neighbouring columns of one product, which it stores as they lie. Heads are 2 * `half`
+    wide, as its tables are: a kernel is compiled for that width."""
+
+    lanes = 2
+
+    def __init__(self, fn: Any, *, half: int, **options: Any) -> None:
+        self.suffix = f"neighbours{half}"
+        super().__init__(fn, mode="acc_pair", **options)
+
+
+def neighbours(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int) -> Any:
+    """Decorator for the epilogue of pairs of neighbouring columns."""
+    return lambda fn: NeighboursMod(fn, half=half, outputs=outputs, ops=ops, reduces=reduces)
+
+
 def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int = 0) -> Any:
     """Decorator for the epilogue of two products."""
     return lambda fn: TwoProductsMod(fn, half=half, outputs=outputs, ops=ops, reduces=reduces)

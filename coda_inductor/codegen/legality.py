@@ -59,7 +59,7 @@ def _large(region: Region, target: Target) -> tuple[Config, ...]:
         return _any(region, target)
     if _tile_operands(region) > 1:
         return target.heavy
-    if region.half:
+    if region.half and not region.neighbours:
         return target.heads
     p = region.products[0]
     if min(region.n, p.k * len(p.pairs)) < target.deep_least:
@@ -93,9 +93,11 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     _need(_tile_exists(config), f"no mainloop for tiles of {config}")
     lanes, head = len(region.products), 2 * region.half
     _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
-    for width in (config.tile_n, config.tile_n // config.cluster_m) if head else ():
+    for width in (
+        (config.tile_n, config.tile_n if region.neighbours else config.tile_n // config.cluster_m) if head else ()
+    ):
         # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not,
-        # and the kernel waits for ever (H200, 128x192 in two).
+        # and the kernel waits for ever (H200, 128x192 in two). Of neighbours only the table asks for such a tile.
         _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
     found = stages(region, config, target).ab
     room = f"shared memory for {max(found, 0)} of the {target.least_stages} steps that it loads ahead"
@@ -153,6 +155,8 @@ def _require_lanes(region: Region, target: Target) -> None:
     if region.half:
         widths = " or ".join(", ".join(str(2 * half) for half in target.halves).rsplit(", ", 1))
         _need(region.half in target.halves, f"heads of {2 * region.half}, not of {widths}")
+        several = region.neighbours and len(region.stores) > 1
+        _need(not several, f"{len(region.stores)} stores of neighbouring features, of which a kernel has one")
     else:
         _need(p.b != q.b, "two products of the same weight")
     _need(p.k == q.k, f"two products with k = {p.k} and {q.k}")
@@ -195,7 +199,8 @@ def stages(region: Region, config: Config, target: Target = SM_90A) -> Stages:
     epi_m, epi_n = _subtile(config)
     subtiles = config.tile_m * config.tile_n // (epi_m * epi_n)
     lanes = len(region.products)
-    halved, twice = (1, 2) if region.half else (lanes, 1)  # two halves leave as two stores of half a tile each
+    # Two halves leave as two stores of half a tile each, neighbours as one of a tile.
+    halved, twice = (1, 1 if region.neighbours else 2) if region.half else (lanes, 1)
     store_bytes = sum(epi_m * epi_n // halved * BYTES[s.dtype] for s in region.stores)
     load_bytes = sum(epi_m * epi_n * BYTES[o.dtype] for o in region.operands if o.extent in LOADED)
     store = min(subtiles, 4 if epi_n <= 16 else 2)
@@ -203,7 +208,8 @@ def stages(region: Region, config: Config, target: Target = SM_90A) -> Stages:
     fixed = _vector_bytes(region, config)
     slots = twice * len(region.stores) + sum(o.extent in LOADED for o in region.operands)
     # One store and one tile load live outside the block of epilogue operands, whose end is padded to 1 KiB.
-    inside = fixed or (slots - (lanes == 1 and bool(region.stores)) - bool(load_bytes)) > 0
+    whole = lanes == 1 or region.neighbours
+    inside = fixed or (slots - (whole and bool(region.stores)) - bool(load_bytes)) > 0
     left = target.shared_memory - 1024 - (1024 if inside else 0) - fixed - store_bytes * store - load_bytes * load
     per_stage = (config.tile_m + config.tile_n) * K_BYTES
     ab = left // per_stage

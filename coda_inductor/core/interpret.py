@@ -83,7 +83,7 @@ def _output(region: Region, i: int, tiles: Sequence[Tensor]) -> Tensor:
         r = region.reductions[i - len(region.stores)]
         return REDUCTIONS[r.of].torch(tiles[0], 1 if r.over == "N" else 0)
     if region.half:
-        return torch.stack([v.unflatten(1, (-1, region.half)) for v in tiles], 2).flatten(1)
+        return torch.stack([v.unflatten(1, (-1, region.block)) for v in tiles], 2).flatten(1)
     return tiles[0]
 
 
@@ -92,7 +92,7 @@ def _product(region: Region, lane: int, p: Product, matrices: Sequence[Tensor], 
     total: Tensor | None = None
     for x, w in p.pairs:
         b = matrices[w]
-        b = b.unflatten(0, (-1, 2, region.half))[:, lane].flatten(0, 1) if region.half else b
+        b = b.unflatten(0, (-1, 2, region.block))[:, lane].flatten(0, 1) if region.half else b
         a = matrices[x].to(region.compute)
         a, b = a if p.a_layout == "mk" else a.t(), b.t() if p.b_layout == "nk" else b
         step = b.shape[1] if at_once is None else max(1, at_once // b.shape[0])
@@ -121,5 +121,5 @@ def _operand(region: Region, extent: str, tensor: Tensor) -> Tensor:
 def _pairs(region: Region, value: Tensor) -> Tensor:
     """[1 or M, N, 2]: a feature's halves, as the heads lie, or a table's entries."""
     if value.dim() == 1:
-        return value.view(-1, 2, region.half).transpose(1, 2).reshape(1, -1, 2)
+        return value.view(-1, 2, region.block).transpose(1, 2).reshape(1, -1, 2)
     return value.view(-1, 1, region.half, 2).expand(-1, region.n // region.half, -1, -1).flatten(1, 2)

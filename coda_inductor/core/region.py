@@ -106,7 +106,8 @@ class Region(Keyed):
     """products -> lets -> stores and reductions, all over one [M, N].
 
     With `half`, the two products are the two halves of each head: of one weight [2 * N, K], whose rows are blocks of
-    `half`, the first takes the even blocks and the second the odd ones (as rotary embeddings pair features).
+    `half`, the first takes the even blocks and the second the odd ones (as rotary embeddings pair features). If
+    `neighbours`, the blocks are single rows: a pair of a head is two features beside each other.
 
     The operation's inputs are the matrices (as many as the products index), then the operands, in this order; its
     outputs are the stores, then the reductions. `dtype` is that of all matrices, or of the left ones if the `right`
@@ -123,6 +124,7 @@ class Region(Keyed):
     half: int = 0
     right: str = ""
     fast: bool = False
+    neighbours: bool = False
 
     @property
     def matrices(self) -> int:
@@ -157,6 +159,11 @@ class Region(Keyed):
         return 2 * self.n if self.half else self.n
 
     @property
+    def block(self) -> int:
+        """How many rows of the weight one product takes before the other takes as many; 0 if they are no halves."""
+        return 1 if self.neighbours else self.half
+
+    @property
     def dtypes(self) -> tuple[str, str]:
         """Of the left and of the right matrices."""
         return self.dtype, self.right or self.dtype
@@ -181,4 +188,5 @@ def parse(text: str) -> Region:
         half=d["half"],
         right=d["right"],
         fast=d["fast"],
+        neighbours=d["neighbours"],
     )

@@ -15,6 +15,8 @@ def left(region: Region, name: str) -> str:
 def right(region: Region, lane: int, name: str) -> str:
     """The right operand of a Region's product, of a weight called `name`."""
     turned = f"{name}.T" if region.products[lane].b_layout == "nk" else name
+    if region.neighbours:
+        return f"{turned}[:, {('even', 'odd')[lane]}]"
     return f"{turned}[:, {('first', 'second')[lane]} {region.half} of {2 * region.half}]" if region.half else turned
 
 

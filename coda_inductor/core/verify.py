@@ -23,6 +23,7 @@ def verify(region: Region) -> Region:
     check(bool(region.stores or region.reductions), "nothing leaves it")
     check(region.n > 0 and all(p.k > 0 for p in region.products), f"n={region.n}, k={[p.k for p in region.products]}")
     _verify_products(region, check)
+    check(bool(region.half) or not region.neighbours, "neighbouring features without halves of heads")
     if region.half:
         _verify_halves(region, check)
     for dtype in (*region.dtypes, *(o.dtype for o in region.operands), *(s.dtype for s in region.stores)):

@@ -2,7 +2,7 @@
 
 Rotary embeddings are often written as complex products: view_as_complex(q) * table, view_as_real. Inductor leaves
 complex operations to eager kernels, each a pass over memory of its own, with a cast before and after. As real numbers
-[.., 2] all of it is one loop, and is fused with what stands around it.
+[.., 2] all of it stands in the epilogue of the product, or is one loop of Inductor's.
 """
 
 from __future__ import annotations

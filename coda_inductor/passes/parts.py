@@ -16,6 +16,7 @@ from functools import reduce
 from torch import fx
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns import slices
 from coda_inductor.patterns.effects import base
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.pointwise import POINTWISE
@@ -82,14 +83,14 @@ def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
         return {}
     while todo:
         node = todo.pop()
-        cut = g.cut(node)
+        cut = slices.cut(node)
         if cut is not None and cut[1] % cut[0].meta["val"].dim() == cut[0].meta["val"].dim() - 1:
             _, _, start, length = cut
             fixed = isinstance(start, int) and isinstance(length, int)
             if not fixed or not length or length % UNIT or not can_flatten(node):
                 return {}
             found.setdefault((start, start + length), []).append(node)
-        elif node.target in g.SPLITS or reshapes(node, width):
+        elif node.target in slices.SPLITS or reshapes(node, width):
             todo += node.users
         else:
             return {}
@@ -116,14 +117,14 @@ def reshapes(node: fx.Node, width: int) -> bool:
 
 def computed(node: fx.Node) -> bool:
     """Is there arithmetic on the node, or on a view of it?"""
-    through = lambda u: g.is_view(u) or u.target in g.SPLITS or g.cut(u) is not None  # noqa: E731
+    through = lambda u: g.is_view(u) or u.target in slices.SPLITS or slices.cut(u) is not None  # noqa: E731
     seen = g.reached([node], lambda n: filter(through, n.users))
     return any(u.target in POINTWISE or g.is_cast(u) for n in seen for u in n.users)
 
 
 def must_share_memory(product: fx.Node) -> bool:
     """Is a view of the product returned, or read by its place in memory?"""
-    views = g.reached([product], lambda n: [u for u in n.users if base(u) is product or u.target in g.SPLITS])
+    views = g.reached([product], lambda n: [u for u in n.users if base(u) is product or u.target in slices.SPLITS])
     return any(u.op == "output" or u.target is aten.as_strided.default for n in views for u in n.users)
 
 

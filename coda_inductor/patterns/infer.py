@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns import slices
 from coda_inductor.patterns.axes import Axes, Ids, Misfit
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.pointwise import POINTWISE
@@ -103,7 +104,7 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
     if node.op != "call_function":
         raise Misfit("an input")
     tensors = [a for a in node.all_input_nodes if g.tensor(a) is not None]
-    if (part := g.lane(node)) is not None:
+    if (part := slices.lane(node)) is not None:
         return _part(reading, node, part, is_feature)
     if (like := g.laid_out_as(node)) is not None and like[0] in reading.dims:
         return reading.dims[like[0]][:: -1 if like[1] else 1]
@@ -121,7 +122,7 @@ def _dims(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
         return _reduce(reading, reduction)
     if node.target in (aten.cat.default, aten.stack.default):
         return _cat(reading, node, is_feature)
-    if (scattered := g.scattered(node)) is not None:
+    if (scattered := slices.scattered(node)) is not None:
         return _scatter(reading, node, scattered, is_feature)
     if node.target is aten.full.default or node.target is aten.scalar_tensor.default:
         return tuple(_fresh(reading, s) for s in g.sizes(node))
@@ -206,7 +207,7 @@ def _part(reading: Reading, node: fx.Node, part: tuple[fx.Node, int, int, int], 
         reading.parts.append((rest, dims[dim]))
     else:
         lane = reading.axes.new(Size(count))
-        reading.axes.unify(dims[dim], (lane, *rest))
+        reading.axes.unify(dims[dim], (*rest, lane) if slices.stride(node) > 1 else (lane, *rest))
         reading.lanes[node] = (lane, index)
     return (*dims[:dim], *(() if dropped else (rest,)), *dims[dim + 1 :])
 
@@ -218,7 +219,8 @@ def _cat(reading: Reading, node: fx.Node, is_feature: IsFeature) -> Dims:
     first = reading.dims[parts[0]]
     if len({g.sizes(p) for p in parts}) > 1 or len(parts) > MAX_LANES:
         raise Misfit("a cat of unequal or many parts")
-    if is_feature and node.target is aten.cat.default and not all(is_feature(p, dim) for p in parts):
+    joined = node.target is aten.cat.default and g.sizes(parts[0])[dim] != ONE  # of single ones it is a stack
+    if is_feature and joined and not all(is_feature(p, dim) for p in parts):
         raise Misfit("a cat of rows")
     for p in parts[1:]:
         for mine, theirs in zip(first, reading.dims[p], strict=True):

@@ -17,6 +17,7 @@ from torch import fx
 from coda_inductor.core.dtypes import NARROW
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns import slices
 from coda_inductor.patterns.effects import Memory, behind_tangents, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
@@ -110,7 +111,7 @@ def lift(
             if term is None:
                 lifted.leaves[node.name] = node
                 term = lifted.terms.leaf(node.name, (i for d in lifted.reading.roots(node) for i in d), deps)
-            elif rounding and not g.is_view(node) and g.lane(node) is None:
+            elif rounding and not g.is_view(node) and slices.lane(node) is None:
                 name = NARROW.get(g.tensor(node).dtype)  # type: ignore[union-attr]
                 term = lifted.terms.fn(name, term) if name else term
             lifted.term[node] = term
@@ -156,7 +157,7 @@ def _left(lifted: Lifted, node: fx.Node) -> bool:
 def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
     """The node's term, None if a detail of it is not understood after all."""
     ts, reading = lifted.terms, lifted.reading
-    if (part := g.lane(node)) is not None:
+    if (part := slices.lane(node)) is not None:
         lane, index = reading.lanes[node]
         term = lifted.term[part[0]]
         for axis, digit in _digits(lifted, lane, index):
@@ -176,7 +177,7 @@ def _understood(lifted: Lifted, node: fx.Node) -> Term | None:
     if node.target in (aten.cat.default, aten.stack.default):
         over = reading.axes.roots((reading.lanes[node][0],))
         return ts.cat(over, lifted.extents(over), [lifted.term[p] for p in node.args[0]])  # type: ignore[union-attr,index]
-    if (scattered := g.scattered(node)) is not None:
+    if (scattered := slices.scattered(node)) is not None:
         source, _, count, index = scattered
         over = reading.axes.roots((reading.lanes[node][0],))
         parts = [lifted.term[source] if i == index else ts.const(0.0) for i in range(count)]

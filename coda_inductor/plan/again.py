@@ -18,6 +18,7 @@ from torch import fx
 from coda_inductor.core.dtypes import DTYPE_NAMES, DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns import slices
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.draft import MAX_READ, SPARED, Conflict, Draft, Loaded, Stored
 from coda_inductor.rewrite.limits import Limits
@@ -157,7 +158,7 @@ def _hosts(plan: Demands) -> list[Host]:
 def _of_the_forward(plan: Demands, node: fx.Node) -> bool:
     """Is the node a tile that the forward makes of products and streams by pointwise operations?"""
     term = plan.program.lifted.term.get(node)
-    if term is None or g.is_view(node) or g.lane(node) is not None or g.tensor(node).dtype not in DTYPES.values():  # type: ignore[union-attr]
+    if term is None or g.is_view(node) or slices.lane(node) is not None or g.tensor(node).dtype not in DTYPES.values():  # type: ignore[union-attr]
         return False
     t = plan.program.new[term]
     try:

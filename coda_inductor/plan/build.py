@@ -103,9 +103,11 @@ def build(plan: Plan, draft: Draft) -> Built:
     """Writes the Region of a draft and verifies it."""
     writer = _Writer(plan, draft, draft.added, terms=plan.program.lifted.terms)
     total = plan.program.lifted.reading.axes.total
-    half = total(draft.space.heads.minor).static if draft.space.heads else 0
+    heads = draft.space.heads
+    half = total(heads.minor).static if heads else 0
     assert half is not None
-    writer.tables = _tables(plan, draft, half)
+    neighbours = heads is not None and heads.neighbours
+    writer.tables = _tables(plan, draft, half, neighbours)
     matrices: list[Source] = []
     products = []
     for i, acc in enumerate(draft.space.accs):
@@ -126,13 +128,12 @@ def build(plan: Plan, draft: Draft) -> Built:
     n = total(draft.space.columns).static
     assert n is not None
     left, right, fast = writer.matrices()
-    region = Region(
-        n, left, tuple(products), tuple(writer.operands), tuple(writer.lets), stores, sums, half, right, fast
-    )
+    epilogue = tuple(writer.operands), tuple(writer.lets), stores, sums
+    region = Region(n, left, tuple(products), *epilogue, half, right, fast, neighbours)
     return Built(verify(region), [*matrices, *writer.sources], draft, writer.added)
 
 
-def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]]:
+def _tables(plan: Plan, draft: Draft, half: int, neighbours: bool) -> dict[Lane, tuple[Table, int]]:
     """The tables that an epilogue reads, and which of the pair each lane is: as few as may be, in the graph's order."""
     loaded = plan.loads(draft, *draft.values).items() if draft.space.heads else ()
     found = {s for x, s in loaded if isinstance(s, Lane) and draft.space.extent(x) == "table"}
@@ -140,7 +141,7 @@ def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]
     tables: dict[Lane, tuple[Table, int]] = {}
     for i in range(0, len(lanes), 2):
         first, second = lanes[i], lanes[min(i + 1, len(lanes) - 1)]
-        table = Table((first, second), draft.space.rows, half)
+        table = Table((first, second), draft.space.rows, half, neighbours)
         tables |= {second: (table, 1), first: (table, 0)}  # a last one without a partner: its own first
     return tables
 

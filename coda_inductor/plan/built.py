@@ -25,11 +25,13 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Pairs that all heads share, [M, 2 * half]: of each lane one value, side by side. `rows` are the axes of M."""
+    """Pairs that all heads share, [M, 2 * half]: of each lane one value, side by side. `rows` are the axes of M. A node
+    that holds both has them as halves, or as `neighbours`."""
 
     lanes: tuple[Lane, Lane]
     rows: tuple[int, ...]
     half: int
+    neighbours: bool
 
     @property
     def dtype(self) -> torch.dtype:

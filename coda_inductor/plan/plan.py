@@ -16,6 +16,7 @@ from coda_inductor.core.dtypes import DTYPE_NAMES, DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns import slices
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.again import Again
@@ -152,7 +153,7 @@ class Plan(Inputs):
     def _supply(self, node: fx.Node) -> bool:
         """Lets an epilogue make the node, if one can. Products themselves are made by a Region only if it does more."""
         term = self.program.lifted.term.get(node)
-        if term is None or g.is_view(node) or g.lane(node) is not None or g.widens(node):
+        if term is None or g.is_view(node) or slices.lane(node) is not None or g.widens(node):
             return False
         if not (t := self.program.new[term]).hosts:
             return self._total(node, t)

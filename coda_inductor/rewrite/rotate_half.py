@@ -1,8 +1,8 @@
-"""Values that mix the two halves of each head, as rotary embeddings do.
+"""Values that mix the two halves of each head, or neighbouring features, as rotary embeddings do.
 
 An epilogue makes such a value where the halves are two accumulators side by side: the rows of the weight are read in
-that order, and both halves leave as one tensor. What it reads beside them varies over the features, or over the tokens
-and one head: a table, which the features of all heads share.
+that order, and both halves leave as one tensor. Neighbouring features lie so already. What it reads beside them varies
+over the features, or over the tokens and one head: a table, which the features of all heads share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.space import Axes, Heads, Lane
 from coda_inductor.rewrite.state import State
 
-MIXED = "it combines features that are not two halves of the columns, nor of each head"
+MIXED = "it combines features that are not two halves of the columns, nor of each head, nor beside each other"
 NOT_ROWS = "a tile that it needs is not laid out as rows of tokens"
 OF_HEADS = frozenset({MIXED, NOT_ROWS})
 """What a rotary embedding is refused for where its product does not divide heads into halves."""
@@ -35,7 +35,7 @@ def heads(state: State, t: Term, last: Term) -> tuple[Heads, tuple[Term, Term]]:
         raise Unsupported(MIXED)
     if g.is_backward(product.node) or not state.by_rows(product):
         raise Unsupported(MIXED)
-    minor = product.columns[product.columns.index(inner) + 1 :]
+    minor = product.columns[product.columns.index(inner) + 1 :] or product.columns[-2:-1]  # behind it, or before
     parts = (state.accumulators(terms.select(t, lane, i)) for i in (0, 1))
     mine = [{acc for acc in part if acc.bit == last.bit} for part in parts]
     accs = mine[0] | mine[1]
@@ -61,7 +61,7 @@ def lanes(state: State, rows: Axes, of: Heads) -> dict[Term, Lane]:
         if axis is None:
             found.setdefault(t, Lane(node, None))
             continue
-        same = alike(state, node, (axis, *of.minor))
+        same = alike(state, node, of.lie(axis), -1 if of.neighbours else 0)
         for i in (0, 1):
             found.setdefault(terms.select(t, axis, i), Lane(node, 0 if same else i))
     return found
@@ -72,20 +72,22 @@ def _fits(order: Axes, dense: bool, rows: Axes, of: Heads) -> bool:
     if order == of.columns:
         return dense
     tokens = tuple(i for i in order if i in rows)
-    tables = ((of.lane, *of.minor), (of.inner, *of.minor), of.minor)
+    tables = (of.lie(of.lane), of.lie(of.inner), of.minor)
     return bool(tokens) and tokens == tuple(i for i in rows if i in tokens) and order[len(tokens) :] in tables
 
 
-def alike(state: State, node: fx.Node, axes: Axes) -> bool:
+def alike(state: State, node: fx.Node, axes: Axes, place: int) -> bool:
     """Are the two halves of a table equal, as cosines of the same angles twice? `axes` are those of its one dimension
-    [2, half]. What is computed element by element of two equal halves has two equal halves."""
+    [2, half] or [half, 2], `place` is where the 2 stands. What is computed element by element of two equal halves has
+    two equal halves."""
     reading, terms = state.lifted.reading, state.lifted.terms
     dim = next((d for d, ids in enumerate(reading.roots(node)) if ids == axes), None)
     shape = node.meta["val"].shape
     while dim is not None:
         term, ids = state.lifted.term.get(node), reading.roots(node)[dim]
-        two = len(ids) > 1 and state.lifted.extents(ids[:1]) == {ids[0]: 2}
-        if term is not None and two and terms.select(term, ids[0], 0) is terms.select(term, ids[0], 1):
+        lane = ids[place] if len(ids) > 1 else -1
+        two = lane >= 0 and state.lifted.extents((lane,)) == {lane: 2}
+        if term is not None and two and terms.select(term, lane, 0) is terms.select(term, lane, 1):
             return True
         tags = getattr(node.target, "tags", ())
         each_alone = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

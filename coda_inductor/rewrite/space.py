@@ -14,13 +14,23 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How columns lie: [heads, two halves, `minor`]. The halves are the axis `inner` of the product, whose columns are
-    `columns`, and the axis `lane` of what is stored: the same, unless two values were put together anew."""
+    """How columns lie: [heads, two halves, `minor`], or of `neighbours` [heads, `minor`, two]. The halves are the axis
+    `inner` of the product, whose columns are `columns`, and the axis `lane` of what is stored: the same, unless two
+    values were put together anew."""
 
     lane: int
     inner: int
     minor: Axes
     columns: Axes
+
+    @property
+    def neighbours(self) -> bool:
+        """Are the two features of a pair beside each other?"""
+        return self.columns[-1] == self.inner
+
+    def lie(self, axis: int) -> Axes:
+        """The axes of a head of which the halves are the axis `axis`, major to minor."""
+        return (*self.minor, axis) if self.neighbours else (axis, *self.minor)
 
     @property
     def stored(self) -> Axes:

@@ -99,8 +99,9 @@ class Emission(Writing):
         if lane.index is None:
             out = self.call(node, aten.reshape.default, node, [*shape, table.half])
         else:
-            both = self.call(node, aten.reshape.default, node, [*shape, 2, table.half])
-            out = self.call(node, aten.select.int, both, -2, lane.index)
+            two = [table.half, 2] if table.neighbours else [2, table.half]
+            both = self.call(node, aten.reshape.default, node, [*shape, *two])
+            out = self.call(node, aten.select.int, both, -1 if table.neighbours else -2, lane.index)
         if g.tensor(out).dtype != table.dtype:  # type: ignore[union-attr]
             out = self.call(node, prims.convert_element_type.default, out, table.dtype)
         return self.call(node, aten.expand.default, out, [*sizes, table.half])

@@ -19,6 +19,8 @@ from codegen_cases import (
     random_region,
     relative_error,
     rotary,
+    rotary_neighbours,
+    rotary_neighbours_alone,
     rotary_tables,
     scores,
     softmax_sum,
@@ -138,8 +140,11 @@ def test_every_configuration(make: Callable[[int, int], Region], cache_dir: str)
     assert wrong == {}
 
 
+HALVES = [rotary, rotary_tables, rotary_neighbours, rotary_neighbours_alone]
+
+
 @pytest.mark.parametrize("half", SM_90A.halves)
-@pytest.mark.parametrize("make", [rotary, rotary_tables], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", HALVES, ids=lambda make: make.__name__)
 def test_halves_of_heads_in_every_tile(make: Callable[[int, int, int], Region], half: int, cache_dir: str) -> None:
     """Of an odd number of heads, which end within a tile. A tile that does not fit them waits for ever."""
     region = make(1000, 528, half)

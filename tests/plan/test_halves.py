@@ -157,18 +157,12 @@ def both_forms(i: Inputs) -> Any:
     return turned(q, i["cos"], i["sin"]), q.relu()
 
 
-def interleaved(i: Inputs) -> Tensor:
-    q = heads(i["x"], i["w"])
-    a, b = q[..., ::2], q[..., 1::2]
-    return torch.stack((a * i["half"] - b, b * i["half"] + a), -1).flatten(-2)
-
-
 def repeated_bias(i: Inputs) -> Tensor:
     """Its halves are equal, those of its heads are not."""
     return turned(heads(i["x"], i["w"], torch.cat([i["b"][: WIDTH // 2]] * 2)), i["cos"], i["sin"])
 
 
-@pytest.mark.parametrize("f", [norm_of_heads, half_of_zeros, both_forms, interleaved, repeated_bias])
+@pytest.mark.parametrize("f", [norm_of_heads, half_of_zeros, both_forms, repeated_bias])
 def test_others_are_right_all_the_same(f: Callable[[Inputs], Any]) -> None:
     given = inputs()
     ran, wanted = run(f, given, options=STRICT), f(given)

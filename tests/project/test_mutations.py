@@ -23,6 +23,7 @@ from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
 from coda_inductor.passes import parts, plain
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns import slices
 from coda_inductor.patterns.axes import Axes
 from coda_inductor.patterns.infer import Reading
 from coda_inductor.patterns.lift import Lifted
@@ -181,13 +182,13 @@ def an_axis_may_stand_twice_in_a_tensor(patch: pytest.MonkeyPatch) -> None:
 
 
 def halves_are_swapped(patch: pytest.MonkeyPatch) -> None:
-    lane = g.lane
+    lane = slices.lane
 
     def swapped(node: Any) -> Any:
         part = lane(node)
         return part and (*part[:3], part[2] - 1 - part[3])
 
-    patch.setattr(g, "lane", swapped)
+    patch.setattr(slices, "lane", swapped)
 
 
 def parts_are_swapped(patch: pytest.MonkeyPatch) -> None:
