@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from statistics import mean
 from typing import Any
@@ -108,11 +109,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
     kept = [row for row in counted if row["saved_bytes_inductor"]]
     more, keep = list(filter(moves_more, counted)), list(filter(keeps_more, kept))
     lines.append(f"- Of {len(counted)} runs {len(more)} move more bytes than before{named(more)}.")
-    lines.append(f"- Of {len(kept)} runs {len(keep)} keep more than {KEPT_LIMIT} times Inductor's bytes{named(keep)}.")
+    lines.append(
+        f"- Of {len(kept)} training runs {len(keep)} keep more than {KEPT_LIMIT} times Inductor's bytes{named(keep)}."
+    )
     for key, what in (("error", "ended with an error"), ("skipped", "were skipped")):
         if missed := [row for row in rows if key in row]:
             lines.append(f"- Of {len(rows)} runs {len(missed)} {what}{named(missed)}.")
-    return lines
+    return [textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
 
 
 def named(rows: Sequence[Row]) -> str:

@@ -82,7 +82,7 @@ def test_page_of_coverage(bench: Callable[[str], ModuleType]) -> None:
         "- Mean coverage of inference over the 2 dense transformers: 0.500.",
         "- Mean coverage of training over the 1 dense transformers: 0.750.",
         "- Of 4 runs 1 move more bytes than before: eva (inference).",
-        "- Of 1 runs 1 keep more than 1.02 times Inductor's bytes: llama (training).",
+        "- Of 1 training runs 1 keep more than 1.02 times Inductor's bytes: llama (training).",
         "- Of 5 runs 1 were skipped: eva (training).",
     ]
 
