@@ -274,6 +274,11 @@ def only_rounded(node: fx.Node) -> bool:
     return bool(node.users) and all(map(rounds, node.users))
 
 
+def wider(node: fx.Node) -> bool:
+    """Does the node only widen a tensor, and perhaps rearrange it?"""
+    return tensor(narrow(node)).dtype.itemsize < tensor(node).dtype.itemsize  # type: ignore[union-attr]
+
+
 def narrow(node: fx.Node) -> fx.Node:
     """The tensor that the node only widens, and rearranges."""
     return root(node, lambda n: is_view(n) or widens(n))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -11,6 +12,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense
+from coda_inductor.patterns.sizes import assumed
 from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Stored
 from coda_inductor.rewrite.beside import Pair, pair
@@ -19,6 +21,9 @@ from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.rotate_half import NOT_ROWS
 from coda_inductor.rewrite.sources import leaves, sources, statistics
 from coda_inductor.rewrite.space import Axes, Space
+
+LARGE, PASSES = 1 << 24, 3
+"""Weights of fewer numbers are read in the time of a launch. A norm's pass reads its tensor twice and writes it."""
 
 
 @dataclass(slots=True)
@@ -102,7 +107,21 @@ class Inputs:
             extent = "feature"  # the same for all columns
         if extent == "scalar":
             raise Conflict(Limits({a.bit: "a number that it needs is not known before it runs" for a in space.accs}))
+        if extent == "feature" and (dear := self._dear(x, space)):
+            raise Conflict(Limits(undeferred=dear))
         return Computed(x, extent, self._axes(x, space))
+
+    def _dear(self, x: Term, space: Space) -> int:
+        """The products of the epilogue, as a bit set, if x sums over their weights, and reading these takes more than a
+        norm's pass over their operands would: with a weight of many more features than there are tokens, as a head's.
+        What is deferred to them then stays as written. 0 if it is worth it."""
+        sums = [s for s in statistics(x) if not s.deps and s.axes and s.axes <= set(space.columns)]
+        total, product = self.program.lifted.reading.axes.total, self.program.product(space.accs[-1])
+        features = total(space.columns).static or 0
+        inside = max((total(s.over).static or 0 for s in sums), default=0)
+        tokens = math.prod(assumed(size) for size in product.node.meta["val"].shape[:-1])
+        dear = features * inside >= LARGE and features > PASSES * tokens
+        return space.mask & ~self.program.limits.undeferred if dear else 0
 
     def reads(self, c: Computed) -> list[fx.Node | Term]:
         """What a small computation reads: nodes, and sums that epilogues take. Raises Unsupported if there is none."""
@@ -153,8 +172,8 @@ class Inputs:
     def _tile_source(self, x: Term, space: Space) -> fx.Node | Stored:
         find = self.program.narrowest if x.hosts else self.program.natural
         node = find(x, space.order, space.mask)
-        if node is not None:
-            return node
+        if node is not None and not (x.hosts and g.wider(node) and self.program.storable(x, space)):
+            return node  # else it widens, and perhaps rearranges, what an epilogue can store as it is
         _, accs = self.united(self.program.space(x))
         return Stored(x, DTYPE_NAMES[self.program.product(accs[0]).stored])
 
