@@ -22,12 +22,22 @@ from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.casts import Cast, round_first, write_wide
 from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
+from coda_inductor.passes.embedding import write_rows
 from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales
-from coda_inductor.passes.switches import CASTS, COMPLEX, ELEMENTWISE, NAMES, PARTS, REGION_KINDS, allowed
+from coda_inductor.passes.switches import (
+    CASTS,
+    COMPLEX,
+    ELEMENTWISE,
+    EMBEDDING,
+    NAMES,
+    PARTS,
+    REGION_KINDS,
+    allowed,
+)
 from coda_inductor.passes.tables import Table
 from coda_inductor.patterns import graph as g
 from coda_inductor.plan.built import Built
@@ -100,6 +110,12 @@ def complex_products(work: Work) -> None:
     """Products of complex numbers are products of their two parts."""
     if work.may(COMPLEX):
         as_real(work.graph)
+
+
+def embedding_gradients(work: Work) -> None:
+    """The gradient of a large embedding is written in the rows that occur."""
+    if work.may(EMBEDDING):
+        write_rows(work.graph)
 
 
 def column_parts(work: Work) -> None:
@@ -194,6 +210,7 @@ Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     complex_products,
     casts_first,
+    embedding_gradients,
     column_parts,
     eight_bit_products,
     eight_bit_casts,
