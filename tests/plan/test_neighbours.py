@@ -122,7 +122,7 @@ def test_its_gradients_are_eagers(spelling: str) -> None:
             q, k, v = (w(x).unflatten(-1, (-1, SIZE)) for w in (self.q, self.k, self.v))
             q, k = (SPELLINGS[spelling][0](t, given) for t in (q, k))
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            weights = torch.softmax(q @ k.transpose(2, 3), -1)  # torch 2.11 has no fused one with a float64 gradient
+            weights = torch.tanh(q @ k.transpose(2, 3))  # torch 2.11 cannot run attention's gradient in float64
             return (weights @ v).transpose(1, 2).flatten(2)
 
     given = inputs()
