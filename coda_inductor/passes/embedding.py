@@ -57,9 +57,11 @@ def _gradient(node: fx.Node) -> Gradient | None:
     if (found := _added_up(node)) is None:
         return None
     zeros, index, values, mask = found
-    total, tokens, users = g.tensor(node), g.tensor(values), list(node.users)
+    total, tokens, rows, users = g.tensor(node), g.tensor(values), g.tensor(index), list(node.users)
     if total is None or tokens is None or total.dim() != 2 or len(users) != 1 or not g.is_cast(users[0]):
         return None
+    if rows is None or rows.dtype not in (torch.int64, torch.int32) or rows.shape != tokens.shape[:-1]:
+        return None  # a mask, or values that are broadcast
     static = all(isinstance(size, int) for size in (*total.shape, *tokens.shape))
     blank = zeros.target is aten.full.default and zeros.args[1] == 0
     if not static or not blank or not g.only_rounded(node) or tokens.shape[-1] != total.shape[1]:

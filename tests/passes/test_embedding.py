@@ -157,6 +157,25 @@ def test_through_inductor(written: list[int]) -> None:
         assert written == [1], drawn
 
 
+@pytest.mark.parametrize("how", ["one row", "a number", "a mask", "negative", "int32"])
+def test_indices_and_values_of_other_kinds(written: list[int], how: str) -> None:
+    """What is broadcast, or no list of rows, is left; rows may be counted from the end."""
+    torch.manual_seed(0)
+    rows, index, weight = torch.randn(TOKENS, WIDTH), torch.randint(0, 7, (TOKENS,)), torch.randn(WIDTH, WIDTH)
+
+    def f(rows: Tensor, index: Tensor) -> Tensor:
+        into, made = torch.zeros(ROWS, WIDTH), rows @ weight
+        if how == "a mask":
+            return into.index_put((torch.arange(ROWS) < TOKENS,), made, accumulate=True).bfloat16()
+        values = {"one row": made[0], "a number": made.sum()}.get(how, made)
+        index = {"negative": torch.where(index < 3, index - ROWS, index), "int32": index.int()}.get(how, index)
+        return into.index_put((index,), values, accumulate=True).bfloat16()
+
+    found = torch.compile(f, backend="coda", dynamic=False, options=STRICT)(rows, index)
+    assert written == [int(how in ("negative", "int32"))]
+    assert torch.allclose(found.float(), f(rows, index).float(), rtol=1e-2, atol=1e-2)
+
+
 def test_what_is_added_to_is_zero(written: list[int]) -> None:
     """Rows of a program's own, added up in zeros, and in ones."""
     torch.manual_seed(0)
