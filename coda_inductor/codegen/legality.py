@@ -93,11 +93,10 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     _need(_tile_exists(config), f"no mainloop for tiles of {config}")
     lanes, head = len(region.products), 2 * region.half
     _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
-    for width in (
-        (config.tile_n, config.tile_n if region.neighbours else config.tile_n // config.cluster_m) if head else ()
-    ):
-        # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not,
-        # and the kernel waits for ever (H200, 128x192 in two). Of neighbours only the table asks for such a tile.
+    # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not, and
+    # the kernel waits for ever (H200, 128x192 in two). Neighbours lie as columns do: their tile must fit a table.
+    loaded = config.tile_n if region.neighbours else config.tile_n // config.cluster_m
+    for width in (config.tile_n, loaded) if head else ():
         _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
     found = stages(region, config, target).ab
     room = f"shared memory for {max(found, 0)} of the {target.least_stages} steps that it loads ahead"

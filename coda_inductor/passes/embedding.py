@@ -18,6 +18,7 @@ from torch import fx
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.layout import dense
 from coda_inductor.write.writing import Writing
 
 LARGE, RARE = 1 << 24, 4
@@ -44,7 +45,9 @@ class Gradient:
 
 def write_rows(graph: fx.Graph) -> int:
     """Rewrites the gradients of embeddings, in place. Returns how many."""
-    found = [made for node in graph.nodes if (made := _gradient(node)) is not None]
+    joint = any(map(g.is_tangent, graph.nodes))  # of which each side may compute a node once more, in another order
+    nodes = [node for node in graph.nodes if not joint or g.is_backward(node)]
+    found = [made for node in nodes if (made := _gradient(node)) is not None]
     for gradient in found:
         _write(graph, gradient)
     if found:
@@ -62,6 +65,8 @@ def _gradient(node: fx.Node) -> Gradient | None:
         return None
     if rows is None or rows.dtype not in (torch.int64, torch.int32) or rows.shape != tokens.shape[:-1]:
         return None  # a mask, or values that are broadcast
+    if mask is not None and g.tensor(mask).numel() != rows.numel():  # type: ignore[union-attr]
+        return None
     static = all(isinstance(size, int) for size in (*total.shape, *tokens.shape))
     blank = zeros.target is aten.full.default and zeros.args[1] == 0
     if not static or not blank or not g.only_rounded(node) or tokens.shape[-1] != total.shape[1]:
@@ -100,13 +105,15 @@ def _write(graph: fx.Graph, gradient: Gradient) -> None:
 
 
 def _added(cast: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """What else a plain sum adds to the cast, if the sum alone reads it."""
+    """What else a plain sum adds to the cast, if the sum alone reads it, and it lies as the sum does: Inductor writes
+    the rows into its memory, and an expanded tensor has one row for all."""
     if reader.target is not aten.add.Tensor or reader.kwargs or len(reader.all_input_nodes) != 2:
         return None
     (other,) = (a for a in reader.all_input_nodes if a is not cast)
     mine, theirs = cast.meta["val"], g.tensor(other)
     alike = theirs is not None and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-    return other if alike and len(other.users) == 1 and not g.is_weight(other) else None
+    alone = alike and len(other.users) == 1 and not g.is_weight(other)
+    return other if alone and dense(other) and dense(cast) and dense(reader) else None
 
 
 def _sums(writing: Writing, gradient: Gradient) -> tuple[fx.Node, fx.Node]:

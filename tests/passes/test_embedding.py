@@ -144,6 +144,29 @@ def test_what_is_left_as_it_is(written: list[int], monkeypatch: pytest.MonkeyPat
     assert written == [0]
 
 
+class Regularised(nn.Module):
+    """An embedding whose sum, or the sum of its rows or its columns, is in the loss: their gradients are expanded."""
+
+    def __init__(self, over: int | None) -> None:
+        super().__init__()
+        self.over, self.weight, self.product = over, nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        added = self.weight.sum() if self.over is None else self.weight.sum(self.over).square().sum()
+        total: Tensor = self.product(F.embedding(ids, self.weight)).float().square().sum() + added.float()
+        return total
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("over", [None, 0, 1])
+def test_beside_a_gradient_that_is_one_row_for_all(written: list[int], over: int | None, strict: bool) -> None:
+    torch.manual_seed(0)
+    model, ids = Regularised(over).bfloat16(), DRAWN["few"].clone()
+    mine = gradients(model, ids, strict=strict)
+    assert written == [1] and all(g.stride() == p.stride() for g, p in zip(mine, model.parameters(), strict=True))
+    close(mine, gradients(model, ids, disable="embedding"), exact(model, ids))
+
+
 def test_through_inductor(written: list[int]) -> None:
     """Its kernels read a row before one of them writes it, also where all tokens are one."""
     for drawn in ("few", "one"):
