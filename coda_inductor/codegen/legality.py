@@ -59,7 +59,7 @@ def _large(region: Region, target: Target) -> tuple[Config, ...]:
         return _any(region, target)
     if _tile_operands(region) > 1:
         return target.heavy
-    if region.half and not region.neighbours:
+    if region.halved:
         return target.heads
     p = region.products[0]
     if min(region.n, p.k * len(p.pairs)) < target.deep_least:
@@ -95,7 +95,7 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
     # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not, and
     # the kernel waits for ever (H200, 128x192 in two). Neighbours lie as columns do: their tile must fit a table.
-    loaded = config.tile_n if region.neighbours else config.tile_n // config.cluster_m
+    loaded = config.tile_n // config.cluster_m if region.halved else config.tile_n
     for width in (config.tile_n, loaded) if head else ():
         _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
     found = stages(region, config, target).ab
@@ -199,7 +199,7 @@ def stages(region: Region, config: Config, target: Target = SM_90A) -> Stages:
     subtiles = config.tile_m * config.tile_n // (epi_m * epi_n)
     lanes = len(region.products)
     # Two halves leave as two stores of half a tile each, neighbours as one of a tile.
-    halved, twice = (1, 1 if region.neighbours else 2) if region.half else (lanes, 1)
+    halved, twice = (1 if region.half else lanes), (2 if region.halved else 1)
     store_bytes = sum(epi_m * epi_n // halved * BYTES[s.dtype] for s in region.stores)
     load_bytes = sum(epi_m * epi_n * BYTES[o.dtype] for o in region.operands if o.extent in LOADED)
     store = min(subtiles, 4 if epi_n <= 16 else 2)

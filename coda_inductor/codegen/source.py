@@ -120,7 +120,7 @@ def render(region: Region, *, swapped: bool = False) -> str:
     pins = [f'"{slot}": {_pin(region, o, slot)}'
             for slot, o in zip(names.operands, region.operands, strict=True) if slot != "c"]  # fmt: skip
     leaving = [f'"{s}"' for s in names.stores if s != "D"]
-    if half and not region.neighbours:
+    if region.halved:
         leaving = [
             f'HalfStore("{s}", {i}, {half})' for slot in names.stores for i, s in enumerate((slot, second(slot)))
         ]
@@ -189,7 +189,7 @@ def _leaves(region: Region, spelled: dict[str, str]) -> list[str]:
             found.append(f'"{slot}": pack({spelled[s.value]}, {spelled[s.second]})')
             continue
         found.append(f'"{slot}": {spelled[s.value]}')
-        if region.half:
+        if region.halved:
             found.append(f'"{second(slot)}": {spelled[s.second]}')
     return found
 
@@ -224,9 +224,10 @@ def literal(x: float) -> str:
 def _pin(region: Region, operand: Operand, slot: str) -> str:
     """How the operand is read."""
     if operand.extent == "feature" and len(region.products) == 2:
-        half = region.half and not region.neighbours
-        if half or not region.half:
-            return f'HalfVector("{slot}", {region.half})' if half else f'LaneVector("{slot}")'
+        if region.halved:
+            return f'HalfVector("{slot}", {region.half})'
+        if not region.half:
+            return f'LaneVector("{slot}")'
     return f'{OPS_OF_EXTENT[operand.extent]}("{slot}")'
 
 

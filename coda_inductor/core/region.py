@@ -164,6 +164,11 @@ class Region(Keyed):
         return 1 if self.neighbours else self.half
 
     @property
+    def halved(self) -> bool:
+        """Are the two features of a pair half a head apart? A kernel then reads the weight, and stores, in halves."""
+        return bool(self.half) and not self.neighbours
+
+    @property
     def dtypes(self) -> tuple[str, str]:
         """Of the left and of the right matrices."""
         return self.dtype, self.right or self.dtype

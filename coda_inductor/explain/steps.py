@@ -21,7 +21,6 @@ from coda_inductor.core.text import left, right
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for, rewritten, target_of
 from coda_inductor.explain.units import Facts, kernel_facts, site_facts
-from coda_inductor.inductor.joint import is_joint
 from coda_inductor.inductor.records import Report
 from coda_inductor.ops.custom import REGION
 from coda_inductor.ops.elementwise import ELEMENTWISE
@@ -58,7 +57,7 @@ def program(
 
 def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
     """One graph, which is rewritten in place. `untouched` says why nothing was rewritten, if so."""
-    kind = "joint" if is_joint(graph) else "inference"
+    kind = "joint" if g.is_joint(graph) else "inference"
     before = Listing(graph).steps()
     seen: list[Derived] = []
 

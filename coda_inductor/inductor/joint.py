@@ -52,11 +52,6 @@ from coda_inductor.write.kept import keep, store
 from coda_inductor.write.verifying import Before, verify, verify_kept
 
 
-def is_joint(graph: fx.Graph) -> bool:
-    """Does the graph hold a forward and its backward?"""
-    return any(map(g.is_tangent, graph.nodes))
-
-
 class SplitInVain(Exception):
     """Not all parts of some products became Regions: these stay `whole`, and the graph is rewritten once more."""
 

@@ -56,8 +56,7 @@ class Executable:
             if len(region.products) == 2 and o.extent == "feature" and o.dtype != "f32"
         ]
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
-        halves = region.half and not region.neighbours
-        self._seconds = [(place[s], place[source.second(s)]) for s in names.stores] if halves else []
+        self._seconds = [(place[s], place[source.second(s)]) for s in names.stores] if region.halved else []
         totals = zip(names.sums, region.reductions, strict=True)
         self._sums: dict[bool, list[tuple[int, int, int]]] = {}  # by whether they are over M: parts, whole, output
         for i, (s, r) in enumerate(totals, len(names.stores)):

@@ -65,8 +65,7 @@ def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
         shape = {"tile": (8, 8), "table": (8, 2 * region.half)}.get(o.extent, (8,))
         values[slot] = _blank(wide, *shape)
     stores = {slot: _blank(s.dtype, 8, 8) for slot, s in zip(names.stores, region.stores, strict=True)}
-    halves = region.half and not region.neighbours
-    values |= stores | ({source.second(slot): blank for slot, blank in stores.items()} if halves else {})
+    values |= stores | ({source.second(slot): blank for slot, blank in stores.items()} if region.halved else {})
     values |= {slot: _blank("f32", 8, 8) for slot in names.sums}
     values |= {source.whole(slot): _blank("f32", 8) for slot in names.sums}
     if len(region.products) == 2 and not region.half:

@@ -22,8 +22,8 @@ from coda_inductor.patterns.layout import dense
 from coda_inductor.write.writing import Writing
 
 LARGE, RARE = 1 << 24, 4
-"""Smaller embeddings are left as they are, and those that have not so many times as many rows as there are tokens: what
-is written for each token costs as much as four rows."""
+"""Smaller embeddings are left as they are, and those that have not so many times as many rows as there are tokens:
+estimates of where the launches, and what is written for each token, cost what is spared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Gradient:
 
 def write_rows(graph: fx.Graph) -> int:
     """Rewrites the gradients of embeddings, in place. Returns how many."""
-    joint = any(map(g.is_tangent, graph.nodes))  # of which each side may compute a node once more, in another order
+    joint = g.is_joint(graph)  # of which each side may compute a node once more, in another order
     nodes = [node for node in graph.nodes if not joint or g.is_backward(node)]
     found = [made for node in nodes if (made := _gradient(node)) is not None]
     for gradient in found:

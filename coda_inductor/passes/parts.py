@@ -53,7 +53,7 @@ class Packed:
 
 def split_products(graph: fx.Graph, whole: frozenset[str] = frozenset()) -> tuple[Packed, ...]:
     """Rewrites the graph in place, but for the products named `whole`."""
-    joint = any(map(g.is_tangent, graph.nodes))
+    joint = g.is_joint(graph)
     joins = [n for n in graph.nodes if n.target is aten.cat.default and g.is_backward(n)]
     products = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default) and not g.is_backward(n)]
     found = []

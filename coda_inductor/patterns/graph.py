@@ -230,6 +230,11 @@ def reached(start: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.No
     return found
 
 
+def is_joint(graph: fx.Graph) -> bool:
+    """Does the graph hold a forward and its backward?"""
+    return any(map(is_tangent, graph.nodes))
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Is the node the gradient of an output, which exists only once the forward is over?"""
     return node.op == "placeholder" and "tangents" in str(node.target)

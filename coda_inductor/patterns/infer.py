@@ -207,7 +207,7 @@ def _part(reading: Reading, node: fx.Node, part: tuple[fx.Node, int, int, int], 
         reading.parts.append((rest, dims[dim]))
     else:
         lane = reading.axes.new(Size(count))
-        reading.axes.unify(dims[dim], (*rest, lane) if slices.stride(node) > 1 else (lane, *rest))
+        reading.axes.unify(dims[dim], (*rest, lane) if slices.step(node) > 1 else (lane, *rest))
         reading.lanes[node] = (lane, index)
     return (*dims[:dim], *(() if dropped else (rest,)), *dims[dim + 1 :])
 

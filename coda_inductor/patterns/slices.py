@@ -18,7 +18,7 @@ SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """(input, dimension, lanes, index) if the node is one of a few equal parts of a dimension of its input: of blocks
     that lie one behind the other or, of a slice with a step, of every n-th."""
-    if stride(node) > 1:
+    if step(node) > 1:
         return _comb(node)
     if (found := cut(node)) is None:
         return None
@@ -34,19 +34,19 @@ def lane(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 def _comb(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """What `lane` says of a slice with a step, if each of its values has as many behind it that are left out."""
     a: tuple[Any, ...] = node.args
-    source, dim, start, stop, step = a[:5]
+    source, dim, start, stop, every = a[:5]
     value = g.tensor(source)
     if value is None or not isinstance(extent := value.shape[dim], int) or not isinstance(stop, int):
         return None
     start = 0 if start is None else start
-    whole = isinstance(start, int) and 0 <= start < step and extent % step == 0 and stop >= extent
-    return (source, dim % value.dim(), step, start) if whole else None
+    whole = isinstance(start, int) and 0 <= start < every and extent % every == 0 and stop >= extent
+    return (source, dim % value.dim(), every, start) if whole else None
 
 
-def stride(node: fx.Node) -> int:
+def step(node: fx.Node) -> int:
     """The step of a slice; of other nodes 1."""
-    step = node.args[4] if node.target is aten.slice.Tensor and len(node.args) > 4 else 1
-    return step if isinstance(step, int) else 1
+    given = node.args[4] if node.target is aten.slice.Tensor and len(node.args) > 4 else 1
+    return given if isinstance(given, int) else 1
 
 
 def cut(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:

@@ -106,8 +106,7 @@ def build(plan: Plan, draft: Draft) -> Built:
     heads = draft.space.heads
     half = total(heads.minor).static if heads else 0
     assert half is not None
-    neighbours = heads is not None and heads.neighbours
-    writer.tables = _tables(plan, draft, half, neighbours)
+    writer.tables = _tables(plan, draft, half)
     matrices: list[Source] = []
     products = []
     for i, acc in enumerate(draft.space.accs):
@@ -129,19 +128,21 @@ def build(plan: Plan, draft: Draft) -> Built:
     assert n is not None
     left, right, fast = writer.matrices()
     epilogue = tuple(writer.operands), tuple(writer.lets), stores, sums
-    region = Region(n, left, tuple(products), *epilogue, half, right, fast, neighbours)
+    region = Region(n, left, tuple(products), *epilogue, half, right, fast, bool(heads and heads.neighbours))
     return Built(verify(region), [*matrices, *writer.sources], draft, writer.added)
 
 
-def _tables(plan: Plan, draft: Draft, half: int, neighbours: bool) -> dict[Lane, tuple[Table, int]]:
+def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]]:
     """The tables that an epilogue reads, and which of the pair each lane is: as few as may be, in the graph's order."""
-    loaded = plan.loads(draft, *draft.values).items() if draft.space.heads else ()
+    if (heads := draft.space.heads) is None:
+        return {}
+    loaded = plan.loads(draft, *draft.values).items()
     found = {s for x, s in loaded if isinstance(s, Lane) and draft.space.extent(x) == "table"}
     lanes = sorted(found, key=lambda lane: (plan.program.lifted.place[lane.node], lane.index or 0))
     tables: dict[Lane, tuple[Table, int]] = {}
     for i in range(0, len(lanes), 2):
         first, second = lanes[i], lanes[min(i + 1, len(lanes) - 1)]
-        table = Table((first, second), draft.space.rows, half, neighbours)
+        table = Table((first, second), draft.space.rows, half, heads.neighbours)
         tables |= {second: (table, 1), first: (table, 0)}  # a last one without a partner: its own first
     return tables
 

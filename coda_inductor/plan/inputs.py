@@ -23,7 +23,8 @@ from coda_inductor.rewrite.sources import leaves, sources, statistics
 from coda_inductor.rewrite.space import Axes, Space
 
 LARGE, PASSES = 1 << 24, 3
-"""Weights of fewer numbers are read in the time of a launch. A norm's pass reads its tensor twice and writes it."""
+"""A norm is deferred to weights of fewer numbers in any case, and to those with at most so many times as many features
+as there are tokens: estimates of a launch, and of what the norm's own pass moves."""
 
 
 @dataclass(slots=True)

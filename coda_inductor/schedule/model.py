@@ -22,7 +22,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from coda_inductor.core.errors import forget_frames
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.patterns.effects import base
-from coda_inductor.patterns.graph import copied, is_tangent
+from coda_inductor.patterns.graph import copied, is_joint, is_tangent
 from coda_inductor.schedule.fusion import Fusion, Group, parts_read
 from coda_inductor.schedule.kinds import Extern, elements, is_tensor, itemsize, lower, owner
 from coda_inductor.schedule.paths import Path
@@ -73,7 +73,7 @@ def kernels(graph: fx.Graph, halves: Halves | None = None) -> list[Kernel]:
 
 def partition(graph: fx.Graph) -> Halves | None:
     """Forward and backward of a joint graph, by Inductor's own min-cut; None if the graph is not joint."""
-    if not any(map(is_tangent, graph.nodes)):
+    if not is_joint(graph):
         return None
     described = graph.output_node().meta.get("desc")  # of every output; None for an input that gets no gradient
     if described is None:
