@@ -44,6 +44,8 @@ class Settings:
     """How much is measured before a Region is kept: nothing (the cost model decides), or each once."""
     target: Target = "auto"
     """The machine that kernels are made for; "reference" runs every Region on torch instead."""
+    chunk: int = 512
+    """MiB: larger scores of a head, and their gradients, are made in blocks of rows that are not."""
     cache_dir: str | None = None
     """Where kernels and measurements are kept; None: in `default_cache`."""
     debug_dir: str | None = None
@@ -115,6 +117,13 @@ def _boolean(value: object) -> bool:
     return {"0": False, "1": True}[str(value)]
 
 
+def _positive(value: object) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, bool | float) or (number := int(str(value))) < 1:
+        raise ValueError(value)
+    return number
+
+
 def _names(value: object) -> frozenset[str]:
     """A comma-separated text, or a collection of texts."""
     names = value.split(",") if isinstance(value, str) else value
@@ -150,6 +159,7 @@ def _choice(literal: Any) -> Kind:
 BOOLEAN = Kind(_boolean, "0 or 1")
 NAMES = Kind(_names, "names separated by commas")
 FOLDER = Kind(_folder, "a path")
+POSITIVE = Kind(_positive, "a whole number, 1 or more")
 
 KINDS: dict[str, Kind] = {
     "enabled": BOOLEAN,
@@ -158,6 +168,7 @@ KINDS: dict[str, Kind] = {
     "numerics": _choice(Numerics),
     "tune": _choice(Tune),
     "target": _choice(Target),
+    "chunk": POSITIVE,
     "cache_dir": FOLDER,
     "debug_dir": FOLDER,
     "strict": BOOLEAN,

@@ -19,6 +19,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
+from coda_inductor.passes.blocks import Blocks, write_blocks
 from coda_inductor.passes.casts import Cast, round_first, write_wide
 from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
@@ -29,6 +30,7 @@ from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
+    BLOCKS,
     CASTS,
     COMPLEX,
     ELEMENTWISE,
@@ -50,6 +52,8 @@ from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.verifying import Before, verify, verify_kept
+
+MIB = 1 << 20
 
 
 class SplitInVain(Exception):
@@ -81,6 +85,7 @@ class Work:
     tables: tuple[Table, ...] = ()
     casts: tuple[Cast, ...] = ()
     elementwise: tuple[Pass, ...] = ()
+    blocks: tuple[Blocks, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -160,6 +165,13 @@ def regions(work: Work) -> None:
     work.sites = _absorb(sites, made.builts, gone, terms)
 
 
+def row_blocks(work: Work) -> None:
+    """Scores of a head and its loss, or their gradient, are made of some rows at a time."""
+    if work.may(BLOCKS) and work.settings.numerics != "strict" and g.is_joint(work.graph):
+        work.blocks, left = write_blocks(work.graph, work.settings.chunk * MIB, work.before)
+        work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())
+
+
 def eight_bit_maxima(work: Work) -> None:
     """The largest of a tensor's rows and of its columns that no Region took are one pass over memory."""
     if work.may(ELEMENTWISE):
@@ -210,6 +222,7 @@ STAGES: tuple[Stage, ...] = (
     eight_bit_products,
     eight_bit_casts,
     regions,
+    row_blocks,
     eight_bit_maxima,
     tables,
     wide_products,

@@ -1,5 +1,6 @@
 """torch.ops.coda.region: one functional operation for every Region.
-torch.ops.coda.stored: a value that is in memory. torch.ops.coda.kept: a copy.
+torch.ops.coda.stored: a value that is in memory. torch.ops.coda.kept: a copy. torch.ops.coda.added_up: a product that
+is added to others. torch.ops.coda.after: a value that is computed after others.
 
 Their eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled
 graphs call `launch`, which runs the generated kernel. A stored value is the value, and so is a kept one.
@@ -66,6 +67,54 @@ torch.library.register_fake("coda::kept", torch.empty_like, lib=_library)
 KEPT = torch.ops.coda.kept.default
 """kept(x) -> a copy of x in memory of its own, as x lies; Inductor takes a clone that nobody returns for x itself."""
 has_side_effect(KEPT)  # or a partitioner would take for the backward's own what the forward does not read
+
+_library.define("after(Tensor x, Tensor[] others) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("after", lambda x, others: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("coda::after", lambda x, others: torch.empty_like(x), lib=_library)
+
+AFTER = torch.ops.coda.after.default
+"""after(x, others) -> x. Compiled graphs start to compute it when all others are in memory: what was only read for them
+has given its memory back."""
+
+_library.define("add_product_(Tensor(a!) into, Tensor left, Tensor right) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("added_up(Tensor? into, Tensor left, Tensor right) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    if into.is_cuda and left.dtype != into.dtype:
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+    else:
+        into.addmm_(left.to(into.dtype), right.to(into.dtype))
+
+
+def _added_up(into: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    wide = WIDE.get(left.dtype, left.dtype)
+    if into is not None:
+        _add_product(made := into.clone(), left, right)
+        return made
+    if left.is_cuda and left.dtype != wide:
+        return torch.mm(left, right, out_dtype=wide)
+    return torch.mm(left.to(wide), right.to(wide))
+
+
+def _fake_added_up(into: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=WIDE.get(left.dtype, left.dtype))
+
+
+WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_library.impl("add_product_", _add_product, "CompositeExplicitAutograd")
+_library.impl("added_up", _added_up, "CompositeExplicitAutograd")
+torch.library.register_fake("coda::add_product_", lambda into, left, right: None, lib=_library)
+torch.library.register_fake("coda::added_up", _fake_added_up, lib=_library)
+
+ADDED_UP, ADD_PRODUCT_ = torch.ops.coda.added_up.default, torch.ops.coda.add_product_.default
+"""added_up(into, left [M, K], right [K, N]) -> into + left @ right [M, N], or the product alone if `into` is None: in
+float32 if the matrices have 16 bits. Compiled graphs add in the memory of `into`, by add_product_."""
+
+
+@register_flop_formula(torch.ops.coda.added_up)
+def _flops_added_up(into: object, left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
+    return 2 * left[0] * left[1] * right[1]
 
 
 @register_flop_formula(torch.ops.coda.region)

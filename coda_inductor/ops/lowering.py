@@ -1,5 +1,6 @@
 """coda.region lowered: Inductor allocates the outputs, and its wrapper calls the kernel as a plain Python function.
-coda.stored lowered: nothing but a buffer, unless others have it too; coda.kept: a copy.
+coda.stored lowered: nothing but a buffer, unless others have it too; coda.kept: a copy; coda.added_up: a product that
+is added to memory that nobody else reads.
 
 The wrapper is cached as text, so all that a call needs is the Region's text, written out once at the top of the module.
 """
@@ -25,7 +26,7 @@ from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.launch import Launch, fall_back, kernel, together
-from coda_inductor.ops.custom import KEPT, REGION, STORED
+from coda_inductor.ops.custom import ADD_PRODUCT_, ADDED_UP, AFTER, KEPT, REGION, STORED
 from coda_inductor.patterns.effects import viewed
 
 
@@ -276,9 +277,45 @@ def _keep(x: ir.TensorBox) -> ir.TensorBox:
     return copy
 
 
+def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) -> Any:
+    """The product, added to `into` in its memory; to a copy of it, if that memory is an input's or somebody else's."""
+    if into is None:
+        return fallback_handler(ADDED_UP, add_to_fallback_set=False)(into, left, right)
+    source = V.graph.current_node.args[0]
+    assert isinstance(source, fx.Node)
+    if source.target is not ADDED_UP or sum(user.target is not AFTER for user in source.users) != 1:
+        into = _keep(into)
+    fallback_handler(ADD_PRODUCT_, add_to_fallback_set=False)(into, left, right)
+    return into
+
+
+def _operation(x: ir.TensorBox) -> str:
+    """The name of the operation that computes a value in memory; of one of several results, of what makes them all."""
+    made: Any = x.data.data  # type: ignore[union-attr]
+    return (made.inputs[0] if isinstance(made, ir.MultiOutput) else made).get_operation_name()  # type: ignore[no-any-return]
+
+
+def _last_written(name: str) -> str:
+    """The buffer that stands for the last write to a buffer's memory."""
+    buffers = (b for b in reversed(V.graph.buffers) if isinstance(b, ir.MutationOutput) and name in b.get_mutation_names())
+    return next((b.get_name() for b in buffers), name)
+
+
+def _after(x: ir.TensorBox, others: Sequence[ir.TensorBox]) -> ir.TensorBox:
+    """The value, in memory, whose kernel the scheduler places behind those of the others."""
+    x = _store(x)
+    kernel = _operation(x)
+    for other in others:
+        other.realize()
+        V.graph.additional_buffer_deps[kernel].add(_last_written(other.get_name()))
+    return x
+
+
 @cache
 def register() -> None:
     """Tells Inductor, once."""
     register_lowering(REGION, type_promotion_kind=None)(_lower)
     register_lowering(STORED, type_promotion_kind=None)(_store)
     register_lowering(KEPT, type_promotion_kind=None)(_keep)
+    register_lowering(AFTER, type_promotion_kind=None)(_after)
+    register_lowering(ADDED_UP, type_promotion_kind=None)(_add_up)
