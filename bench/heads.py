@@ -1,6 +1,6 @@
 """A head with its loss, forward and backward: in blocks of rows, whole, and as others make it.
 
-    python bench/heads.py [CASE ...] [--chunk MIB ...] [--seconds S] [--out FILE]
+    python bench/heads.py [CASE ...] [--chunk ROWS ...] [--seconds S] [--out FILE]
 
 32768 tokens of width 2048, bfloat16. A case is a vocabulary (32000, 128256) and, behind a colon, what the scores go
 through: nothing, "cap" (15 tanh(z / 15) in float32), "returned" (the scores are a result, too). Each is timed alone for
@@ -10,7 +10,7 @@ seconds, by turns: "ms" by backend, with the peak of memory over what lies there
 - chunker: torch.compile with TORCHINDUCTOR_AUTO_CHUNKER
 - liger: its fused linear cross-entropy (where it is installed; of plain scores)
 - whole: ours with disable="blocks"
-- coda-MIB: ours with chunk=MIB
+- coda-ROWS: ours with chunk=ROWS
 
 "error" is the distance of the gradients of x and of the weight from those of float32 products, beside their norm.
 """
@@ -168,7 +168,7 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--chunk", nargs="*", type=int, default=[512])
+    parser.add_argument("--chunk", nargs="*", type=int, default=[3072])
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -96,6 +97,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
             {"shape": f"[{p.m}, {p.record.n}]", "what": told(p.record), "outputs": list(p.outputs), "source": p.source}
             for p in report.elementwise
         ],
+        "blocks": [dataclasses.asdict(b) for b in report.blocks],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
     beside = sum(r["bytes_after"] for r in regions)

@@ -39,6 +39,7 @@ def render(report: Facts) -> str:
         lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in casts.items()]
         passes = Counter((p["shape"], p["what"], p["source"]) for p in graph["elementwise"])
         lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in passes.items()]
+        lines += [f"  {_blocks(b)}  {place(b['source'])}" for b in graph["blocks"]]
         said = {(p["why"], p["source"]) for p in graph["passes"]}
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]
@@ -49,6 +50,12 @@ def render(report: Facts) -> str:
         ):
             lines += [f"  {title}:", *rows] if rows else []
     return "\n".join(lines)
+
+
+def _blocks(b: Facts) -> str:
+    """What is made by blocks of rows, and if it is only the gradient, why."""
+    what = f"scores' gradient {b['shape']}" if b["whole"] else f"scores {b['shape']} and their gradient"
+    return f"{what} in {b['count']} blocks of rows" + (f" (the scores stay whole: {b['whole']})" if b["whole"] else "")
 
 
 def plural(count: int, what: str) -> str:

@@ -46,14 +46,13 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Computed
 from coda_inductor.plan.draft import Refusal as Refused
 from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.laws import ROOT
 from coda_inductor.rewrite.rotate_half import OF_HEADS
 from coda_inductor.rewrite.sources import statistics
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.verifying import Before, verify, verify_kept
-
-MIB = 1 << 20
 
 
 class SplitInVain(Exception):
@@ -168,7 +167,7 @@ def regions(work: Work) -> None:
 def row_blocks(work: Work) -> None:
     """Scores of a head and its loss, or their gradient, are made of some rows at a time."""
     if work.may(BLOCKS) and work.settings.numerics != "strict" and g.is_joint(work.graph):
-        work.blocks, left = write_blocks(work.graph, work.settings.chunk * MIB, work.before)
+        work.blocks, left = write_blocks(work.graph, work.settings.chunk, work.before)
         work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())
 
 
@@ -260,7 +259,7 @@ def rewrite(
         module.graph = backup
         raise
     rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
-    done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise
+    done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise, work.blocks
     return Report(*done, rewrote, seconds)
 
 
@@ -297,6 +296,8 @@ def _fired(made: Plan) -> dict[object, set[str]]:
         if f.product >= 0:
             fired.setdefault(f.product, set()).add(f.law)
             continue
+        if f.law == ROOT.name:
+            continue  # which the Region that reads the square says itself
         sums = statistics(f.after)
         for s in [s for s in sums if s.id > lifted] or sums:  # the softmax law's one sum is lifted
             fired.setdefault(s, set()).add(f.law)
@@ -310,7 +311,9 @@ def _site(
     value = g.tensor(nodes[bits[-1]])
     assert value is not None
     beside = [s for x in built.inputs if isinstance(x, Computed) for s in statistics(x.term)]
-    laws = tuple(sorted({law for what in (*bits, *built.draft.sums, *beside) for law in fired.get(what, ())}))
+    laws = tuple(
+        sorted({law for what in (*bits, *built.draft.sums, *beside) for law in fired.get(what, ())} | built.laws)
+    )
     outputs = tuple(n.name for n in built.draft.supplies)
     return Site(f"r{i}", built.region, str(value.shape[0]), laws, (), outputs, lines[nodes[bits[-1]].name])
 

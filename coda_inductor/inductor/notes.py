@@ -74,6 +74,7 @@ def told(done: Report | CodaError | None) -> str:
     parts = [f"# {s.name} {s.source} {' '.join(s.laws)}\n{show(s.region, s.m)}\n" for s in done.sites]
     parts += ["".join(f"stored: {t.node} {t.shape}  {t.source}\n" for t in done.tables)]
     parts += ["".join(f"{c.what}: {c.node} {c.shape}  {c.source}\n" for c in done.casts)]
+    parts += ["".join(f"in {b.count} blocks: {b.node} {b.shape}  {b.source}\n" for b in done.blocks)]
     parts += ["".join(f"refused: {r.node}: {r.reason}  {r.source}\n" for r in done.refused)]
     return "\n".join(filter(None, parts)) or "left to Inductor: no region\n"
 

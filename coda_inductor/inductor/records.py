@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coda_inductor.core.region import Region
+from coda_inductor.passes.blocks import Blocks
 from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.elementwise import Pass
 from coda_inductor.passes.tables import Table
@@ -48,6 +49,8 @@ class Report:
     """What was cast elsewhere than it is now."""
     elementwise: tuple[Pass, ...] = ()
     """Casts to 8 bits, in rows and transposed, that read their tensor once."""
+    blocks: tuple[Blocks, ...] = ()
+    """Scores, or their gradients, that are made by blocks of rows."""
     rewrote: bool = False
     """Is the graph another than it was?"""
     seconds: float = 0.0

@@ -291,13 +291,16 @@ def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) 
 
 def _operation(x: ir.TensorBox) -> str:
     """The name of the operation that computes a value in memory; of one of several results, of what makes them all."""
-    made: Any = x.data.data  # type: ignore[union-attr]
-    return (made.inputs[0] if isinstance(made, ir.MultiOutput) else made).get_operation_name()  # type: ignore[no-any-return]
+    made: Any = x.data.data  # type: ignore[attr-defined]
+    kernel: Any = made.inputs[0] if isinstance(made, ir.MultiOutput) else made
+    return str(kernel.get_operation_name())
 
 
 def _last_written(name: str) -> str:
     """The buffer that stands for the last write to a buffer's memory."""
-    buffers = (b for b in reversed(V.graph.buffers) if isinstance(b, ir.MutationOutput) and name in b.get_mutation_names())
+    buffers = (
+        b for b in reversed(V.graph.buffers) if isinstance(b, ir.MutationOutput) and name in b.get_mutation_names()
+    )
     return next((b.get_name() for b in buffers), name)
 
 

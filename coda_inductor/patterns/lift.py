@@ -21,7 +21,7 @@ from coda_inductor.patterns import slices
 from coda_inductor.patterns.effects import Memory, behind_tangents, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
-from coda_inductor.patterns.pointwise import POINTWISE
+from coda_inductor.patterns.pointwise import POINTWISE, chain
 from coda_inductor.patterns.terms import Term, Terms, is_number
 
 
@@ -66,6 +66,8 @@ class Lifted:
     """Is a backward part of it?"""
     scaled: set[Term] = field(default_factory=set)
     """Products of 8-bit operands that are multiplied by their scales by an operation of its own."""
+    computed: frozenset[fx.Node] = frozenset()
+    """What makes scores of a product's result, if a logsumexp is taken of these: it reads that as it is stored."""
     layouts: dict[fx.Node, tuple[tuple[int, ...], bool]] = field(default_factory=dict)
     """How nodes lie, once somebody has asked: Program.lies."""
 
@@ -102,6 +104,7 @@ def lift(
     products = (node for node in graph.nodes if node.target in g.PRODUCTS and node not in left)
     lifted.bits = {node: i for i, node in enumerate(products)}
     forward = _forward(lifted)
+    lifted.computed = frozenset(n for r in graph.nodes if (n := _first_step(r)) is not None)
     for node in graph.nodes:
         deps = forward if g.is_tangent(node) else 0
         for a in (*node.all_input_nodes, *waits.get(node, ())):
@@ -205,7 +208,8 @@ def _pointwise(lifted: Lifted, node: fx.Node) -> Term | None:
     if node.target is aten.mul.Tensor and (term := _rescaled(lifted, node)) is not None:
         return term
     try:
-        args = [lifted.term[a] if isinstance(a, fx.Node) else lifted.terms.const(a) for a in node.args]  # type: ignore[arg-type]
+        of = _stored if node in lifted.computed else lambda lifted, a: lifted.term[a]
+        args = [of(lifted, a) if isinstance(a, fx.Node) else lifted.terms.const(a) for a in node.args]  # type: ignore[arg-type]
         alpha = node.kwargs.get("alpha", 1)
         if alpha != 1:
             args[1] = lifted.terms.mul(args[1], lifted.terms.const(alpha))  # type: ignore[arg-type]
@@ -256,13 +260,27 @@ def _rescaled(lifted: Lifted, node: fx.Node) -> Term | None:
     return None
 
 
+def _first_step(node: fx.Node) -> fx.Node | None:
+    """The first operation of those that make the scores of a logsumexp of a product's result; None if there is none."""
+    found = g.reduction(node)
+    if found is None or found.name not in REDUCTIONS or not REDUCTIONS[found.name].stored:
+        return None
+    product, *steps = chain(found.source)
+    made = (n for n in steps if not g.is_view(n) and not g.is_cast(n))
+    return next(made, None) if product.target in g.MATRIX_PRODUCTS else None
+
+
 def _stored(lifted: Lifted, node: fx.Node) -> Term:
     """The node's term, rounded as the narrow tensor is that it is widened from. Who subtracts a logsumexp from the
     scores relies on that: with one of unrounded scores the losses of 300 steps of a small model by autocast were 5e-4
     from eager's, with Inductor 2e-4 (tests/whole/test_training_bf16.py)."""
-    term = lifted.term[node]
-    name = NARROW.get(g.tensor(g.narrow(node)).dtype)  # type: ignore[union-attr]
-    return lifted.terms.fn(name, term) if name else term
+    return _as_stored(lifted.terms, g.narrow(node), lifted.term[node])
+
+
+def _as_stored(ts: Terms, node: fx.Node, term: Term) -> Term:
+    """The term, rounded to the node's dtype."""
+    name = NARROW.get(g.tensor(node).dtype)  # type: ignore[union-attr]
+    return ts.fn(name, term) if name else term
 
 
 def _reduction(lifted: Lifted, r: g.Reduction) -> Term | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
+from torch import fx
+
 from coda_inductor.core.ops import OPS
+from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, aten_of, prims
 from coda_inductor.patterns.terms import Term, Terms
 
@@ -69,3 +72,12 @@ POINTWISE: dict[object, Meaning] = {
     **{op: _fn(name) for name, ops in FUNCTIONS.items() for op in ops},
 }
 # fmt: on
+
+
+def chain(node: fx.Node) -> list[fx.Node]:
+    """What the node is computed of number by number, with numbers alone, and the steps to it: [source, ..., node]."""
+    found = [node]
+    while g.is_view(node) or (node.target in POINTWISE and len(node.all_input_nodes) == 1):
+        node = node.all_input_nodes[0]
+        found.insert(0, node)
+    return found

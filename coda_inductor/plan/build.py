@@ -18,9 +18,10 @@ from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Built, Source, Table, Weight
-from coda_inductor.plan.draft import Computed, Draft, Stored
+from coda_inductor.plan.draft import Computed, Draft, Root, Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.plan.statements import EXTENTS, Statements, Value
+from coda_inductor.rewrite.laws import ROOT
 from coda_inductor.rewrite.space import Lane
 from coda_inductor.rewrite.state import weight_of
 
@@ -35,6 +36,7 @@ class _Writer(Statements):
     loaded: dict[Source, str] = field(default_factory=dict)
     tables: dict[Lane, tuple[Table, int]] = field(default_factory=dict)
     reached: dict[Term, frozenset[int]] = field(default_factory=dict)
+    laws: set[str] = field(default_factory=set)
 
     def given(self, t: Term) -> Value | None:
         """A value that is loaded."""
@@ -53,6 +55,9 @@ class _Writer(Statements):
         if isinstance(source, Lane):
             whole, index = self.tables.get(source, (source.node, source.index))
             return self.let("second" if index else "first", self._load(t, whole))
+        if isinstance(source, Root):
+            self.laws.add(ROOT.name)
+            return self.let("sqrt", self._load(t, source.square))
         if source not in self.loaded:
             if isinstance(source, fx.Node):
                 dtype = DTYPE_NAMES[g.tensor(source).dtype]  # type: ignore[union-attr]
@@ -129,7 +134,7 @@ def build(plan: Plan, draft: Draft) -> Built:
     left, right, fast = writer.matrices()
     epilogue = tuple(writer.operands), tuple(writer.lets), stores, sums
     region = Region(n, left, tuple(products), *epilogue, half, right, fast, bool(heads and heads.neighbours))
-    return Built(verify(region), [*matrices, *writer.sources], draft, writer.added)
+    return Built(verify(region), [*matrices, *writer.sources], draft, writer.added, frozenset(writer.laws))
 
 
 def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]]:

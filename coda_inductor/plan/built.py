@@ -46,12 +46,13 @@ Source = Loaded | Weight | Table
 @dataclass(slots=True)
 class Built:
     """A Region, its inputs in order, and what each output is: the drafts' stores, then its sums. `added` is the product
-    that its accumulator sums up with its own."""
+    that its accumulator sums up with its own; `laws` are those by which it reads its inputs."""
 
     region: Region
     inputs: list[Source]
     draft: Draft
     added: Term | None = None
+    laws: frozenset[str] = frozenset()
 
     @property
     def products(self) -> list[Term]:

@@ -32,8 +32,16 @@ class Computed:
     order: tuple[int, ...]
 
 
-Loaded = fx.Node | Stored | Term | Computed | Lane
-"""Where an epilogue's input comes from: a node, a store, a sum (its reduction), a small computation, or half a node."""
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The square root of a tile, which is what there is of the value."""
+
+    square: fx.Node | Stored
+
+
+Loaded = fx.Node | Stored | Term | Computed | Lane | Root
+"""Where an epilogue's input comes from: a node, a store, a sum (its reduction), a small computation, half a node, or
+the root of a tile."""
 
 MAX_INLINE = 2  # vectors that an epilogue combines itself, rather than reading the result of a computation
 MAX_READ = 12  # vectors and tiles that an epilogue may read: Target.max_operands, which a test compares

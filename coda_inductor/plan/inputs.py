@@ -14,7 +14,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.patterns.terms import Term, is_number
-from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Stored
+from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Root, Stored
 from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.program import Program
@@ -61,6 +61,8 @@ class Inputs:
         if space.heads is not None and extent in ("feature", "table"):
             return self.program.lane(x, space)
         if extent == "tile":
+            if (square := self.program.squares.get(x)) is not None and self.program.in_backward(space):
+                return Root(self._tile_source(square, space))
             if not self.program.has_tile(x, space) or self.program.composed(x, space):
                 return None
             return self._tile_source(x, space)

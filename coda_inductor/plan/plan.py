@@ -21,7 +21,7 @@ from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.again import Again
 from coda_inductor.plan.built import Built
-from coda_inductor.plan.draft import Computed, Conflict, Draft, Loaded, Refusal, Stored, cycle
+from coda_inductor.plan.draft import Computed, Conflict, Draft, Loaded, Refusal, Root, Stored, cycle
 from coda_inductor.plan.inputs import Inputs
 from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.limits import Limits
@@ -133,14 +133,15 @@ class Plan(Inputs):
         return node.target in POINTWISE or node.target in g.LOOPS or g.reduction(node) is not None
 
     def _base(self, node: fx.Node) -> fx.Node:
-        """The tile that a pointwise chain of one tile starts from: cheaper for a kept operation to read than its
-        end."""
-        while node.target in POINTWISE and not self._ends(node):
+        """The tile that a pointwise chain of one tile starts from, views between: cheaper for a kept operation to read
+        than its end."""
+        start = node
+        while g.is_view(node) or (node.target in POINTWISE and not self._ends(node)):
             tiles = [a for a in node.all_input_nodes if self._tile(a)]
             if len(tiles) != 1:
                 break
-            node = tiles[0]
-        return node
+            start, node = start if g.is_view(node) else tiles[0], tiles[0]
+        return start
 
     def _ends(self, node: fx.Node) -> bool:
         term = self.program.lifted.term.get(node)
@@ -270,6 +271,8 @@ class Plan(Inputs):
                     raise Conflict(Limits({a.bit: why.what for a in space.accs})) from why
                 for each in read:
                     self._demand(each, space)
+            case Root(square):
+                self._demand(square, space)
             case Term():
                 self._take(self._draft(self.program.space(source.args[0])), source)
             case _:

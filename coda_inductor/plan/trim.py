@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from coda_inductor.patterns.terms import Term
-from coda_inductor.plan.draft import Computed, Draft, Stored
+from coda_inductor.plan.draft import Computed, Draft, Root, Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.space import Lane
 
@@ -27,6 +27,8 @@ def trim(plan: Plan) -> Plan:
             todo += plan.reads(item)
         elif isinstance(item, Lane):
             todo.append(item.node)
+        elif isinstance(item, Root):
+            todo.append(item.square)
         elif isinstance(item, Term):  # a sum
             draft = next(d for d in drafts if item in d.sums)
             used.add((id(draft), item))

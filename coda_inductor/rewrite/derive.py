@@ -18,7 +18,7 @@ from torch import fx
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
-from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, SHIFT, TRIANGLE
+from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, ROOT, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, factors, is_late, number, separate, total
 from coda_inductor.rewrite.sources import statistics
@@ -49,6 +49,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
     for t in program.lifted.read:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
+    squared = {t for t in by_sign if terms.power(t, Fraction(2)) in readers} if ROOT.name in laws else set[Term]()
     for t in program.lifted.read:
         before = after = terms.rebuild(t, [program.new[a] for a in t.args]) if t.args else t
         law = BILINEARITY.name
@@ -69,6 +70,9 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         program.turned.clear()
         if after is not before:
             firings.append(Firing(law, before, after, t.bit if t.kind == "con" else -1))
+        if t in squared and is_relu(after):
+            program.squares[after] = terms.power(after, Fraction(2))
+            firings.append(Firing(ROOT.name, after, terms.fn("sqrt", program.squares[after]), -1))
         program.new[t] = after
         if (t in wholes and _plain(after)) or (t in by_sign and is_relu(after) and after.args[0] in program.wholes):
             program.wholes.add(after)

@@ -127,6 +127,17 @@ RELU = Law(
     source="z relu'(z) = relu(z) = relu(z) relu'(z) for finite z",
 )
 
+ROOT = Law(
+    name="root",
+    before=lambda y, g: y * g,
+    after=lambda y, g: (y * y) ** 0.5 * g,
+    shapes={"y": "M K", "g": "M K"},
+    refuses=(),  # true of all y >= 0, which max(z, 0) is
+    when="a gradient asks for max(z, 0), of which the next product reads the square: that is stored anyway",
+    numerics="moves a rounding",
+    source="y = sqrt(y^2) for y >= 0",
+)
+
 SOFTMAX = Law(
     name="softmax",
     before=lambda e, c: (e / c) / over_k(e / c),
@@ -139,4 +150,4 @@ SOFTMAX = Law(
     "relative to the greatest score so far, arXiv:1805.02867",
 )
 
-LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE, ADJOINT, RELU, SOFTMAX)
+LAWS: tuple[Law, ...] = (BILINEARITY, GAUGE, SHIFT, MOMENTS, TRIANGLE, ADJOINT, RELU, ROOT, SOFTMAX)

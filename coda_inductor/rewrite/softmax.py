@@ -5,9 +5,9 @@
 
 A pair of the maximum and a sum relative to it is kept up while a row's scores pass by (arXiv:1805.02867), so l is as
 safe as the maximum makes it. (Of an infinite score y is NaN as before; of the others of its row it is -inf, not NaN.)
-Only where the scores are a product's as it is stored, cast at most: of others, capped ones for example, the epilogue
-would have to store them as well, or y would be of rounded scores and l of unrounded ones. What no Region takes is
-written as it was.
+Only where the scores are a product's as it is stored, or computed of that alone, as capped ones are: the epilogue
+rounds the product as it is stored, and computes with that, or y would be of rounded scores and l of unrounded ones.
+What no Region takes is written as it was.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import fx
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.pointwise import chain
 from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.laws import SOFTMAX
 from coda_inductor.rewrite.program import Program
@@ -52,14 +53,14 @@ def shorten(graph: fx.Graph) -> list[Normaliser]:
 
 
 def _shorten(log: fx.Node) -> Normaliser | None:
-    chain = _chain(log, aten.log.default, aten.sum.dim_IntList, aten.exp.default, aten.sub.Tensor)
-    if chain is None:
+    steps = _chain(log, aten.log.default, aten.sum.dim_IntList, aten.exp.default, aten.sub.Tensor)
+    if steps is None:
         return None
-    total, exp, shifted = chain
+    total, exp, shifted = steps
     scores, maximum = shifted.args
     if not isinstance(maximum, fx.Node) or maximum.target is not aten.amax.default or shifted.kwargs:
         return None
-    if not isinstance(scores, fx.Node) or g.narrow(scores).target not in g.MATRIX_PRODUCTS:
+    if not isinstance(scores, fx.Node) or chain(scores)[0].target not in g.MATRIX_PRODUCTS:
         return None
     of, over = g.reduction(maximum), g.reduction(total)
     if of is None or over is None or of.source is not scores or not of.keepdim or of.dims != over.dims:

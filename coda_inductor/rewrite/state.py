@@ -31,6 +31,8 @@ class State:
     """Tensors that are named as they lie in memory, whatever they are made of, and their nodes."""
     gradients: set[Term] = field(default_factory=set)
     """What the products of the backward multiply: it lies in memory anyway."""
+    squares: dict[Term, Term] = field(default_factory=dict)
+    """The squares, which products read, of what gradients ask for: max(z, 0)."""
     turned: list[tuple[str, Term, Term]] = field(default_factory=list)
     """A law's name, and a sum before and after it, of the laws that the triangle uses: in the order of their uses."""
     sums: dict[tuple[Term, tuple[int, ...]], Term] = field(default_factory=dict)

@@ -16,7 +16,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
-from coda_inductor.ops.custom import REGION, STORED
+from coda_inductor.ops.custom import AFTER, REGION, STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import name_of
 from coda_inductor.patterns.layout import is_strided
@@ -27,8 +27,8 @@ from coda_inductor.schedule.paths import Reads
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 
 _NAMES: dict[Kind, str] = {
-    "view": "stored view permute expand unsqueeze squeeze alias t transpose detach reshape _unsafe_view view_as_real "
-    "lift_fresh",
+    "view": "stored after view permute expand unsqueeze squeeze alias t transpose detach reshape _unsafe_view "
+    "view_as_real lift_fresh",
     "part": "slice select split split_with_sizes unbind chunk diagonal as_strided",
     "loop": "cat stack clone convert_element_type _to_copy where slice_scatter select_scatter constant_pad_nd flip "
     "repeat copy copy_ tril triu fill masked_fill roll glu view_as_complex",
@@ -194,7 +194,7 @@ class _Lowering:
         return self.result
 
     def call(self, node: fx.Node, kind: Kind) -> None:
-        if node.target is STORED:
+        if node.target in (STORED, AFTER):
             self.realize(node.all_input_nodes[0])
         if kind in ("loop", "gather", "source", "random"):
             self.formulas[node] = self.pointwise(node, kind)

@@ -167,6 +167,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "parts"): [],
     ("disable", "embedding"): BEFORE,  # test_embedding.py
     ("only", "embedding"): [],
+    ("disable", "blocks"): BEFORE,  # test_row_blocks.py
+    ("only", "blocks"): [],
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 
@@ -183,10 +185,10 @@ def test_every_law_and_kind_has_a_switch_that_is_tested() -> None:
     assert named | ELSEWHERE == NAMES
 
 
-# Of norms that take a mean away, of backwards (relu: test_signs.py), and of losses (test_softmax.py). Tables are in
-# test_tables.py, too, halves of heads in test_halves.py, two products in one sum in test_summed.py, what is bare or
+# Of norms that take a mean away, of backwards (relu, root: test_signs.py), and of losses (test_softmax.py). Tables are
+# in test_tables.py, too, halves of heads in test_halves.py, two products in one sum in test_summed.py, what is bare or
 # cast in test_bare.py.
-ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "relu", "softmax", "halves", "summed", "bare"}
+ELSEWHERE = {"shift", "moments", "triangle", "adjoint", "relu", "root", "softmax", "halves", "summed", "bare"}
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))

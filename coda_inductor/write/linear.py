@@ -45,7 +45,8 @@ def product(degrees: Iterable[Degree]) -> Degree:
     def times(a: Degree, b: Degree) -> Degree:
         return ANY if a is ANY or b is ANY else a + b
 
-    if (total := reduce(times, degrees, 0)) is not ANY and total > 1:
+    one: Degree = 0
+    if (total := reduce(times, degrees, one)) is not ANY and total > 1:
         raise NotLinear("a square")
     return total
 

@@ -32,7 +32,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeated for some of the rows, as [T, 1] beside [B, T, V]: it becomes rows where its first dimensions are these."""
+    """Repeated for some of the rows, as [T, 1] beside [B, T, V]: rows once its first dimensions are these."""
 
     first: tuple[int, ...]
     own: int
@@ -58,7 +58,7 @@ RESHAPES = frozenset({
 })  # fmt: skip
 SAME = frozenset({aten.alias.default, aten.detach.default, aten.clone.default, aten.contiguous.default})
 FILLED = frozenset({aten.full.default})
-OF_EVERYTHING = {aten.sum.default: "sum", aten.mean.default: "mean"}
+OF_EVERYTHING: dict[object, str] = {aten.sum.default: "sum", aten.mean.default: "mean"}
 ALONG = frozenset({aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 """Operations along one dimension, their second argument, by an index of as many rows."""
 
@@ -195,13 +195,14 @@ def _product(node: fx.Node, k: int, rows: int) -> Demands:
     read = g.operands(node)
     if not read.understood or any(len(shape(bias)) != 1 for bias in read.addends):
         raise NotByRow(f"{node} adds a matrix")
-    return {read.left: Rows(1), read.right: WHOLE} | dict.fromkeys(read.addends, WHOLE)
+    whole: Demands = dict.fromkeys((read.right, *read.addends), WHOLE)
+    return whole | {read.left: Rows(1)}
 
 
 def _item(node: fx.Node) -> Form:
     """What a result of a Region is."""
     region = parse(_first(node).args[1])  # type: ignore[arg-type]
-    number = int(node.args[1]) - len(region.stores)  # type: ignore[call-overload]
+    number: int = node.args[1] - len(region.stores)  # type: ignore[operator,assignment]
     return SUMMED if number >= 0 and region.reductions[number].over == "M" else Rows(1)
 
 
