@@ -168,7 +168,7 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--chunk", nargs="*", type=int, default=[3072])
+    parser.add_argument("--chunk", nargs="*", type=int, default=[4096])
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

@@ -57,7 +57,8 @@ class _Writer(Statements):
             return self.let("second" if index else "first", self._load(t, whole))
         if isinstance(source, Root):
             self.laws.add(ROOT.name)
-            return self.let("sqrt", self._load(t, source.square))
+            square = self._load(t, source.square)
+            return self.let("sqrt", self.let("max", square, 0.0))  # tuning reads any numbers, also negative ones
         if source not in self.loaded:
             if isinstance(source, fx.Node):
                 dtype = DTYPE_NAMES[g.tensor(source).dtype]  # type: ignore[union-attr]
