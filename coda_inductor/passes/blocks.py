@@ -50,8 +50,10 @@ class Blocks:
 def write_blocks(graph: fx.Graph, chunk: int, before: Before) -> tuple[tuple[Blocks, ...], dict[fx.Node, str]]:
     """Rewrites the graph in place where blocks of `chunk` rows take at most half as much memory. Returns what was done,
     and why other large gradients stay whole."""
-    done, left = list[Blocks](), dict[fx.Node, str]()
+    done, left, written = list[Blocks](), dict[fx.Node, str](), set[fx.Node]()
     for gradient, rows in gradients(graph, chunk).items():
+        if gradient in written:
+            continue  # of several products, which other blocks hold already
         try:
             program, reason = gathered(gradient, rows)
         except NotByRow as whole:
@@ -65,6 +67,7 @@ def write_blocks(graph: fx.Graph, chunk: int, before: Before) -> tuple[tuple[Blo
             continue
         source = g.source_line(gradient)
         Written(Writing(graph, anchor(graph, program)), program, sizes).write()
+        written |= program.forms.keys()
         shape = f"[{', '.join(map(str, value.shape))}]"
         done.append(Blocks(gradient.name, shape, len(sizes), reason, source))
     if done:
@@ -102,7 +105,8 @@ def multiplied(node: fx.Node) -> tuple[fx.Node | None, int]:
     else:
         return None, 0
     turned = left.target is aten.permute.default
-    return left.all_input_nodes[0] if turned else left, int(right.meta["val"].shape[-1])
+    sizes = [n for n in right.meta["val"].shape if isinstance(n, int)]  # of a Region's weight, either is first
+    return left.all_input_nodes[0] if turned else left, min(sizes, default=0)
 
 
 def gathered(gradient: fx.Node, rows: int) -> tuple[ByRows, str]:

@@ -49,7 +49,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
     for t in program.lifted.read:
         if t.kind == "con":
             readers[t.args[0]] |= t.hosts
-    squared = {t for t in by_sign if terms.power(t, Fraction(2)) in readers} if ROOT.name in laws else set[Term]()
+    squared = _squared(program, by_sign) if ROOT.name in laws else set[Term]()
     for t in program.lifted.read:
         before = after = terms.rebuild(t, [program.new[a] for a in t.args]) if t.args else t
         law = BILINEARITY.name
@@ -78,6 +78,16 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             program.wholes.add(after)
         program.nodes.setdefault(after, []).extend(held[t])
     return firings
+
+
+def _squared(program: Program, wanted: set[Term]) -> set[Term]:
+    """Those of which products read the squares, and none reads them; not in float16, where small squares vanish."""
+    operands = dict[Term, set[torch.dtype]]()
+    for t in program.lifted.read:
+        if t.kind == "con" and (product := program.lifted.products.get(t.bit)) is not None:
+            operands.setdefault(t.args[0], set()).add(product.x.meta["val"].dtype)
+    squares = {t: operands.get(program.lifted.terms.power(t, Fraction(2)), {torch.float16}) for t in wanted}
+    return {t for t, dtypes in squares.items() if torch.float16 not in dtypes and t not in operands}
 
 
 def _plain(t: Term) -> bool:

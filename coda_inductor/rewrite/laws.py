@@ -132,8 +132,9 @@ ROOT = Law(
     before=lambda y, g: y * g,
     after=lambda y, g: (y * y) ** 0.5 * g,
     shapes={"y": "M K", "g": "M K"},
-    refuses=(),  # true of all y >= 0, which max(z, 0) is
-    when="a gradient asks for max(z, 0), of which the next product reads the square: that is stored anyway",
+    refuses=(),  # true of all y >= 0, which max(z, 0) is; what it needs is that the square of small y is not 0
+    when="a gradient asks for max(z, 0), of which the next product reads the square: that is stored anyway, and has "
+    "more exponents than float16",
     numerics="moves a rounding",
     source="y = sqrt(y^2) for y >= 0",
 )

@@ -129,7 +129,9 @@ def _selects(node: fx.Node) -> bool:
     if not applies or node.target is not aten.scatter.value or len(node.args) != 4:
         return False
     constant, dim, index, _ = node.args
-    if not isinstance(constant, fx.Node) or constant.target is not aten.full.default or len(constant.users) > 1:
+    if not isinstance(constant, fx.Node) or constant.target is not aten.full.default:
+        return False
+    if any(user.target is not aten.scatter.value for user in constant.users):  # the partitioner makes equal ones one
         return False
     assert isinstance(index, fx.Node) and isinstance(dim, int)
     whole, given = ([assumed(size) for size in n.meta["val"].shape] for n in (constant, index))

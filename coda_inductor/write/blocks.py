@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import NARROW
+from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.ops.custom import ADDED_UP, AFTER, STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
@@ -36,8 +37,8 @@ class Written:
     """Results in rows, block by block."""
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     behind: list[fx.Node] = field(default_factory=list)
-    """What the block before leaves: only then the next one starts, or Inductor would begin with all of them. And the
-    scores are read by all else before their gradient is computed, which then takes their memory."""
+    """What the block before leaves. A block starts behind it (coda.after), or Inductor would begin with all of them. In
+    a block, the gradient is computed behind what else reads the scores, so that it may take their memory."""
 
     def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
         """A node of the side on which the blocks run."""
@@ -131,7 +132,7 @@ class Written:
         """The node, of some rows, which are one dimension."""
         form = self.program.forms[node]
         if not isinstance(form, Rows) or node.target in (*g.PRODUCTS, operator.getitem):
-            return self.call(node, node.target, *fx.map_arg(node.args, lambda n: made.get(n, n)), **node.kwargs)
+            return self.call(node, node.target, *fx.map_arg(node.args, lambda n: self.read(n, made)), **node.kwargs)
         rest = list(node.meta["val"].shape[form.lead :])
         if node.target in by.FILLED:
             return self.call(node, node.target, [size, *rest], *node.args[1:], **node.kwargs)
@@ -146,12 +147,18 @@ class Written:
             args[1] = args[1] % node.meta["val"].dim() - form.lead + 1
         return self.call(node, node.target, *args, **node.kwargs)
 
+    def read(self, source: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """An input: of the block, or as it is."""
+        if source not in made and self.program.inputs.get(source) is not WHOLE:
+            raise BrokenInvariant(f"{source} is not known to the blocks that read it")
+        return made.get(source, source)
+
     def argument(self, source: fx.Node, made: dict[fx.Node, fx.Node], rank: int) -> fx.Node:
         """An input as a block reads it: what all rows read has no dimensions for them, beside `rank` others."""
         program = self.program
         if (program.forms | program.inputs).get(source, WHOLE) is not WHOLE:
             return made[source]
-        read = made.get(source, source)
+        read = self.read(source, made)
         shape = list(read.meta["val"].shape)
         return self.reshaped(read, shape[len(shape) - rank :]) if len(shape) > rank + 1 else read
 

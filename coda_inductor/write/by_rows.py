@@ -1,7 +1,9 @@
-"""The part of a graph that is computed by blocks of rows: from a gradient of scores to all that is as large as it.
+"""The part of a graph that is computed by blocks of rows: from a gradient of scores to all tensors as large as it.
 
-It begins at the gradient. What that is made of belongs to it if it is of the scores' size; who reads what belongs to it
-does, down to results that are small: rows, or sums over the rows. What lies between belongs to it, too.
+It is found from the gradient D of scores [rows, vocabulary], both ways. Backwards: each operation that made D, as long
+as its result is as large as D; smaller ones, as the targets, are inputs. Forwards: each reader of a large tensor. The
+results are small: one number or vector a row, as D W, or a sum over all rows, as D^T x. An input that depends on one of
+the results is computed by blocks, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from coda_inductor.ops.custom import REGION
 from coda_inductor.patterns import graph as g
 from coda_inductor.write import rows as by
 from coda_inductor.write.linear import Degree, NotLinear, degree
-from coda_inductor.write.rows import LIST, SUMMED, TURNED, WHOLE, Demands, Form, NotByRow, Rows
+from coda_inductor.write.rows import LIST, SUMMED, TURNED, WHOLE, Demands, Form, NotByRow, Rows, Spread
 
 
 @dataclass(slots=True)
@@ -45,15 +47,18 @@ class ByRows:
 
     def take(self, node: fx.Node, form: Form) -> None:
         """The node is computed by blocks."""
-        self.inputs.pop(node, None)
+        if self.inputs.pop(node, form) != form:
+            raise NotByRow(f"{node} is read in two ways")
         self.forms[node] = form
         for source, demanded in by.demands(node, form, self.rows).items():
             self.need(source, demanded)
 
     def belongs(self, node: fx.Node, form: Form) -> bool:
         """Must it be computed by blocks? What is as large as the scores must; but not scores that stay whole."""
-        if node.op != "call_function" or form is WHOLE or (form is not LIST and not self.large(node)):
-            return form in (LIST, TURNED) and node.op == "call_function"
+        if node.op != "call_function" or form is WHOLE or isinstance(form, Spread):
+            return False
+        if form in (LIST, TURNED) or not self.large(node):
+            return form in (LIST, TURNED)
         return self.early or g.is_backward(node) or not self.product(node)
 
     def product(self, node: fx.Node) -> bool:

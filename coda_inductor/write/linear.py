@@ -1,10 +1,10 @@
 """What is proportional to a number: the degree of each operation in it.
 
-A value of degree 1 is the number times what the value is where the number is 1; of degree 0 it does not depend on it.
-Gradients of a scalar loss are of degree 1 in the gradient of the loss: all of the backward is linear in it. What of
-them depends on nothing else of the backward can therefore be computed in the forward, and multiplied later.
+A value of degree 1 is the number times what it is where the number is 1. One of degree 0 does not depend on it. All
+gradients of a scalar loss are of degree 1 in the loss's own gradient. So they can be computed in the forward, with 1 in
+its place, and multiplied by it in the backward.
 
-Zeros are of every degree (ANY). Whatever is in no row here is of degree 0 if all that it reads is.
+Zeros are of every degree (ANY). An operation that no row names is of degree 0 if all its inputs are, else refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import reduce
 from torch import fx
 
 from coda_inductor.core import reductions
-from coda_inductor.core.dtypes import FORMATS
+from coda_inductor.core.dtypes import EIGHT_BITS, FORMATS
 from coda_inductor.core.region import Region, parse
 from coda_inductor.ops.custom import REGION
 from coda_inductor.patterns import graph as g
@@ -89,7 +89,6 @@ ATEN: dict[object, Rule] = {
     aten.mm.default: product,
     aten.sum.default: same,
     aten.mean.default: same,
-    aten.slice.Tensor: same,
 }
 """Operations by what they read, tensors and numbers among their arguments alike. Views and casts are `same`."""
 LETS: dict[str, Rule] = {
@@ -123,7 +122,9 @@ def degree(node: fx.Node, of: Mapping[fx.Node, Degree | tuple[Degree, ...]]) -> 
         return made[node.args[1]]  # type: ignore[index]
     if node.target in CONSTANTS:
         return known(node.args[-1])
-    if g.is_view(node) or g.is_cast(node) or node.target in SPLITS or node.target is operator.getitem:
+    if g.is_cast(node) and not _rounds(node):
+        return none([known(node.args[0])])
+    if g.is_view(node) or g.is_cast(node) or node.target in (*SPLITS, operator.getitem, aten.slice.Tensor):
         return known(node.args[0])
     if (found := g.reduction(node)) is not None and (found.name == "mean" or _adds_up(found.name)):
         return known(found.source)
@@ -134,6 +135,12 @@ def degree(node: fx.Node, of: Mapping[fx.Node, Degree | tuple[Degree, ...]]) -> 
     if rule is None:
         return none([known(x) for x in node.all_input_nodes])
     return rule([known(x) for x in node.args if isinstance(x, fx.Node | int | float)])
+
+
+def _rounds(cast: fx.Node) -> bool:
+    """Does the cast keep numbers but for their last bits? Whole numbers do not, and 8 bits have too few exponents."""
+    dtypes = [n.meta["val"].dtype for n in (cast, cast.args[0])]  # type: ignore[union-attr]
+    return all(dtype.is_floating_point and dtype not in EIGHT_BITS for dtype in dtypes)
 
 
 def _adds_up(name: str) -> bool:

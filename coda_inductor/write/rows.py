@@ -32,11 +32,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeated for some of the rows, as [T, 1] beside [B, T, V]: rows once its first dimensions are these."""
+    """Repeated over some of the dimensions of the rows, as [T, V] beside [B, T, V]: an input, which is expanded. The
+    rows have the sizes `first`; it has the last `own` of these itself, some of them as 1."""
 
     first: tuple[int, ...]
     own: int
-    """How many of these dimensions it has itself."""
 
 
 class Other(Enum):
@@ -168,7 +168,9 @@ def _filled(node: fx.Node, k: int, rows: int) -> Demands:
 
 
 def reduction(node: fx.Node) -> g.Reduction | None:
-    """The node as a reduction; one of everything is one, too."""
+    """The node as a reduction; one of everything is one, too, but not one of several results of one operation."""
+    if node.target is operator.getitem:
+        return None
     if (name := OF_EVERYTHING.get(node.target)) and not node.kwargs:
         return g.Reduction(name, _first(node), tuple(range(len(shape(_first(node))))), False)
     return g.reduction(node)

@@ -87,6 +87,23 @@ def shifted(z: Tensor, y: Tensor) -> Tensor:
     return flat(z, F.pad(y, (0, 1), value=-100)[:, 1:])
 
 
+POSITIONS = torch.linspace(-1, 1, T * VOCABULARY).view(T, VOCABULARY)
+
+
+def without_gradient(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return z.mean((0, 1))
+
+
+def hooked(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        z = z * 1.0
+        z.register_hook(hook)
+        return flat(z, y)
+
+    return loss
+
+
 EARLY = {
     "mean": flat,
     "sum": lambda z, y: flat(z, y, reduction="sum") / 11,
@@ -101,10 +118,14 @@ EARLY = {
     "distilled": lambda z, y: F.kl_div(torch.log_softmax(z, -1), torch.full_like(z, 1 / VOCABULARY)),
 }
 LATE = {
+    "a gradient's signs": hooked(lambda d: d.bool().to(d.dtype)),
+    "whole numbers of a gradient": hooked(lambda d: (d * 1e6).int().to(d.dtype)),
     "returned": lambda z, y: (flat(z, y), z),
     "a loss for each sequence": lambda z, y: flat(z, y, reduction="none").view(y.shape).mean(1),
 }
 WHOLE = {
+    "a layer norm of scores": lambda z, y: flat(F.layer_norm(z, (VOCABULARY,)), y),
+    "a mean of no gradient": lambda z, y: flat(z - without_gradient(z), y),
     "features between the rows": lambda z, y: entropy(z.transpose(1, 2), y),
     "a norm over the tokens": lambda z, y: flat(z - z.mean((0, 1)), y),
     "the largest of all": lambda z, y: flat(z - z.amax().detach(), y),
@@ -183,6 +204,36 @@ def test_switched_off(done: Done, options: dict[str, Any]) -> None:
     with strict_reference(run=False):
         run(Head(flat).double(), *drawn(torch.float64), True, **options)
     assert not any(made for made, _ in done)
+
+
+def test_half_as_large_as_the_scores(done: Done) -> None:
+    """What every second row reads is an input, however large."""
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return flat(z + POSITIONS.to(z.dtype).tanh(), y)
+
+    model, (x, y) = Head(loss).double(), (t[:2] for t in drawn(torch.float64))
+    wanted = run(model, x, y, False)
+    with strict_reference(run=False):
+        assert equal(run(model, x, y, True, chunk=50), wanted)
+    assert len(done[0][0]) == 1
+
+
+def test_weight_beside_its_transpose(done: Done) -> None:
+    """A weight [width, vocabulary], as Conv1D has it."""
+    model, (x, y) = Head(flat).double(), drawn(torch.float64)
+    weight = nn.Parameter(model.head.weight.detach().t().contiguous())
+
+    def loss(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return flat(x @ w, y)
+
+    def gradients(call: Callable[..., Tensor]) -> list[Tensor]:
+        return [*torch.autograd.grad(call(x, y, weight), (x, weight))]
+
+    wanted = gradients(loss)
+    with strict_reference(run=False):
+        found = gradients(torch.compile(loss, backend="coda", dynamic=False, options=STRICT))
+    assert equal(found, wanted) and len(done[0][0]) == 1
 
 
 def test_dynamic_sizes_stay_whole(done: Done) -> None:

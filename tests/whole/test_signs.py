@@ -103,6 +103,38 @@ def test_what_stands_before_a_relu_is_not_kept(name: str, roots: int) -> None:
     assert kept[1] - kept[0] == tile and kept[2] - kept[0] == roots * tile and tile <= kept[0] < 2 * tile
 
 
+@pytest.mark.parametrize("twice", (False, True), ids=("", "read itself, too"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64))
+def test_small_squares_keep_their_roots(dtype: torch.dtype, twice: bool) -> None:
+    """In float16 the square of 1e-4 is 0; and what a product reads itself is no root of what another reads."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+            self.other = nn.Linear(48, 16) if twice else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.relu(self.up(F.rms_norm(x, (16,))))
+            x = x + self.down(y.square())
+            return x if self.other is None else x + self.other(y)
+
+    model, x = Squared().double(), torch.randn(300, 16, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        model.up.weight.mul_(3e-4)
+        model.up.bias.zero_()
+    weight = torch.randn_like(x)
+    exact = gradients(model, model, x, weight)
+    model, x, weight = model.to(dtype), x.detach().to(dtype).requires_grad_(), weight.to(dtype)
+    eager = gradients(model, model, x, weight)
+    with strict_reference(run=False):
+        found = gradients(torch.compile(model, backend="coda"), model, x, weight)
+    for mine, theirs, want in zip(found, eager, exact, strict=True):
+        wrong, allowed = (float((t.double() - want).norm() / want.norm().clamp_min(1e-30)) for t in (mine, theirs))
+        assert wrong <= 1.5 * allowed + 1e-10
+
+
 def test_the_law_is_a_switch() -> None:
     torch.manual_seed(0)
     model, x = Mlp(F.relu).double(), torch.randn(24, 16, dtype=torch.float64, requires_grad=True)
