@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from effect_reads import bump_, exchange_, scale_
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.passes import blocks
 
 SHAPES = {"x": "TD", "r": "TD", "w": "DD", "v": "DD", "u": "DD", "g": "D", "b": "D"}
 STATE = {"m": "TD", "n": "TD", "c": "DD", "s": "D", "cos": "TH", "sin": "TH"}
@@ -188,6 +190,24 @@ NO_GRADIENTS = ("scale_", "exchange_", "torch.", "{m}.mul_(bump_")
 """Writes that autograd refuses, or knows nothing of."""
 
 
+HEADS = (
+    "F.cross_entropy({z}, torch.arange(12) % 24)",
+    "F.cross_entropy(3 * torch.tanh({z} / 3), torch.arange(12) % 24, label_smoothing=0.1)",
+    "(F.cross_entropy({z}, torch.arange(12) % 5 - 1, ignore_index=-1) + 0.01 * {z}.logsumexp(-1).square().mean())",
+    "(F.cross_entropy({z}, torch.arange(12) % 24, reduction='none') * {x}.mean(-1)).sum()",
+    "-(F.log_softmax(0.5 * {z}, -1) * torch.eye(24)[:12].double()).sum(-1).mean()",
+)
+
+
+def head(p: Writer) -> None:
+    """Scores of a vocabulary three times as wide, and their loss; sometimes they are read once more."""
+    x = p.tile()
+    z = p.new(f"{x} @ torch.cat(({p.weight()}, {p.weight()}, {p.weight()}), 1)", "z")
+    p.scalars.append(p.new(p.rng.choice(HEADS).format(z=z, x=x), "l"))
+    if p.rng.random() < 0.3:
+        p.scalars.append(p.new(f"{z}.mean()", "l"))
+
+
 def local_written(p: Writer) -> None:
     """What the program has made itself."""
     if p.made:
@@ -240,7 +260,7 @@ READS: tuple[Statement, ...] = (
     by_tokens,
     norm,
 )
-READS += (norm_of_a_residual, gated, rotary, attention, draw, draw, view, rearranged, sums, loss, entropy)
+READS += (norm_of_a_residual, gated, rotary, attention, draw, draw, view, rearranged, sums, loss, entropy, head, head)
 WRITES: tuple[Statement, ...] = (
     local_written,
     local_written,
@@ -340,11 +360,20 @@ def made(seed: int) -> Made:
     raise AssertionError(f"eager refuses all programs of seed {seed}")
 
 
+BLOCKS: list[str] = []
+"""What was made by blocks of rows so far, in which way."""
+
+
 def tried(m: Made, inductor: bool = False) -> tuple[str, int, float]:
-    """What is wrong, if anything, the Regions, and the seconds of the slowest derivation."""
+    """What is wrong, if anything, the Regions, and the seconds of the slowest derivation. Gradients of all sizes are
+    made by blocks of rows, where they can be."""
     torch._dynamo.reset()
     try:
-        found = compiled(m.program, m.train, inductor=inductor)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "AMPLIFIED", 0)
+            patch.setattr(blocks, "SPARED", 0)
+            found = compiled(m.program, m.train, inductor=inductor, chunk=5)
+        BLOCKS.extend("late" if b.whole else "early" for report in REPORTS for b in report.blocks)
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0, 0.0
     said = difference(found.seen, m.wanted) or " ".join(found.said)
@@ -388,6 +417,7 @@ def main(arguments: list[str]) -> int:
     said = f"{len(regions)} programs, {wrong} wrong ({theirs} by Inductor alone)"
     said += f", {raised} that Inductor refuses as well" if raised else ""
     said += f", {mean:.2f} Regions each, {none:.0%} with none, slowest derivation {slowest:.2f} s"
+    said += f", {BLOCKS.count('early')} scores and {BLOCKS.count('late')} gradients in blocks"
     print(f"{said}; {refused} drawn again, {time.perf_counter() - start:.0f} s")
     return int(wrong > 0)
 

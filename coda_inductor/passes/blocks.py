@@ -32,6 +32,8 @@ from coda_inductor.write.writing import Writing
 
 AMPLIFIED = 8
 """A product makes scores if they have so many times the features of what it reads: a vocabulary, and no layer."""
+SPARED = 2
+"""Scores' gradients are made by blocks that take so many times less memory, with what is added up over them."""
 TILE = 128
 
 
@@ -62,8 +64,8 @@ def write_blocks(graph: fx.Graph, chunk: int, before: Before) -> tuple[tuple[Blo
         value = gradient.meta["val"]
         size = value.numel() * value.element_size()
         sizes = blocks(rows, chunk)
-        if 2 * (size * sizes[0] // rows + added(program)) > size:
-            left[gradient] = f"stays whole: in blocks of {sizes[0]} rows it would take more than half as much"
+        if SPARED * (size * sizes[0] // rows + added(program)) > size:
+            left[gradient] = f"stays whole: in blocks of {sizes[0]} rows it would take more than 1/{SPARED} as much"
             continue
         source = g.source_line(gradient)
         Written(Writing(graph, anchor(graph, program)), program, sizes).write()
