@@ -240,3 +240,13 @@ def matrix() -> dict[str, Program]:
                 row = Program(made(r, write), f"x:TD w:DD v:DD | m:{r.m}", r.infer, r.train, inductor=r.inductor)
                 table[f"{name}, {writer}"] = row
     return table
+
+
+HEADS = (
+    "F.cross_entropy({z}, torch.arange(12) % 24)",
+    "F.cross_entropy(3 * torch.tanh({z} / 3), torch.arange(12) % 24, label_smoothing=0.1)",
+    "(F.cross_entropy({z}, torch.arange(12) % 5 - 1, ignore_index=-1) + 0.01 * {z}.logsumexp(-1).square().mean())",
+    "(F.cross_entropy({z}, torch.arange(12) % 24, reduction='none') * {x}.mean(-1)).sum()",
+    "-(F.log_softmax(0.5 * {z}, -1) * torch.eye(24)[:12].double()).sum(-1).mean()",
+)
+"""Losses of scores z [12, 24], made of x, as Python."""

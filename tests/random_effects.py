@@ -22,13 +22,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from effect_reads import bump_, exchange_, scale_
+from effect_reads import HEADS, bump_, exchange_, scale_
 from programs import Program, Seen, compiled, difference, relative, seen, stock
 from quick import quick
+from rounded import Rounded
 from small_tensors import rms
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.passes import blocks
@@ -190,15 +189,6 @@ NO_GRADIENTS = ("scale_", "exchange_", "torch.", "{m}.mul_(bump_")
 """Writes that autograd refuses, or knows nothing of."""
 
 
-HEADS = (
-    "F.cross_entropy({z}, torch.arange(12) % 24)",
-    "F.cross_entropy(3 * torch.tanh({z} / 3), torch.arange(12) % 24, label_smoothing=0.1)",
-    "(F.cross_entropy({z}, torch.arange(12) % 5 - 1, ignore_index=-1) + 0.01 * {z}.logsumexp(-1).square().mean())",
-    "(F.cross_entropy({z}, torch.arange(12) % 24, reduction='none') * {x}.mean(-1)).sum()",
-    "-(F.log_softmax(0.5 * {z}, -1) * torch.eye(24)[:12].double()).sum(-1).mean()",
-)
-
-
 def head(p: Writer) -> None:
     """Scores of a vocabulary three times as wide, and their loss; sometimes they are read once more."""
     x = p.tile()
@@ -315,22 +305,6 @@ class Made:
 
 def eager(model: Any) -> Any:
     return model
-
-
-class Rounded(TorchDispatchMode):
-    """Under it each operation that makes a new tensor rounds a little worse."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        aliases = any(r.alias_info is not None for r in func._schema.returns)
-        if not aliases and torch.Tag.nondeterministic_seeded not in func.tags:
-            for x in tree_leaves(out):
-                if isinstance(x, Tensor) and x.dtype == torch.float64:
-                    x.mul_(1 + 1e-15 * torch.arange(x.numel(), dtype=x.dtype).view(x.shape).fmod(5))
-        return out
 
 
 def made(seed: int) -> Made:

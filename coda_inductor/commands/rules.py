@@ -98,7 +98,7 @@ def holds(law: Law, shapes: dict[str, str], sizes: dict[str, int]) -> bool:
         before, after = np.broadcast_arrays(law.before(*arrays), law.after(*arrays))
     except ValueError:  # shapes that do not fit
         return False
-    return all(sympy.cancel(x - y) == 0 for x, y in zip(before.flat, after.flat, strict=True))
+    return all(sympy.simplify(sympy.nsimplify(x - y)) == 0 for x, y in zip(before.flat, after.flat, strict=True))
 
 
 def symbols(name: str, shape: str, sizes: dict[str, int]) -> Any:

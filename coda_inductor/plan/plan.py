@@ -136,11 +136,14 @@ class Plan(Inputs):
         """The tile that a pointwise chain of one tile starts from, views between: cheaper for a kept operation to read
         than its end. Scores that alone are made of that tile, and are as small, are read in its place: an epilogue
         makes them as well, and the backward would keep them beside the tile. (Cohere2-7B: a pass of 8.4 GB.)"""
-        start, steps = node, [node]
+        start, steps, viewed = node, [node], False
         while g.is_view(node) or (node.target in POINTWISE and not self._ends(node)):
             tiles = [a for a in node.all_input_nodes if self._tile(a)]
             if len(tiles) != 1:
                 break
+            for vector in (a for a in node.all_input_nodes if viewed and a is not tiles[0]):
+                self.need(vector, node)
+            viewed |= g.is_view(node)
             start, node = start if g.is_view(node) else tiles[0], tiles[0]
             steps.append(node)
         while steps.pop() is not start:

@@ -18,7 +18,7 @@ from coda_inductor.core.settings import KINDS, VARIABLES, SettingError, Settings
 from coda_inductor.passes import switches
 from coda_inductor.passes.switches import allowed
 
-DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
+DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_CHUNK", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
 
 
 def test_names_are_the_designed_ones() -> None:
@@ -45,6 +45,8 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("only", "row_scale", frozenset({"row_scale"})),
     ("only", (), frozenset()),
     ("strict", "1", True),
+    ("chunk", "512", 512),
+    ("chunk", 1, 1),
     ("cache_dir", "/a/../b", "/b"),
     ("cache_dir", Path("/b"), "/b"),
     ("debug_dir", "~/b", str(Path.home() / "b")),
@@ -97,11 +99,14 @@ ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"CODA_INDUCTR_TUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
     ({"CODA_INDUCTOR_AUTOTUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
     ({}, {"numeric": "fast"}, "did you mean 'numerics'"),
-    ({}, {"NUMERICS": "fast"}, "known: cache_dir, debug_dir, disable, enabled"),
+    ({}, {"NUMERICS": "fast"}, "known: cache_dir, chunk, debug_dir, disable, enabled"),
     ({}, {"epilogue_fusion": True}, "'inductor.epilogue_fusion'"),
     ({"CODA_INDUCTOR_TUNE": "fast"}, {}, "CODA_INDUCTOR_TUNE: 'fast' is not allowed (allowed: off, quick)"),
     ({"CODA_INDUCTOR": "yes"}, {}, "'yes' is not allowed (allowed: 0 or 1)"),
     ({}, {"strict": 2}, "option 'strict': 2 is not allowed"),
+    ({}, {"chunk": 0}, "allowed: a whole number, 1 or more"),
+    ({}, {"chunk": 1.5}, "allowed: a whole number, 1 or more"),
+    ({"CODA_INDUCTOR_CHUNK": "many"}, {}, "allowed: a whole number, 1 or more"),
     ({}, {"numerics": None}, "allowed: strict, default"),
     ({}, {"target": "sm_70"}, "allowed: auto, sm_90a, reference"),
     ({}, {"disable": 3}, "allowed: names separated by commas"),
@@ -125,6 +130,7 @@ def test_key_holds_everything_but_the_folders(field: str) -> None:
         "disable": frozenset("a"),
         "only": frozenset("a"),
         "numerics": "strict",
+        "chunk": 3,
         "tune": "off",
         "target": "reference",
         "cache_dir": "/a",

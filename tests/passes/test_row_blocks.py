@@ -118,6 +118,7 @@ EARLY = {
     "distilled": lambda z, y: F.kl_div(torch.log_softmax(z, -1), torch.full_like(z, 1 / VOCABULARY)),
 }
 LATE = {
+    "a mean of no gradient": lambda z, y: flat(z - without_gradient(z), y),
     "a gradient's signs": hooked(lambda d: d.bool().to(d.dtype)),
     "whole numbers of a gradient": hooked(lambda d: (d * 1e6).int().to(d.dtype)),
     "returned": lambda z, y: (flat(z, y), z),
@@ -125,7 +126,6 @@ LATE = {
 }
 WHOLE = {
     "a layer norm of scores": lambda z, y: flat(F.layer_norm(z, (VOCABULARY,)), y),
-    "a mean of no gradient": lambda z, y: flat(z - without_gradient(z), y),
     "features between the rows": lambda z, y: entropy(z.transpose(1, 2), y),
     "a norm over the tokens": lambda z, y: flat(z - z.mean((0, 1)), y),
     "the largest of all": lambda z, y: flat(z - z.amax().detach(), y),
