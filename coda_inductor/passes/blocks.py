@@ -23,7 +23,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write import rows as by
 from coda_inductor.write.blocks import Written
-from coda_inductor.write.by_rows import ByRows, degrees
+from coda_inductor.write.by_rows import ByRows, proportional
 from coda_inductor.write.linear import NotLinear
 from coda_inductor.write.order import sort
 from coda_inductor.write.rows import SUMMED, NotByRow
@@ -118,7 +118,7 @@ def gathered(gradient: fx.Node, rows: int) -> tuple[ByRows, str]:
     try:
         program = ByRows(gradient, rows, True, tangents=late)
         program.follow()
-        degrees(program)
+        program.proportional = proportional(program)
         return program, ""
     except (NotByRow, NotLinear) as why:
         program = ByRows(gradient, rows, False, tangents=late)

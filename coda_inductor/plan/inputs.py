@@ -61,7 +61,7 @@ class Inputs:
         if space.heads is not None and extent in ("feature", "table"):
             return self.program.lane(x, space)
         if extent == "tile":
-            if (square := self.program.squares.get(x)) is not None and self.program.in_backward(space):
+            if (square := self._square(x, space)) is not None:
                 return Root(self._tile_source(square, space))
             if not self.program.has_tile(x, space) or self.program.composed(x, space):
                 return None
@@ -86,6 +86,11 @@ class Inputs:
         if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
             return self._computed(x, space)
         return self._vector(x, space) if x.kind in ("red", "con") else None
+
+    def _square(self, x: Term, space: Space) -> Term | None:
+        """The square of which an epilogue of the backward takes the root to get x."""
+        rooted = self.program.in_backward(space) and not self.program.limits.unrooted & space.mask
+        return self.program.squares.get(x) if rooted else None
 
     def operand(self, acc: Term) -> fx.Node | Stored:
         """Where the left operand comes from: a node of the graph, or a store that no node of the graph equals."""

@@ -6,7 +6,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.plan.accumulated import addend
 from coda_inductor.plan.build import build
-from coda_inductor.plan.draft import CROWDED, Conflict
+from coda_inductor.plan.draft import CROWDED, Conflict, Root
 from coda_inductor.plan.plan import Plan
 from coda_inductor.plan.trim import trim
 from coda_inductor.rewrite.derive import derive
@@ -26,7 +26,7 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
         try:
             made.run()
             trim(made)
-            more = Limits(crowded=_crowded(made))
+            more = Limits(crowded=_crowded(made), unrooted=_unrooted(made))
             if limits.holds(more):
                 for draft in made.unique():
                     draft.added = addend(made, draft)
@@ -44,5 +44,16 @@ def _crowded(made: Plan) -> int:
     bits = 0
     for d in made.unique():
         if len(made.loads(d, *d.values)) > CROWDED:
+            bits |= d.space.mask
+    return bits
+
+
+def _unrooted(made: Plan) -> int:
+    """The products of epilogues that take the root of a square although they read all tiles that the root is of."""
+    bits = 0
+    for d in made.unique():
+        loads = made.loads(d, *d.values)
+        roots = (x for x, source in loads.items() if isinstance(source, Root))
+        if any(made.program.bases(x, d.space) <= loads.keys() - {x} for x in roots):
             bits |= d.space.mask
     return bits

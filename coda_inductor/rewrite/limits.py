@@ -17,7 +17,8 @@ class Limits:
     given reasons, "" where another limit says why. To the accumulators of `unaccumulated` no other product is added,
     and epilogues of `only_accumulated` do nothing else, for the given reasons. Nodes of the forward that `never` may
     be made again in the backward are kept. Epilogues of `crowded` products (a bit set) would read too many vectors if
-    they combined them themselves.
+    they combined them themselves. Epilogues of `unrooted` products (a bit set) read anyway what a square is made of,
+    and take no root of it.
     """
 
     banned: Mapping[int, str] = field(default_factory=dict)
@@ -27,6 +28,7 @@ class Limits:
     only_accumulated: Mapping[int, str] = field(default_factory=dict)
     never: frozenset[fx.Node] = frozenset()
     crowded: int = 0
+    unrooted: int = 0
 
     def __or__(self, other: Limits) -> Limits:
         """Both; where both give a reason, the other's."""
@@ -39,6 +41,7 @@ class Limits:
             {**self.only_accumulated, **other.only_accumulated},
             self.never | other.never,
             self.crowded | other.crowded,
+            self.unrooted | other.unrooted,
         )
 
     def __bool__(self) -> bool:
@@ -55,6 +58,7 @@ class Limits:
             and other.only_accumulated.keys() <= self.only_accumulated.keys()
             and other.never <= self.never
             and not other.crowded & ~self.crowded
+            and not other.unrooted & ~self.unrooted
         )
 
 

@@ -17,7 +17,7 @@ from coda_inductor.ops.custom import ADDED_UP, AFTER, STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.write import rows as by
-from coda_inductor.write.by_rows import ByRows, degrees, tangent
+from coda_inductor.write.by_rows import ByRows, tangent
 from coda_inductor.write.rows import LIST, SUMMED, WHOLE, Rows, Spread
 from coda_inductor.write.writing import Writing
 
@@ -30,7 +30,7 @@ class Written:
     program: ByRows
     sizes: Sequence[int]
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """What is made once, or of the block at hand."""
+    """What is made once, before the blocks."""
     flat: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Inputs in rows, as [rows, ...]."""
     parts: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -53,14 +53,13 @@ class Written:
         order = [n for n in self.writing.graph.nodes if n in program.forms]
         results = {n for n in order if program.forms[n] is not LIST and self.leaves(n)}
         number = self.ones() if program.early else None
-        proportional = {n for n, d in degrees(program).items() if d == 1} if program.early else set()
         start = 0
         for size in self.sizes:
             self.block(order, results, start, size)
             start += size
         for node in results:
             whole = self.sums[node] if node in self.sums else self.call(node, aten.cat.default, self.parts[node], 0)
-            self.put(node, whole, number if node in proportional else None)
+            self.put(node, whole, number if node in program.proportional else None)
 
     def ones(self) -> fx.Node:
         """The gradient of the loss, in whose place 1 is read, also by what is made of it once."""

@@ -34,6 +34,8 @@ class ByRows:
     """Numbers that are made of the loss's gradient before the blocks."""
     tangents: set[fx.Node] = field(default_factory=set)
     """Nodes that depend on gradients of results."""
+    proportional: set[fx.Node] = field(default_factory=set)
+    """What is to be multiplied by the loss's gradient, of what is computed early."""
 
     def need(self, node: fx.Node, form: Form) -> None:
         """The node, and what it reads, in this form. Raises NotByRow."""
@@ -104,9 +106,9 @@ class ByRows:
                 self.once |= {n for n in g.reached([node], lambda n: n.all_input_nodes) if n in late}
 
 
-def degrees(program: ByRows) -> dict[fx.Node, Degree | tuple[Degree, ...]]:
-    """Of all that is computed early, in the gradient of the loss, which is the one number among the gradients that it
-    depends on. Raises NotLinear, NotByRow."""
+def proportional(program: ByRows) -> set[fx.Node]:
+    """What of all that is computed early is proportional to the gradient of the loss, the one number among the
+    gradients that it depends on. Raises NotLinear, NotByRow."""
     number = tangent(program)
     if not any(f is LIST or program.product(n) for n, f in program.forms.items() if not g.is_backward(n)):
         raise NotByRow("no scores are made here")
@@ -116,7 +118,7 @@ def degrees(program: ByRows) -> dict[fx.Node, Degree | tuple[Degree, ...]]:
     for node in program.gradient.graph.nodes:
         if node is not number and (node in program.once or node in program.forms):
             found[node] = degree(node, found)
-    return found
+    return {node for node, of in found.items() if of == 1}
 
 
 def tangent(program: ByRows) -> fx.Node:

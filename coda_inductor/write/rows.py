@@ -2,8 +2,8 @@
 
 The rows are those of one matrix product, whose first dimension may stand as several, as sequences and their tokens. A
 node is `Rows(lead)` if its first `lead` dimensions are the rows. `demands` says what a node has to read so that it can
-be computed for some of the rows, `forms` what the readers of rows are, and `of_rows` writes a node for some rows, which
-are then one dimension: softmax([B, T, V]) of m of the B * T rows is softmax([m, V]).
+be computed for some of the rows, and `form_of` what a reader of rows is. Some rows are written as one dimension
+(blocks.py): softmax([B, T, V]) of m of the B * T rows is softmax([m, V]).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 import torch
 from torch import fx
@@ -88,25 +89,23 @@ def demands(node: fx.Node, form: Form, rows: int) -> Demands:
     if form is LIST:
         return _region(node)
     if form is TURNED:
-        return {_first(node): Rows(lead(shape(_first(node)), rows))} if _turns(node) else _none(node)
+        return {_first(node): Rows(lead(shape(_first(node)), rows))} if _turns(node) else _refuse(node)
     if form is SUMMED:
         return _summed(node, rows)
-    if form is WHOLE:
-        return dict.fromkeys(node.all_input_nodes, WHOLE)
-    assert isinstance(form, Rows)
+    assert isinstance(form, Rows)  # others are only read
     sizes = shape(node)
     if len(sizes) < form.lead or math.prod(sizes[: form.lead]) != rows:
         raise NotByRow(f"{node} does not begin with {rows} rows")
     for kinds, rule in RULES:
         if kinds(node):
             return rule(node, form.lead, rows)
-    return _none(node)
+    return _refuse(node)
 
 
 def form_of(user: fx.Node, node: fx.Node, form: Form, rows: int) -> Form:
     """What a reader of a node of this form is. Raises NotByRow if it is nothing of rows."""
     if user.target is REGION:
-        return LIST if demands(user, LIST, rows).get(node) == form else _no(user)
+        return LIST if demands(user, LIST, rows).get(node) == form else _refuse(user)
     if form is LIST:
         return _item(user)
     for guess in (TURNED, SUMMED) if _turns(user) or form is TURNED else (None, SUMMED):
@@ -116,14 +115,10 @@ def form_of(user: fx.Node, node: fx.Node, form: Form, rows: int) -> Form:
                 return made
         except NotByRow:
             continue
-    return _no(user)
+    _refuse(user)
 
 
-def _none(node: fx.Node) -> Demands:
-    raise NotByRow(f"{node} is not computed row by row")
-
-
-def _no(node: fx.Node) -> Form:
+def _refuse(node: fx.Node) -> NoReturn:
     raise NotByRow(f"{node} is not computed row by row")
 
 
@@ -209,7 +204,7 @@ def _item(node: fx.Node) -> Form:
 
 
 def _of_region(node: fx.Node, k: int, rows: int) -> Demands:
-    return {_first(node): LIST} if _item(node) == Rows(1) else _none(node)
+    return {_first(node): LIST} if _item(node) == Rows(1) else _refuse(node)
 
 
 def _region(node: fx.Node) -> Demands:
@@ -233,18 +228,18 @@ def _region(node: fx.Node) -> Demands:
 def _summed(node: fx.Node, rows: int) -> Demands:
     """Of a sum over all rows: a weight's gradient, a bias's, or a Region's sum over the tokens."""
     if node.target is operator.getitem and _first(node).target is REGION:
-        return {_first(node): LIST} if _item(node) is SUMMED else _none(node)
+        return {_first(node): LIST} if _item(node) is SUMMED else _refuse(node)
     if node.target is aten.mm.default:
         left, right = node.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         if left is not right and _turns(left) and shape(right)[0] == rows:
             return {left: TURNED, right: Rows(1)}
-        return _none(node)
+        return _refuse(node)
     found = reduction(node)
     if found is None or found.name not in ("sum", "mean"):
-        return _none(node)
+        return _refuse(node)
     k = lead(shape(found.source), rows)
-    return {found.source: Rows(k)} if {*range(k)} <= {*found.dims} else _none(node)
+    return {found.source: Rows(k)} if {*range(k)} <= {*found.dims} else _refuse(node)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -103,6 +103,20 @@ def test_what_stands_before_a_relu_is_not_kept(name: str, roots: int) -> None:
     assert kept[1] - kept[0] == tile and kept[2] - kept[0] == roots * tile and tile <= kept[0] < 2 * tile
 
 
+def test_no_root_is_taken_where_more_would_be_read() -> None:
+    """A layer norm's backward reads what stands before the ReLU; the square beside it would be one tile more."""
+    hf = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 4}
+    moved = []
+    for off in ((), ("root",)):
+        with torch.device("meta"):
+            config = hf.NemotronConfig(**sizes, num_hidden_layers=2, vocab_size=512, use_cache=False)
+            model, ids = hf.NemotronModel(config).bfloat16(), torch.empty(2, 2048, dtype=torch.long)
+        facts = explain(model, (ids,), {}, "train", Settings(target="sm_90a", disable=frozenset(off)))
+        moved.append(facts["totals"]["bytes_after"])
+    assert moved[0] <= moved[1]
+
+
 @pytest.mark.parametrize("twice", (False, True), ids=("", "read itself, too"))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64))
 def test_small_squares_keep_their_roots(dtype: torch.dtype, twice: bool) -> None:
