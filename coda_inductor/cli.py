@@ -69,6 +69,23 @@ def kernels(arguments: Namespace) -> Answer:
     return facts, lambda: str(module.render(facts, arguments.source))
 
 
+def bench(arguments: Namespace) -> Answer:
+    """The model's times and memory under both backends."""
+    chosen = settings(arguments)
+    module, progress = behind("coda_inductor.commands.bench"), behind("coda_inductor.commands.progress")
+    with progress.shown(not arguments.json) as said:
+        facts = module.bench(
+            *subject(arguments.subject, run=True), arguments.mode, chosen, arguments.subject,
+            torch_mode=arguments.torch_mode, seconds=arguments.seconds, rounds=arguments.rounds, said=said,
+        )  # fmt: skip
+    facts["command"] = " ".join(["coda-inductor", *sys.argv[1:]])
+    if arguments.out:
+        module.written(facts, arguments.out)
+    if arguments.plot:
+        module.plotted(facts, arguments.plot)
+    return facts, lambda: str(module.render(facts))
+
+
 def rules(arguments: Namespace) -> Answer:
     """The laws and the kinds of Regions."""
     module = behind("coda_inductor.commands.rules")
@@ -117,6 +134,21 @@ def a_model(parser: ArgumentParser) -> None:
     parser.add_argument("--target", choices=get_args(Target), help=f"default: CODA_INDUCTOR_TARGET, or {SM_90A.name}")
 
 
+def a_measurement(parser: ArgumentParser) -> None:
+    """The arguments of `bench`."""
+    parser.add_argument("subject", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
+    what = "forward; forward and backward; with AdamW too (default: %(default)s)"
+    parser.add_argument("--mode", choices=("infer", "train", "step"), default="infer", help=what)
+    parser.add_argument("--target", choices=get_args(Target), help="reference: on torch, slow, to try the command")
+    parser.add_argument("--torch-mode", metavar="MODE", help="torch.compile's mode on both sides, as reduce-overhead")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="that each runs alone, a round (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median counts (default: %(default)s)")
+    parser.add_argument("--out", metavar="FILE", help="append the row to a file of JSON lines")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times into FILE.svg or FILE.png")
+
+
 def a_side(parser: ArgumentParser) -> None:
     """The arguments of `graph`."""
     a_model(parser)
@@ -135,6 +167,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "explain": Verb("what would be fused, what would not, and why", a_model, explain),
     "graph": Verb("the rewritten program of a model", a_side, graph),
+    "bench": Verb("your model under both backends: times, memory", a_measurement, bench),
     "kernels": Verb("the generated kernels: source, tiles, registers", a_kernel, kernels),
     "rules": Verb("the laws, when they are used, and their proofs", a_proof, rules),
     "cache": Verb("the kernels and measurements kept on disk", an_entry, cache),
@@ -153,11 +186,11 @@ def checked(chosen: Settings) -> Settings:
     return chosen
 
 
-def subject(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) from the function that "MODULE:FUNCTION" names."""
+def subject(spec: str, run: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) from the function that "MODULE:FUNCTION" names; to `run`, or without memory for them."""
     capture = behind("coda_inductor.explain.capture")
     try:
-        model, args, kwargs = capture.load(spec)
+        model, args, kwargs = (capture.build if run else capture.load)(spec)
     except ImportError as error:
         raise Unsupported(f"cannot import it: {error}", where=spec) from error
     return model, args, kwargs

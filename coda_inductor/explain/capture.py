@@ -122,6 +122,21 @@ def _empty(like: Tensor) -> Tensor:
 
 def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """(model, args, kwargs) from the FUNCTION that "MODULE:FUNCTION" names; the working directory is importable."""
+    function = named(spec)
+    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
+        model, args, kwargs = parts(spec, function())
+    if isinstance(model, torch.nn.Module):
+        without_meta(model)
+    return model, *tree_map_only(Tensor, lambda t: _empty(t) if t.is_meta else t, (args, kwargs))
+
+
+def build(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """`load`, but as the function makes them, to be run: where it says, and with the memory that they take."""
+    return parts(spec, named(spec)())
+
+
+def named(spec: str) -> Callable[[], Any]:
+    """The FUNCTION that "MODULE:FUNCTION" names."""
     module, _, name = spec.partition(":")
     if not module or not name:
         raise Unsupported(f"{spec!r} names no function", hint="write MODULE:FUNCTION, as in my_model:build")
@@ -133,17 +148,17 @@ def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise Unsupported(f"module {module!r} has no function {name!r}", where=spec)
-    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
-        made = function()
+    return function  # type: ignore[no-any-return]
+
+
+def parts(spec: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) of what the user's function returned."""
     if isinstance(made, tuple) and len(made) > 1 and isinstance(made[1], Tensor):
         raise Unsupported(f"{spec} returned a tensor where a tuple is wanted", hint="return (model, (tensor,))")
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
         hint = "return (model, args) or (model, args, kwargs)"
         raise Unsupported(f"{spec} returned {type(made).__name__}", hint=hint)
-    model, args, kwargs = made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
-    if isinstance(model, torch.nn.Module):
-        without_meta(model)
-    return model, *tree_map_only(Tensor, lambda t: _empty(t) if t.is_meta else t, (args, kwargs))
+    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
 
 
 def without_meta(model: torch.nn.Module) -> None:

@@ -1,0 +1,243 @@
+"""The verb `bench`: a user's own model under torch.compile's backend and under ours, in one process: time by turns and
+alone, memory, compile time, and whether the two agree."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from coda_inductor.codegen import target
+from coda_inductor.commands.words import table
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch
+from coda_inductor.measure import sides
+
+Mode = Literal["infer", "train", "step"]
+MODES: dict[Mode, str] = {
+    "infer": "forward without gradients",
+    "train": "forward and backward",
+    "step": "forward, backward and AdamW",
+}
+BACKENDS = ("inductor", "coda")
+Model = Callable[..., Any]
+
+
+def bench(
+    model: Model,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: Mode,
+    settings: Settings,
+    case: str,
+    *,
+    torch_mode: str | None = None,
+    seconds: float = 2.0,
+    rounds: int = 3,
+    said: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """One row of facts: times in ms, memory in GiB over what lies there before a call. "null" is the ratio of
+    torch.compile's times to its own in a second turn: differences below it say nothing. Raises Unsupported without a
+    GPU, unless the target is the reference."""
+    if not torch.cuda.is_available() and settings.target != "reference":
+        hint = "run it on the GPU machine, or with --target reference to try the command"
+        raise Unsupported("this machine has no GPU, and both backends would be Inductor", hint=hint)
+    if torch_mode and settings.target == "reference":
+        raise Unsupported("torch.compile takes a mode or options, not both", hint="leave out --torch-mode or --target")
+    model, args, kwargs = placed(model, args, kwargs, mode)
+    started(settings)
+    work = Work(model, args, kwargs, mode)
+    steps, compile_s, results = {}, {}, {}
+    REPORTS.clear()
+    for backend in BACKENDS:
+        said(f"compiling with {backend}")
+        chosen = None if torch_mode else options(backend, settings)
+        compiled = torch.compile(model, backend=backend, mode=torch_mode, options=chosen)
+        steps[backend] = work.step(compiled)
+        start = time.perf_counter()
+        results[backend] = copied(steps[backend]())
+        synchronize()
+        compile_s[backend] = round(time.perf_counter() - start, 1)
+        for _ in range(2):  # CUDA graphs are recorded in the second
+            steps[backend]()
+    launch.LAUNCHES.clear()
+    launch.FALLBACKS.clear()
+    steps["coda"]()
+    launched, fallbacks = dict(launch.LAUNCHES), dict(launch.FALLBACKS)
+    gib = {backend: sides.peak_gib(steps[backend]) for backend in BACKENDS}
+    theirs, ours = steps["inductor"], steps["coda"]
+    first, second, again = sides.compared([theirs, ours, theirs], seconds, rounds, said)
+    return {
+        "case": case, "mode": mode, "baseline": f"torch.compile {torch_mode or 'default'}",
+        "ms": second.turns, "baseline_ms": first.turns, "speedup": first.turns / second.turns,
+        "sustained": {"ms": second.alone, "baseline_ms": first.alone, "speedup": first.alone / second.alone},
+        "null": first.alone / again.alone,
+        "gib": gib["coda"], "baseline_gib": gib["inductor"],
+        "difference": None if mode == "step" else apart(results["coda"], results["inductor"]),
+        "kernels": sum(launched.values()), "regions": len(launched), "fallbacks": fallbacks,
+        "lost": sorted({r.reason for seen in REPORTS for r in seen.refused if r.reason.startswith("measured ")}),
+        "compile_s": compile_s,
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": {**target.versions(), "python": platform.python_version()},
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def placed(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> tuple[Model, Any, Any]:
+    """The model and its inputs on the GPU if there is one, in the mode that is measured."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(model, torch.nn.Module):
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            hint = "build it on a device: bench runs it"
+            raise Unsupported("the model lies on the meta device", hint=hint)
+        model.to(device).train(mode != "infer")
+    moved = tree_map_only(Tensor, lambda t: t.detach().to(device).requires_grad_(t.requires_grad), (args, kwargs))
+    return model, *moved
+
+
+def options(backend: str, settings: Settings) -> dict[str, str | int | bool | Callable[..., Any]] | None:
+    """Those of ours that differ from the environment's."""
+    return {"target": settings.target} if backend == "coda" else None
+
+
+def started(settings: Settings) -> None:
+    """What the first compile of a process loads is not counted to either side."""
+
+    def small(x: Tensor) -> Tensor:
+        return x + 1
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for backend in BACKENDS:
+        torch.compile(small, backend=backend, options=options(backend, settings))(torch.ones(8, device=device))
+
+
+class Work:
+    """What is repeated: a forward, a forward and backward, or a whole step, of one set of inputs."""
+
+    def __init__(self, model: Model, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> None:
+        self.args, self.kwargs, self.mode = args, kwargs, mode
+        own = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+        self.wanting = [t for t in (*own, *tensors((args, kwargs))) if t.requires_grad]
+        if mode != "infer" and not self.wanting:
+            raise Unsupported(f"--mode {mode}: nothing of the model requires a gradient")
+        learnt = [t for t in own if t.requires_grad]
+        if mode == "step" and not learnt:
+            raise Unsupported("--mode step: the model has no parameter to train")
+        fused = torch.cuda.is_available()
+        self.optimizer = torch.optim.AdamW(learnt, lr=1e-5, fused=fused) if mode == "step" else None
+        self.gradients: list[Tensor] | None = None
+
+    def step(self, compiled: Model) -> Callable[[], list[Tensor]]:
+        """One call of the compiled model and what follows it. It returns the outputs that are tensors."""
+
+        def run() -> list[Tensor]:
+            with torch.set_grad_enabled(self.mode != "infer"):
+                outputs = tensors(compiled(*self.args, **self.kwargs))
+            if self.mode != "infer":
+                self.backward([out for out in outputs if out.requires_grad])
+                if self.optimizer is not None:
+                    self.optimizer.step()
+                for t in self.wanting:
+                    t.grad = None
+            return outputs
+
+        return run
+
+    def backward(self, outputs: list[Tensor]) -> None:
+        """From the first output if it is a number, the loss; else from all, with random gradients, the same each
+        time."""
+        if not outputs:
+            raise Unsupported(f"--mode {self.mode}: no output of the model has a gradient")
+        if outputs[0].numel() == 1:
+            outputs[0].backward()
+            return
+        if self.gradients is None:
+            self.gradients = [torch.randn_like(out) for out in outputs]
+        torch.autograd.backward(outputs, self.gradients)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors in what a model takes or returns; of a model's output class its values count."""
+    values = tuple(tree.values()) if isinstance(tree, Mapping) else tree
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def copied(outputs: list[Tensor]) -> list[Tensor]:
+    """Detached copies: under CUDA graphs the next call overwrites what this one returned."""
+    return [out.detach().clone() for out in outputs]
+
+
+def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest relative difference (Frobenius) of an output of the two; NaN where one is not finite."""
+    found = []
+    for a, b in zip(ours, theirs, strict=True):
+        norm = b.double().norm().clamp_min(1e-30)
+        found.append(float((a.double() - b.double()).norm() / norm) if a.is_floating_point() else float((a != b).any()))
+    return max(found, key=lambda x: (x != x, x), default=0.0)
+
+
+def synchronize() -> None:
+    """Waits for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def written(facts: Mapping[str, Any], file: str) -> None:
+    """Appends the row to a file of JSON lines."""
+    with Path(file).open("a") as out:
+        out.write(json.dumps(facts) + "\n")
+
+
+def plotted(facts: Mapping[str, Any], file: str) -> None:
+    """Two bars, the times alone, into a file whose ending names its format. Raises Unsupported without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Unsupported("--plot needs matplotlib", hint="pip install matplotlib") from error
+    held = facts["sustained"]
+    figure = Figure(figsize=(6, 1.8), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(["coda", facts["baseline"]], [held["ms"], held["baseline_ms"]], color=["#2a9d8f", "#8d99ae"])
+    axes.bar_label(bars, fmt="%.2f ms", padding=3)
+    axes.margins(x=0.15)
+    axes.set_xlabel("ms, each alone")
+    axes.set_title(f"{facts['case']}, {MODES[facts['mode']]}, {facts['machine']}: {held['speedup']:.3f}x", fontsize=9)
+    figure.savefig(file)
+
+
+def render(facts: Mapping[str, Any]) -> str:
+    """The row as a table, and one sentence that says whether its difference counts."""
+    held = facts["sustained"]
+    seconds, gib = facts["compile_s"], (facts["baseline_gib"], facts["gib"])
+    rows = [
+        ["", "alone, ms", "by turns, ms", "memory, GiB", "compile, s"],
+        *(
+            [name, f"{alone:.3f}", f"{turns:.3f}", "-" if size is None else f"{size:.3f}", f"{seconds[backend]:.1f}"]
+            for name, backend, alone, turns, size in (
+                (facts["baseline"], "inductor", held["baseline_ms"], facts["baseline_ms"], gib[0]),
+                ("coda", "coda", held["ms"], facts["ms"], gib[1]),
+            )
+        ),
+    ]
+    lines = [f"{facts['case']}: {MODES[facts['mode']]}, {facts['machine']}", "", *table(rows, "  "), ""]
+    ratio, noise = held["speedup"], abs(facts["null"] - 1)
+    lines.append(f"alone {ratio:.3f}x; two turns of torch.compile itself differ by {100 * noise:.1f} %.")
+    if abs(ratio - 1) <= noise:
+        lines.append("The difference is within that: it says nothing.")
+    lines.append(f"{facts['kernels']} launches of {facts['regions']} kernels of ours in one call.")
+    if facts["lost"]:
+        lines.append(f"{len(facts['lost'])} groups of Regions lost their timing and stay with Inductor.")
+    lines += [f"  {count} fell back: {why}" for why, count in facts["fallbacks"].items()]
+    if facts["difference"] is not None:
+        lines.append(f"The outputs differ by {facts['difference']:.1e} (`diff` compares both with float64).")
+    return "\n".join(lines)
