@@ -1,0 +1,91 @@
+"""What the pages call the cases of bench/results, in the order in which they are shown."""
+
+from __future__ import annotations
+
+LAYERS = {
+    "half 2048": "Llama half layer, width 2048",
+    "half 4096": "Llama half layer, width 4096",
+    "half 8192": "Llama half layer, width 8192",
+    "layer 2048": "Llama layer, width 2048",
+    "layer 4096": "Llama layer, width 4096",
+    "layer 8192": "Llama layer, width 8192",
+    "gpt2-xl": "GPT-2 XL, 4 layers",
+    "bert-large": "BERT-large, 4 layers",
+    "vit-l": "ViT-L, 4 layers",
+}
+MODELS = {
+    "llama-1b x2": "Llama, width 2048",
+    "qwen2-7b x2": "Qwen2-7B",
+    "qwen3-8b x2": "Qwen3-8B",
+    "phi3-mini x2": "Phi-3 mini",
+    "gemma2-9b x2": "Gemma-2 9B",
+    "olmo2-7b x2": "OLMo-2 7B",
+    "neox-6.9b x2": "GPT-NeoX 6.9B",
+    "gpt2-xl x2": "GPT-2 XL",
+    "nanogpt-xl x2": "nanoGPT, GPT-2 XL's widths",
+    "bert-large x2": "BERT-large",
+    "vit-l x2": "ViT-L",
+    "clip-l x2": "CLIP-L (vision)",
+    "dit-xl x2": "DiT-XL",
+}
+TRAINING = {
+    "layer-2048": "layer, width 2048",
+    "layer-4096": "layer, width 4096",
+    "layer-8192": "layer, width 8192",
+    "rotary-2048": "layer with rotary embeddings, width 2048",
+    "rotary-4096": "layer with rotary embeddings, width 4096",
+    "rotary-8192": "layer with rotary embeddings, width 8192",
+    "llama-1b": "Llama, width 2048, 2 layers",
+    "autocast-llama-1b": "Llama, width 2048, 2 layers, autocast",
+    "llama-1b-x16": "Llama, width 2048, 16 layers",
+    "llama-8b": "Llama, width 4096, 2 layers",
+    "gpt2-xl": "GPT-2 XL, 2 layers",
+    "autocast-gpt2-xl": "GPT-2 XL, 2 layers, autocast",
+    "vit-l": "ViT-L, 2 layers",
+    "autocast-vit-l": "ViT-L, 2 layers, autocast",
+    "autocast-vit-l-x24": "ViT-L, 24 layers, autocast",
+    "bert-large": "BERT-large with its head, 2 layers",
+}
+HEADS = {
+    "32000": "32000",
+    "128256": "128256",
+    "32000:cap": "32000, capped",
+    "128256:cap": "128256, capped",
+    "128256:returned": "128256, scores returned",
+}
+NANO = (
+    "nanochat-like, 20 layers of width 1280, 16 x 2048 tokens, vocabulary 65536, float32 weights under autocast, AdamW"
+)
+TITAN = "TorchTitan's Llama-1B, each block compiled by itself, whole steps with AdamW, 4 x 2048 tokens"
+PHI4 = "two layers of Phi-4-14B (packed gate and up), forward and backward, 4 x 2048 tokens"
+FP8_STEP = "Llama-1B of transformers, 16 layers, head in bf16, whole steps with AdamW, 4 x 2048 tokens"
+WITHOUT_TUNING = "llama-1b step with AdamW, every Region (tune=off), 4 x 2048 tokens, three processes of each commit"
+STEPS = {
+    NANO: "nanochat-like, 20 layers of width 1280, 32768 tokens, autocast, AdamW",
+    "the same, scores whole": 'the same, `disable="blocks"`',
+    TITAN: "TorchTitan's Llama-1B, blocks compiled by themselves, AdamW",
+    PHI4: "Phi-4-14B, 2 layers, forward and backward",
+    FP8_STEP: "Llama-1B, FP8 rowwise, head in bf16, AdamW",
+    WITHOUT_TUNING: "Llama-1B, AdamW, `tune=off`, three processes",
+    "llama-1b of transformers, 16 layers, tied head, 4 x 2048 tokens, AdamW, every Region (tune=off)":
+        "Llama-1B, AdamW, `tune=off`, scores whole",
+    "the same, the scores' gradient in blocks of 512 MiB": "the same, their gradient in blocks of 512 MiB",
+    "the same, the scores' gradient in blocks of 256 MiB": "the same, their gradient in blocks of 256 MiB",
+}  # fmt: skip
+RELU = {
+    f"2 x (RMSNorm, up, {name}, down, residual), forward and backward": f"2 MLPs of width 2048 with {called}"
+    for name, called in (("relu", "ReLU"), ("relu squared", "squared ReLU"), ("leaky relu", "leaky ReLU"))
+}
+DISTRIBUTED = {
+    "ddp-llama-1b": "DistributedDataParallel, buckets of 25 MB",
+    "fsdp2-llama-1b": "FSDP2, each layer compiled by itself",
+    "tp-llama-1b": "tensor parallel",
+}
+FLOAT8 = {
+    "2 layers of Llama, rowwise": "rowwise",
+    "2 layers of Llama, tensorwise": "tensorwise",
+    "2 layers of Llama, rowwise_with_gw_hp": "rowwise_with_gw_hp",
+    "2 layers of Llama, per_row": "PerRow",
+    "2 layers of Llama, per_tensor": "PerTensor",
+}
+COMPILED = {"llama 16 x 2048, 2048 tokens, vocabulary 128256": "Llama, width 2048, 16 layers, 2048 tokens"}

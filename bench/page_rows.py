@@ -1,0 +1,196 @@
+"""Rows of bench/results as Markdown tables: which row is shown for a case, and how a cell is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+KINDS = {"infer": "inference", "forward": "forward", "train": "training"}
+"""What the rows' "mode" is called."""
+
+FP8 = re.compile("fp8|float8", re.IGNORECASE)
+CARD = re.compile(r"NVIDIA (\w+).*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of one file: those for which `where` holds, and of these the last for each `key`.
+
+    The paths say where a row has its milliseconds and GiB, those of torch.compile first; "|" stands between
+    alternatives and "/" before a key within. `alone` is true where a row's own milliseconds are of each side repeated
+    alone. `spread` names keys whose values become keys of one row: ("backend", "cache") gives row["coda"]["cold"].
+    """
+
+    file: str
+    where: Callable[[Row], bool] = lambda row: True
+    key: tuple[str, ...] = ("case", "mode", "machine", "baseline")
+    names: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
+    spread: tuple[str, ...] = ()
+    numbers: str = "bf16"
+    kind: str = ""
+    baseline_ms: str = "baseline_ms"
+    ms: str = "ms"
+    baseline_gib: str = "gib/inductor|gib/baseline|baseline_gib"
+    gib: str = "gib/coda|gib/ours|gib"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its head, the paths of its value, and how the value is written (a name of `SPELLINGS`)."""
+
+    head: str
+    paths: str
+    spelling: str = "text"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: what makes its rows again, where they are, and what is shown of each."""
+
+    name: str
+    made: str
+    sources: tuple[Source, ...]
+    columns: tuple[Column, ...]
+
+
+def read(file: str, results: Path = RESULTS) -> list[Row]:
+    """The rows of a file, none where there is no such file yet."""
+    path = results / file
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+def at(row: Any, paths: str) -> Any:
+    """What stands at the first of the paths that leads to a number, a list of numbers (its median) or a text."""
+    for path in paths.split("|"):
+        found = row
+        for step in path.split("/"):
+            if isinstance(found, list) and step.isdigit():
+                found = found[int(step)] if int(step) < len(found) else None
+            else:
+                found = found.get(step) if isinstance(found, dict) else None
+        if isinstance(found, list) and found and all(isinstance(x, int | float) for x in found):
+            return median(found)
+        if isinstance(found, int | float | str) and not isinstance(found, bool):
+            return found
+    return None
+
+
+def shown(source: Source, results: Path = RESULTS) -> list[Row]:
+    """The rows of a source that are shown, with their `facts`: by the order of its names, then of the file."""
+    last = dict[tuple[str, ...], Row]()
+    for row in read(source.file, results):
+        if source.where(row):
+            key = tuple(str(at(row, name)) for name in source.key)
+            last.pop(key, None)  # the order is that of the measurements
+            last[key] = facts(row, source)
+    rows = list(last.values())
+    if source.spread:
+        rows = spread(rows, source.spread)
+    order = {case: i for i, case in enumerate(source.names)}
+    return sorted(rows, key=lambda row: order.get(row["case"], len(order)))
+
+
+def facts(row: Row, source: Source) -> Row:
+    """The row, with what every file names in a way of its own under one name."""
+    ms, baseline, again = at(row, source.ms), at(row, source.baseline_ms), at(row, "again_ms")
+    turns, held = {"ms": ms, "baseline_ms": baseline}, row.get("sustained") or {}
+    if source.alone and not held:
+        turns, held = {}, turns
+    return row | {
+        "file": source.file,
+        "what": source.names.get(row["case"], row["case"]),
+        "kind": source.kind or KINDS.get(row.get("mode", ""), ""),
+        "numbers": "FP8" if FP8.search(row["case"]) else source.numbers,
+        "card": CARD.sub(r"\1", str(at(row, "machine|gpu"))),
+        "torch": str(at(row, "versions/torch|torch")).split("+")[0],
+        "turns": with_gain(turns), "alone": with_gain(held),
+        "null": baseline / again if baseline and again else row.get("null"),
+        "memory": {"before": at(row, source.baseline_gib), "after": at(row, source.gib)},
+    }  # fmt: skip
+
+
+def with_gain(times: Mapping[str, Any]) -> Row:
+    """The two times, and how many times as long torch.compile takes."""
+    ms, baseline = times.get("ms"), times.get("baseline_ms")
+    return {"ms": ms, "baseline_ms": baseline, "gain": baseline / ms if ms and baseline else None}
+
+
+def spread(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
+    """One row for a case, mode and machine, which has the rows under the values that `names` have in them."""
+    found = dict[tuple[str, ...], Row]()
+    for row in rows:
+        merged = found.setdefault((row["case"], row.get("mode", ""), row["card"]), dict(row))
+        for name in names[:-1]:
+            merged = merged.setdefault(row[name], {})
+        merged[row[names[-1]]] = row
+    return list(found.values())
+
+
+def loses(gain: float) -> bool:
+    """Whether a gain is a loss, as it is written."""
+    return float(f"{gain:.3f}") < 1
+
+
+def written_ms(ms: float) -> str:
+    return f"{ms:.{3 if ms < 10 else 2 if ms < 100 else 1}f}"
+
+
+def written_gain(gain: float) -> str:
+    return f"**{gain:.3f}x**" if loses(gain) else f"{gain:.3f}x"
+
+
+def written_memory(memory: Mapping[str, float | None]) -> str:
+    """Before and after, in GiB; what is more than before is bold."""
+    before, after = (None if memory.get(k) is None else f"{memory[k]:.2f}" for k in ("before", "after"))
+    if before is None or after is None:
+        return after or before or ""
+    return f"{before} → **{after}**" if float(after) > float(before) else f"{before} → {after}"
+
+
+SPELLINGS: dict[str, Callable[[Any], str]] = {
+    "text": str, "ms": written_ms, "gain": written_gain, "memory": written_memory,
+    "ratio": lambda ratio: f"{ratio:.3f}x",
+    "s": lambda s: f"{s:.1f}", "gib": lambda gib: f"{gib:.2f}", "error": lambda error: f"{error:.2e}",
+}  # fmt: skip
+
+
+def cell(row: Row, column: Column) -> str:
+    """A cell, empty where the row has no such value."""
+    value = row.get(column.paths) if column.spelling == "memory" else at(row, column.paths)
+    return "" if value is None else SPELLINGS[column.spelling](value).replace("|", "/")
+
+
+def rendered(table: Table, page: Path, results: Path = RESULTS) -> str:
+    """The table as Markdown, for a page at this path: head, rows, and below them card, torch, command and files."""
+    rows = [row for source in table.sources for row in shown(source, results)]
+    if not rows:
+        return f"No rows yet. {table.made} makes them."
+    columns = list(table.columns)
+    here = {column.paths for column in columns}
+    for head, path in (("card", "card"), ("torch", "torch")):  # where they differ
+        if len({row[path] for row in rows}) > 1 and path not in here:
+            columns.insert(1, Column(head, path))
+    lines = [[column.head for column in columns], ["---"] * len(columns)]
+    lines += [[cell(row, column) for column in columns] for row in rows]
+    return "\n".join(
+        [*(f"| {' | '.join(line)} |" for line in lines), "", foot(table, rows, os.path.relpath(results, page.parent))]
+    )
+
+
+def foot(table: Table, rows: Sequence[Row], place: str) -> str:
+    """Where the rows were measured, what makes them, and in which files of the folder `place` they are."""
+    cards, torches = (" and ".join(sorted({row[name] for row in rows})) for name in ("card", "torch"))
+    links = ", ".join(f"[{file}]({place}/{file})" for file in dict.fromkeys(row["file"] for row in rows))
+    return f"{cards}, torch {torches}. Made by {table.made}. Rows, with all versions: {links}."

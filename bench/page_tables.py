@@ -1,0 +1,163 @@
+"""What the tables of the pages show: one row of TABLES each."""
+
+from __future__ import annotations
+
+import page_names as names
+from page_rows import Column, Row, Source, Table
+
+PER_TENSOR_OR_ROW = ("2 layers of Llama, per_row", "2 layers of Llama, per_tensor")
+BY_WIDTH = ("case", "d", "ffn", "tokens", "machine")
+BY_BACKEND = ("case", "mode", "machine", "backend", "cache")
+DEFAULT = "torch.compile default"
+
+
+def is_step(row: Row) -> bool:
+    """A step of training in models.jsonl, against torch.compile."""
+    return row["mode"] == "train" and str(row["baseline"]).startswith("torch.compile")
+
+
+INFERENCE = Source("layers.jsonl", lambda r: r.get("mode") == "infer", names=names.LAYERS, spread=("baseline",))
+MODELS = Source("models.jsonl", lambda r: r["mode"] == "infer", names=names.MODELS, spread=("baseline",))
+TRAINING = Source("training.jsonl", names=names.TRAINING)
+RELU = Source("layers.jsonl", lambda r: "mode" not in r, names=names.RELU, alone=True, kind="training")
+NANO = Source("steps.jsonl", names=names.STEPS, alone=True)
+STEPS = Source("models.jsonl", is_step, names=names.STEPS, alone=True)
+UNTUNED = Source("effects.jsonl", lambda r: r["case"] == names.WITHOUT_TUNING, names=names.STEPS, alone=True)
+FLOAT8_STEP = Source(
+    "float8.jsonl", lambda r: "inductor, rowwise" in r.get("rows", {}), names=names.STEPS, alone=True, numbers="FP8",
+    kind="training", ms="rows/coda, rowwise/ms", baseline_ms="rows/inductor, rowwise/ms",
+    gib="rows/coda, rowwise/gib", baseline_gib="rows/inductor, rowwise/gib",
+)  # fmt: skip
+FLOAT8_TRAINING = Source(
+    "float8.jsonl", lambda r: "d" in r and r["case"] not in PER_TENSOR_OR_ROW, BY_WIDTH, names.FLOAT8, alone=True,
+    numbers="FP8", kind="training",
+)  # fmt: skip
+FLOAT8_INFERENCE = Source(
+    "float8.jsonl", lambda r: r["case"] in PER_TENSOR_OR_ROW, BY_WIDTH, names.FLOAT8, alone=True, numbers="FP8",
+    kind="inference",
+)  # fmt: skip
+BENCH = Source("bench.jsonl")
+
+
+def pick(source: Source, case: str, name: str, **more: object) -> Source:
+    """The one case of a source, under a name of its own; `more` are further values that its row has."""
+
+    def where(row: Row) -> bool:
+        return source.where(row) and row["case"] == case and all(row.get(k) == v for k, v in more.items())
+
+    return Source(**(vars(source) | {"where": where, "names": {case: name}, "spread": ()}))
+
+
+GAINS = (
+    pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers", mode="train"),
+    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, with AdamW"),
+    pick(NANO, names.NANO, "nanochat-like, autocast, with AdamW"),
+    pick(STEPS, names.PHI4, "Phi-4-14B, 2 layers"),
+    pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, rowwise, with AdamW"),
+    pick(FLOAT8_TRAINING, "2 layers of Llama, tensorwise", "Llama, width 4096, tensorwise, 2 layers", d=4096),
+    pick(FLOAT8_INFERENCE, "2 layers of Llama, per_row", "Llama, width 4096, PerRow, 2 layers", d=4096),
+    pick(INFERENCE, "gpt2-xl", "GPT-2 XL, 4 layers", baseline=DEFAULT),
+    pick(MODELS, "qwen2-7b x2", "Qwen2-7B, 2 layers", baseline=DEFAULT),
+    pick(TRAINING, "autocast-vit-l", "ViT-L, autocast, 2 layers", mode="train"),
+)
+"""The rows of the README's table: both cards, both kinds of numbers, training and inference, and one that loses."""
+
+CASE, KIND, MEMORY = Column("case", "what"), Column("", "kind"), Column("peak, GiB", "memory", "memory")
+TIMES = (Column("`torch.compile`, ms", "alone/baseline_ms", "ms"), Column("coda, ms", "alone/ms", "ms"))
+ALONE = (*TIMES, Column("alone", "alone/gain", "gain"))
+BY_TURNS = (
+    Column("`torch.compile`, ms", "turns/baseline_ms", "ms"),
+    Column("coda, ms", "turns/ms", "ms"),
+    Column("floor, ms", "floor_ms", "ms"),
+    Column("by turns", "turns/gain", "gain"),
+    Column("alone", "alone/gain", "gain"),
+)
+GRAPHS = (
+    Column("CUDA graphs, by turns", "torch.compile reduce-overhead/turns/gain", "gain"),
+    Column("alone", "torch.compile reduce-overhead/alone/gain", "gain"),
+)
+HEADS = (
+    ("`torch.compile`", "inductor"), ("again", "null"), ("whole", "whole"), ("blocks", "coda-4096"),
+    ("Liger", "liger"),
+)  # fmt: skip
+"""The ways to make a head, by the names of the rows' keys."""
+COMPILES = Source("compile_time.jsonl", lambda r: "compile_s" in r, BY_BACKEND, names.COMPILED, spread=BY_BACKEND[3:])
+
+BY_HAND = "what the rows' `command` says: no script of bench does"
+
+TABLES = (
+    Table(
+        "gains",
+        "the commands that docs/benchmarks.md has below its tables",
+        GAINS,
+        (CASE, Column("what", "kind"), Column("numbers", "numbers"), Column("card", "card"), *ALONE, MEMORY),
+    ),
+    Table(
+        "inference",
+        "`python bench/layers.py half layer gpt2-xl bert-large vit-l [--mode reduce-overhead]`",
+        (INFERENCE,),
+        (CASE, *BY_TURNS, *GRAPHS),
+    ),
+    Table("models", "`python bench/models.py`", (MODELS,), (CASE, *BY_TURNS, *GRAPHS)),
+    Table("training", "`python bench/training.py`", (TRAINING,), (CASE, KIND, *BY_TURNS, MEMORY)),
+    Table(
+        "tangents",
+        "`python bench/training.py rotary-2048 rotary-4096 rotary-8192 --kinds train`",
+        (Source("training.jsonl", lambda r: r.get("as_outputs_ms"), names=names.TRAINING),),
+        (CASE, BY_TURNS[0], Column("its 2.13 default, ms", "as_outputs_ms", "ms"), BY_TURNS[1], BY_TURNS[3]),
+    ),
+    Table("relu", BY_HAND, (RELU,), (CASE, *ALONE, Column("null", "null", "ratio"), MEMORY)),
+    Table("steps", BY_HAND, (NANO, STEPS, FLOAT8_STEP, UNTUNED), (CASE, *ALONE, MEMORY)),
+    Table(
+        "heads",
+        "`python bench/heads.py 32000 128256 32000:cap 128256:cap 128256:returned`",
+        (Source("heads.jsonl", key=("case", "gpu"), names=names.HEADS),),
+        (
+            Column("vocabulary", "what"),
+            *(Column(f"{head}, ms", f"ms/{key}", "ms") for head, key in HEADS),
+            Column("gain, whole", "ratio/whole", "gain"),
+            Column("gain, blocks", "ratio/coda-4096", "gain"),
+            *(Column(f"{head}, GiB", f"gib/{key}", "gib") for head, key in HEADS if key != "null"),
+        ),
+    ),
+    Table(
+        "head-errors",
+        "`python bench/heads.py 32000 128256 32000:cap 128256:cap 128256:returned`",
+        (Source("heads.jsonl", lambda r: "error" in r, ("case", "gpu"), names.HEADS),),
+        (Column("vocabulary", "what"), *(Column(head, f"error/{key}/1", "error") for head, key in HEADS)),
+    ),
+    Table(
+        "float8",
+        "`python bench/float8.py WIDTH FEED-FORWARD RECIPE`",
+        (FLOAT8_TRAINING, FLOAT8_INFERENCE),
+        (
+            Column("recipe", "what"), KIND, Column("width", "d"), Column("feed-forward", "ffn"),
+            Column("tokens", "tokens"), *ALONE, Column("null", "null", "ratio"), MEMORY,
+        ),
+    ),
+    Table(
+        "distributed",
+        "`python bench/distributed.py ddp fsdp2 tp`",
+        (Source("distributed.jsonl", names=names.DISTRIBUTED),),
+        (CASE, BY_TURNS[0], BY_TURNS[1], BY_TURNS[3]),
+    ),
+    Table(
+        "compile-time",
+        "`python bench/compile_time.py` and `python bench/training.py llama-1b-x16 --kinds train`",
+        (COMPILES, pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers, 8192 tokens", mode="train")),
+        (
+            CASE, KIND,
+            Column("cold: `torch.compile`, s", "inductor/cold/compile_s|compile_s/inductor", "s"),
+            Column("coda, s", "coda/cold/compile_s|compile_s/coda", "s"),
+            Column("warm: `torch.compile`, s", "inductor/warm/compile_s", "s"),
+            Column("coda, s", "coda/warm/compile_s", "s"),
+        ),
+    ),
+    Table(
+        "bench",
+        "`coda-inductor bench MODULE:FUNCTION`",
+        (BENCH,),
+        (CASE, KIND, *BY_TURNS[:2], *BY_TURNS[3:], Column("null", "null", "ratio"), MEMORY),
+    ),
+)  # fmt: skip
+"""The tables, by the names that the pages' markers give them."""

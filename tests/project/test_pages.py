@@ -1,0 +1,165 @@
+"""Tables, figures and plots of the pages are those of bench/results, and a row that changes is seen."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_MADE = ("docs/benchmarks.md",)
+"""Pages whose every figure stands in a table or figure that is made."""
+MEASURED = re.compile(r"\b\d+(?:\.\d+)?(?:x\b| ?(?:ms|us|s|GiB|GB|MB|%|per cent)(?!\w))")
+
+Importer = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Importer:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The pages, the plots and the rows, to be changed."""
+    (tmp_path / "bench").mkdir()
+    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
+    return tmp_path
+
+
+def append(results: Path, file: str, *rows: dict[str, Any]) -> None:
+    with (results / file).open("a") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_pages_and_plots_are_those_of_the_rows(bench: Importer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("pages").main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_row_that_changes_is_seen_and_mended(bench: Importer, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages, results, page = bench("pages"), copy / "bench" / "results", copy / "docs" / "benchmarks.md"
+    before = page.read_text()
+    row = next(r for r in bench("page_rows").read("training.jsonl")[::-1] if r["case"] == "gpt2-xl")
+    append(results, "training.jsonl", row | {"ms": 17.0, "sustained": {"ms": 20.0, "baseline_ms": 16.0}})
+    assert pages.main(["--check"], copy, results) == 1
+    said = capsys.readouterr().out
+    assert "+| GPT-2 XL, 2 layers | training | 16.49 | 17.00 | 10.09 | **0.970x** | **0.800x** | 3.53 → 3.53 |" in said
+    assert "-| GPT-2 XL, 2 layers | training | 16.49 | 15.50 | 10.09 | 1.064x | 1.030x | 3.53 → 3.53 |" in said
+    assert "docs/plots/gains.svg: was drawn from other rows" in said and "memory.svg: " not in said
+    assert [line[:10] for line in said.splitlines() if line.startswith("+|")] == ["+| trainin", "+| GPT-2 X"]
+    assert page.read_text() == before
+    assert pages.main(["--no-plots"], copy, results) == 0
+    assert pages.main(["--check", "--no-plots"], copy, results) == 0 and page.read_text() != before
+    page.write_text(page.read_text().replace("| **0.800x** |", "| 1.030x |"))
+    assert pages.main(["--check", "--no-plots"], copy, results) == 1
+
+
+def test_the_last_row_of_a_case_is_shown(bench: Importer, tmp_path: Path) -> None:
+    held = {"ms": 8.0, "baseline_ms": 10.0, "speedup": 1.25}
+    row = {
+        "case": "a|b", "mode": "infer", "ms": 12.0, "baseline_ms": 10.0, "machine": "NVIDIA H100 80GB HBM3",
+        "versions": {"torch": "2.13.0+cu130"}, "gib": 1.5, "baseline_gib": 1.25, "null": 0.9949, "sustained": held,
+        "command": "", "date": "",
+    }  # fmt: skip
+    append(
+        tmp_path, "bench.jsonl", row, row | {"mode": "train"}, row | {"ms": 9.0, "gib": 1.0},
+        row | {"machine": "NVIDIA H200", "baseline_ms": None, "sustained": None},
+        row | {"case": "mine in FP8", "mode": "train", "sustained": {"ms": 10.0, "baseline_ms": 9.0}},
+    )  # fmt: skip
+    rows, tables = bench("page_rows"), bench("page_tables")
+    table = next(table for table in tables.TABLES if table.name == "bench")
+    assert rows.rendered(table, tmp_path.parent / "README.md", tmp_path).splitlines() == [
+        "| case | card |  | `torch.compile`, ms | coda, ms | by turns | alone | null | peak, GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| a/b | H100 | training | 10.00 | 12.00 | **0.833x** | 1.250x | 0.995x | 1.25 → **1.50** |",
+        "| a/b | H100 | inference | 10.00 | 9.000 | 1.111x | 1.250x | 0.995x | 1.25 → 1.00 |",
+        "| a/b | H200 | inference |  | 12.00 |  |  | 0.995x | 1.25 → **1.50** |",
+        "| mine in FP8 | H100 | training | 10.00 | 12.00 | **0.833x** | **0.900x** | 0.995x | 1.25 → **1.50** |",
+        "",
+        "H100 and H200, torch 2.13.0. Made by `coda-inductor bench MODULE:FUNCTION`. Rows, with all versions:"
+        f" [bench.jsonl]({tmp_path.name}/bench.jsonl).",
+    ]
+    values = bench("page_values")
+    assert values.gains(tmp_path) == {
+        "inference bf16": [{"case": "a|b", "card": "H100", "gain": 1.25}],
+        "inference FP8": [],
+        "training bf16": [{"case": "a|b", "card": "H100", "gain": 1.25}],
+        "training FP8": [{"case": "mine in FP8", "card": "H100", "gain": 0.9}],
+    }
+    assert values.ranges(tmp_path)["training FP8"] == "0.90x to 0.90x (median 0.90x of 1 rows)"
+
+
+def test_a_loss_is_what_is_written_as_one(bench: Importer) -> None:
+    rows = bench("page_rows")
+    assert [rows.written_gain(gain) for gain in (0.9994, 0.9996, 1.0, 1.2)] == [
+        "**0.999x**", "1.000x", "1.000x", "1.200x",
+    ]  # fmt: skip
+
+
+def test_ten_rows_at_the_front(bench: Importer) -> None:
+    rows = [row for source in bench("page_tables").GAINS for row in bench("page_rows").shown(source)]
+    assert len(rows) == 10
+    assert {row["card"] for row in rows} == {"H100", "H200"} and {row["numbers"] for row in rows} == {"bf16", "FP8"}
+    assert {row["kind"] for row in rows} == {"inference", "training"}
+    assert any(row["alone"]["gain"] < 1 for row in rows) and all(row["alone"]["gain"] for row in rows)
+
+
+def test_every_table_has_rows(bench: Importer) -> None:
+    rows, tables = bench("page_rows"), bench("page_tables").TABLES
+    assert len({table.name for table in tables}) == len(tables)
+    for table in tables:
+        for source in table.sources:
+            assert rows.shown(source) or not (rows.RESULTS / source.file).exists(), (table.name, source.file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<!-- table: gain -->\n<!-- end -->", "no table is called 'gain'; there are gains, inference"),
+        ("<!-- figure: training -->x<!-- end -->", "no figure is called 'training'; there are inference bf16"),
+        ("<!-- table: gains -->\n<!-- table: models -->\n<!-- end -->", "'gains' has no <!-- end --> before"),
+        ("<!-- table: gains -->\n", "a marker has no <!-- end -->"),
+        ("<!-- table: a/b -->\n<!-- end -->", "a marker has no <!-- end -->, or a name that cannot be one"),
+    ],
+)
+def test_a_wrong_marker_says_so(text: str, said: str, bench: Importer) -> None:
+    pages = bench("pages")
+    with pytest.raises(pages.WrongMarker, match=re.escape(said)):
+        pages.filled(text, ROOT / "README.md")
+
+
+@pytest.mark.parametrize("name", ALL_MADE)
+def test_no_figure_stands_outside_what_is_made(name: str, bench: Importer) -> None:
+    text = bench("pages").MARKED.sub("", (ROOT / name).read_text())
+    assert not MEASURED.findall(text)
+    assert MEASURED.findall("1.02x, 0.9 %, 12 ms, 3.1 GiB and 78.5 s") == [
+        "1.02x",
+        "0.9 %",
+        "12 ms",
+        "3.1 GiB",
+        "78.5 s",
+    ]
+
+
+def test_dots_of_a_band_do_not_overlap(bench: Importer) -> None:
+    plots = bench("page_plots")
+    ratios = [1.0, 1.001, 1.002, 1.003, 1.0085, 1.2]
+    assert plots.levels(ratios) == [n * plots.LEVEL for n in (0, 1, -1, 2, 0, 0)]
+
+
+def test_the_same_rows_draw_the_same_bytes(bench: Importer, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots = bench("page_plots")
+    twice = [[path.read_bytes() for path in plots.draw_all(plots=tmp_path / name)] for name in ("a", "b")]
+    assert twice[0] == twice[1] and not plots.stale(plots=tmp_path / "a")
+    assert [what for _, what in plots.stale(plots=tmp_path)] == ["is missing"] * len(plots.DRAWN)
