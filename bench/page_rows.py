@@ -23,6 +23,10 @@ FP8 = re.compile("fp8|float8", re.IGNORECASE)
 CARD = re.compile(r"NVIDIA (\w+).*")
 
 
+RUNS = 5
+"""How many measurements of a case, the last ones, say how far they lie apart."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Rows of one file: those for which `where` holds, and of these the last for each `key`.
@@ -57,12 +61,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: what makes its rows again, where they are, and what is shown of each."""
+    """A table: what makes its rows again, where they are, and what is shown of each. Cases with fewer than
+    `least_runs` measurements, each side alone, are left out."""
 
     name: str
     made: str
     sources: tuple[Source, ...]
     columns: tuple[Column, ...]
+    least_runs: int = 0
 
 
 def read(file: str, results: Path = RESULTS) -> list[Row]:
@@ -89,13 +95,12 @@ def at(row: Any, paths: str) -> Any:
 
 def shown(source: Source, results: Path = RESULTS) -> list[Row]:
     """The rows of a source that are shown, with their `facts`: by the order of its names, then of the file."""
-    last = dict[tuple[str, ...], Row]()
+    found = dict[tuple[str, ...], list[Row]]()
     for row in read(source.file, results):
         if source.where(row):
             key = tuple(str(at(row, name)) for name in source.key)
-            last.pop(key, None)  # the order is that of the measurements
-            last[key] = facts(row, source)
-    rows = list(last.values())
+            found[key] = [*found.pop(key, []), facts(row, source)]  # the order is that of the last measurements
+    rows = [same[-1] | {"runs": runs(same)} for same in found.values()]
     if source.spread:
         rows = spread(rows, source.spread)
     order = {case: i for i, case in enumerate(source.names)}
@@ -119,6 +124,12 @@ def facts(row: Row, source: Source) -> Row:
         "null": baseline / again if baseline and again else row.get("null"),
         "memory": {"before": at(row, source.baseline_gib), "after": at(row, source.gib)},
     }  # fmt: skip
+
+
+def runs(rows: Sequence[Row]) -> Row:
+    """Of the last RUNS measurements of a case, each side alone: how many, the least gain and the greatest."""
+    held = [gain for row in rows if (gain := at(row, "alone/gain")) is not None][-RUNS:]
+    return {"count": len(held), "least": min(held, default=None), "greatest": max(held, default=None)}
 
 
 def with_gain(times: Mapping[str, Any]) -> Row:
@@ -175,6 +186,7 @@ def cell(row: Row, column: Column) -> str:
 def rendered(table: Table, page: Path, results: Path = RESULTS) -> str:
     """The table as Markdown, for a page at this path: head, rows, and below them card, torch, command and files."""
     rows = [row for source in table.sources for row in shown(source, results)]
+    rows = [row for row in rows if row["runs"]["count"] >= table.least_runs]
     if not rows:
         return f"No rows yet. {table.made} makes them."
     columns = list(table.columns)

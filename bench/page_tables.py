@@ -101,6 +101,16 @@ TABLES = (
     Table("models", "`python bench/models.py`", (MODELS,), (CASE, *BY_TURNS, *GRAPHS)),
     Table("training", "`python bench/training.py`", (TRAINING,), (CASE, KIND, *BY_TURNS, MEMORY)),
     Table(
+        "repeated",
+        "`python bench/training.py`, run again on other days and hosts",
+        (TRAINING,),
+        (
+            CASE, KIND, Column("runs", "runs/count"), Column("least", "runs/least", "gain"),
+            Column("greatest", "runs/greatest", "gain"), Column("shown above", "alone/gain", "gain"),
+        ),
+        least_runs=3,
+    ),
+    Table(
         "tangents",
         "`python bench/training.py rotary-2048 rotary-4096 rotary-8192 --kinds train`",
         (Source("training.jsonl", lambda r: r.get("as_outputs_ms"), names=names.TRAINING),),

@@ -84,5 +84,6 @@ def ranges(results: Path = RESULTS) -> dict[str, str]:
     for group, points in gains(results).items():
         if ratios := [point["gain"] for point in points]:
             ends = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
-            found[group] = f"{ends} (median {median(ratios):.2f}x of {len(ratios)} rows)"
+            count = f"{len(ratios)} row{'s' * (len(ratios) > 1)}"
+            found[group] = f"{ends} (median {median(ratios):.2f}x, {count})"
     return found

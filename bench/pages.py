@@ -15,6 +15,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import page_plots
@@ -85,6 +86,9 @@ def main(argv: list[str] | None = None, root: Path = ROOT, results: Path = RESUL
     for page, _, wanted in old:
         page.write_text(wanted)
         print(f"wrote {page.relative_to(root)}")
+    if not args.no_plots and find_spec("matplotlib") is None:
+        print("the plots were left: matplotlib draws them (pip install '.[bench]')")
+        return int(bool(old_plots))
     if not args.no_plots:
         for path in page_plots.draw_all(results, plots):
             print(f"wrote {path.relative_to(root)}")

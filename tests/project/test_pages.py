@@ -56,7 +56,9 @@ def test_a_row_that_changes_is_seen_and_mended(bench: Importer, copy: Path, caps
     assert "+| GPT-2 XL, 2 layers | training | 16.49 | 17.00 | 10.09 | **0.970x** | **0.800x** | 3.53 → 3.53 |" in said
     assert "-| GPT-2 XL, 2 layers | training | 16.49 | 15.50 | 10.09 | 1.064x | 1.030x | 3.53 → 3.53 |" in said
     assert "docs/plots/gains.svg: was drawn from other rows" in said and "memory.svg: " not in said
-    assert [line[:10] for line in said.splitlines() if line.startswith("+|")] == ["+| trainin", "+| GPT-2 X"]
+    assert [line[:10] for line in said.splitlines() if line.startswith("+|")] == [
+        "+| trainin", "+| GPT-2 X", "+| GPT-2 X",
+    ]  # fmt: skip
     assert page.read_text() == before
     assert pages.main(["--no-plots"], copy, results) == 0
     assert pages.main(["--check", "--no-plots"], copy, results) == 0 and page.read_text() != before
@@ -96,7 +98,14 @@ def test_the_last_row_of_a_case_is_shown(bench: Importer, tmp_path: Path) -> Non
         "training bf16": [{"case": "a|b", "card": "H100", "gain": 1.25}],
         "training FP8": [{"case": "mine in FP8", "card": "H100", "gain": 0.9}],
     }
-    assert values.ranges(tmp_path)["training FP8"] == "0.90x to 0.90x (median 0.90x of 1 rows)"
+    assert values.ranges(tmp_path)["training FP8"] == "0.90x to 0.90x (median 0.90x, 1 row)"
+
+
+def test_the_last_five_runs_say_how_far_they_lie_apart(bench: Importer) -> None:
+    rows = bench("page_rows")
+    found = [{"alone": {"gain": gain}} for gain in (2.0, 1.1, None, 0.9, 1.2, 1.0, 1.05)]
+    assert rows.runs(found) == {"count": 5, "least": 0.9, "greatest": 1.2}
+    assert rows.runs(found[2:3]) == {"count": 0, "least": None, "greatest": None}
 
 
 def test_a_loss_is_what_is_written_as_one(bench: Importer) -> None:
