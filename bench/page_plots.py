@@ -34,8 +34,8 @@ APART, LEVEL = 0.0075, 0.085
 """How near two dots of a band may lie, in ratios, before one is moved by a level, in bands."""
 
 
-LEFT, NEAR_RIGHT = 0.85, 1.2
-"""Where the axis of gains begins, and from where on a name no longer fits to the right of its dot."""
+LEFT, NEAR_RIGHT, RIGHT = 0.85, 1.2, 1.33
+"""Where the axis of gains begins and ends, unless a row lies beyond, and from where on a name no longer fits to the right of its dot."""
 
 
 def style(card: str) -> tuple[str, str]:
@@ -59,6 +59,8 @@ def named(point: Values) -> str:
 
 def draw_gains(axes: Any, values: Values) -> None:
     """A dot for each row, in a band for each group. The greatest of a group is named, and so are all that lose."""
+    every = [point["gain"] for points in values.values() for point in points]
+    left, right = min([LEFT, *(gain - 0.02 for gain in every)]), max([RIGHT, *(gain + 0.02 for gain in every)])
     for band, group in enumerate(reversed(GROUPS)):
         points = sorted(values[group], key=lambda point: point["gain"])
         for point, level in zip(points, levels([p["gain"] for p in points]), strict=True):
@@ -66,7 +68,7 @@ def draw_gains(axes: Any, values: Values) -> None:
             face = "none" if loses(point["gain"]) else colour
             axes.scatter(point["gain"], band + level, 26, facecolors=face, edgecolors=colour, marker=marker, zorder=3)
         for line, point in enumerate(point for point in points if loses(point["gain"])):
-            axes.text(LEFT + 0.005, band + 0.36 - 0.16 * line, named(point), fontsize=8, va="center", color=RED)
+            axes.text(left + 0.005, band + 0.36 - 0.16 * line, named(point), fontsize=8, va="center", color=RED)
         if points and not loses(best := points[-1]["gain"]):
             room = best < NEAR_RIGHT
             place = (best + 0.01, band) if room else (best, band + 0.2)
@@ -74,7 +76,7 @@ def draw_gains(axes: Any, values: Values) -> None:
     axes.axvline(1.0, color=GREY, linewidth=1)
     for band in range(1, len(GROUPS)):
         axes.axhline(band - 0.5, color=GREY, linewidth=0.4, alpha=0.6)
-    axes.set(xlim=(LEFT, 1.33), ylim=(-0.5, len(GROUPS) - 0.5), yticks=range(len(GROUPS)))
+    axes.set(xlim=(left, right), ylim=(-0.5, len(GROUPS) - 0.5), yticks=range(len(GROUPS)))
     axes.set_yticklabels([group.replace(" ", "\n") for group in reversed(GROUPS)])
     axes.set_xlabel("torch.compile's time / coda's, each side alone (hollow: coda is slower)")
     axes.tick_params(axis="y", length=0)
@@ -85,13 +87,16 @@ def draw_gains(axes: Any, values: Values) -> None:
 def draw_memory(axes: Any, values: Values) -> None:
     """A bar for each row: what the peak of a step changes by, in per cent."""
     rows = values["rows"]
-    for place, row in enumerate(rows):
-        change = 100 * (row["after"] / row["before"] - 1)
+    changes = [100 * (row["after"] / row["before"] - 1) for row in rows]
+    for place, (row, change) in enumerate(zip(rows, changes, strict=True)):
         axes.barh(-place, change, 0.6, color=style(row["card"])[0], zorder=3)
         text = f"{row['before']:.2f} → {row['after']:.2f} GiB"
         axes.text(max(change, 0) + 1, -place, text, va="center", fontsize=8, color=RED if change > 0 else GREY)
     axes.axvline(0.0, color=GREY, linewidth=1)
-    axes.set(yticks=[-place for place in range(len(rows))], xlim=(-52, 36))
+    axes.set(
+        yticks=[-place for place in range(len(rows))],
+        xlim=(min([-52.0, *changes]), max([36.0, *(change + 22 for change in changes)])),
+    )
     axes.set_yticklabels([row["case"] for row in rows], fontsize=8)
     axes.set_xlabel("change of the peak beside torch.compile's, %")
     legend(axes, sorted({row["card"] for row in rows}), "upper right")

@@ -172,3 +172,12 @@ def test_the_same_rows_draw_the_same_bytes(bench: Importer, tmp_path: Path) -> N
     twice = [[path.read_bytes() for path in plots.draw_all(plots=tmp_path / name)] for name in ("a", "b")]
     assert twice[0] == twice[1] and not plots.stale(plots=tmp_path / "a")
     assert [what for _, what in plots.stale(plots=tmp_path)] == ["is missing"] * len(plots.DRAWN)
+
+
+def test_no_row_lies_beyond_the_axis(bench: Importer) -> None:
+    pytest.importorskip("matplotlib")
+    figure, plots = importlib.import_module("matplotlib.figure").Figure(), bench("page_plots")
+    axes, values = figure.add_subplot(), {group: list[Any]() for group in plots.GROUPS}
+    values["training FP8"] = [{"case": "a", "card": "H100", "gain": gain} for gain in (0.4, 2.5)]
+    plots.draw_gains(axes, values)
+    assert axes.get_xlim()[0] < 0.4 and axes.get_xlim()[1] > 2.5
