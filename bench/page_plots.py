@@ -35,7 +35,8 @@ APART, LEVEL = 0.0075, 0.085
 
 
 LEFT, NEAR_RIGHT, RIGHT = 0.85, 1.2, 1.33
-"""Where the axis of gains begins and ends, unless a row lies beyond, and from where on a name no longer fits to the right of its dot."""
+"""Where the axis of gains begins and ends, unless a row lies beyond; and from where on a name no longer fits to the
+right of its dot."""
 
 
 def style(card: str) -> tuple[str, str]:
