@@ -87,3 +87,17 @@ def test_a_mean_that_a_layer_adds(mean: float, cast: bool) -> None:
         exact = model.double()(x.double())
     assert error(found, exact) <= 1.1 * error(eager, exact)
     assert not cast or error(found, exact) < 5e-3
+
+
+@pytest.mark.parametrize("weight", [0.5, 2.0])
+def test_by_autocast_a_mean_that_weights_make_costs_twice_eagers_error(weight: float) -> None:
+    """32 and 127 standard deviations: eager keeps the stream in float32, and we store it in bfloat16."""
+    torch.manual_seed(0)
+    model, x = Biased(0).eval(), torch.randn(256, 64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.v.bias.add_(3.0)  # tanh of it is nearly one, for every feature
+        model.o.weight.add_(weight)
+        eager, found = model(x), compiled(model, x)[0]
+    with torch.no_grad():
+        exact = model.double()(x.double())
+    assert 1.2 * error(eager, exact) < error(found, exact) <= 2.1 * error(eager, exact)
