@@ -89,3 +89,11 @@ FLOAT8 = {
     "2 layers of Llama, per_tensor": "PerTensor",
 }
 COMPILED = {"llama 16 x 2048, 2048 tokens, vocabulary 128256": "Llama, width 2048, 16 layers, 2048 tokens"}
+BENCH = {
+    f"{case}, {part}": f"{name}, {part}"
+    for case, name in (
+        ("qwen3_8b", "Qwen3-8B"), ("phi4_14b", "Phi-4-14B"), ("gemma3_12b", "Gemma-3-12B"), ("glm4_9b", "GLM-4-9B"),
+        ("modernbert_large", "ModernBERT-large"), ("dit_xl", "DiT-XL"),
+    )
+    for part in ("2 layers", "2 layers, disable=parts", "2 blocks", "2 layers and head")
+}  # fmt: skip

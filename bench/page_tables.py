@@ -36,7 +36,7 @@ FLOAT8_INFERENCE = Source(
     "float8.jsonl", lambda r: r["case"] in PER_TENSOR_OR_ROW, BY_WIDTH, names.FLOAT8, alone=True, numbers="FP8",
     kind="inference",
 )  # fmt: skip
-BENCH = Source("bench.jsonl")
+BENCH = Source("bench.jsonl", names=names.BENCH)
 
 
 def pick(source: Source, case: str, name: str, **more: object) -> Source:
@@ -52,7 +52,7 @@ GAINS = (
     pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers", mode="train"),
     pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, with AdamW"),
     pick(NANO, names.NANO, "nanochat-like, autocast, with AdamW"),
-    pick(STEPS, names.PHI4, "Phi-4-14B, 2 layers"),
+    pick(BENCH, "gemma3_12b, 2 layers", "Gemma-3-12B, 2 layers", mode="train"),
     pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, rowwise, with AdamW"),
     pick(FLOAT8_TRAINING, "2 layers of Llama, tensorwise", "Llama, width 4096, tensorwise, 2 layers", d=4096),
     pick(FLOAT8_INFERENCE, "2 layers of Llama, per_row", "Llama, width 4096, PerRow, 2 layers", d=4096),
@@ -165,7 +165,7 @@ TABLES = (
     ),
     Table(
         "bench",
-        "`coda-inductor bench MODULE:FUNCTION`",
+        "`coda-inductor bench MODULE:FUNCTION`, or `python bench/zoo.py [--body] NAME`",
         (BENCH,),
         (CASE, KIND, *BY_TURNS[:2], *BY_TURNS[3:], Column("null", "null", "ratio"), MEMORY),
     ),
