@@ -88,7 +88,8 @@ def test_the_last_row_of_a_case_is_shown(bench: Importer, tmp_path: Path) -> Non
         "| a/b | H200 | inference |  | 12.00 |  |  | 0.995x | 1.25 → **1.50** |",
         "| mine in FP8 | H100 | training | 10.00 | 12.00 | **0.833x** | **0.900x** | 0.995x | 1.25 → **1.50** |",
         "",
-        "H100 and H200, torch 2.13.0. Made by `coda-inductor bench MODULE:FUNCTION`. Rows, with all versions:"
+        "H100 and H200, torch 2.13.0. Made by `coda-inductor bench MODULE:FUNCTION`, or"
+        " `python bench/zoo.py [--body] NAME`. Rows, with all versions:"
         f" [bench.jsonl]({tmp_path.name}/bench.jsonl).",
     ]
     values = bench("page_values")
