@@ -24,6 +24,7 @@ from coda_inductor.commands.cache import entries, existing, possible
 from coda_inductor.commands.kernels import compiled
 from coda_inductor.commands.words import size, table
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.project import at
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.core.verify import verify
@@ -241,6 +242,7 @@ def render(facts: Facts) -> str:
         lines.append(f"{title}{'' if facts[found] else ': none'}")
         lines += table([(f"  {r['name']}", r.get("version") or r.get("value"), r["effect"]) for r in facts[found]])
     lines += [f"PROBLEM: {problem}" for problem in facts["problems"]] or ["no problems found"]
+    lines += [f"report what is wrong{at('Issues')}, with `coda-inductor doctor --json`"] * bool(at("Issues"))
     return "\n".join(lines)
 
 

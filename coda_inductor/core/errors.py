@@ -6,9 +6,12 @@ from __future__ import annotations
 import re
 import warnings
 
+from coda_inductor.core.place import called_from
+from coda_inductor.core.project import at
+
 STRICTLY = "without CODA_INDUCTOR_STRICT it is left to Inductor"
 QUIETLY = "CODA_INDUCTOR=0 does so without a warning"
-BUG = "a bug of ours, please report it; CODA_INDUCTOR=0 leaves everything to Inductor"
+BUG = f"a bug of ours, please report it{at('Issues')}; CODA_INDUCTOR=0 leaves everything to Inductor"
 """What to do about a failure that has no better hint: if it was raised, if it was warned about, and if it is ours."""
 
 
@@ -56,8 +59,15 @@ said: set[str] = set()
 
 
 def warn(text: str) -> None:
-    """Warns once in a process about each distinct failure: on another line, Region or size it is the same one."""
+    """Warns once in a process about each distinct failure: on another line, Region or size it is the same one. The
+    warning's place is the user's line that led here (core/place.py)."""
     kind = NUMBERS.sub("#", text)
-    if kind not in said:
-        said.add(kind)
-        warnings.warn(f"coda_inductor: {text}", CodaWarning, stacklevel=3)
+    if kind in said:
+        return
+    said.add(kind)
+    message, frame = f"coda_inductor: {text}", called_from()
+    if frame is None:
+        warnings.warn(message, CodaWarning, stacklevel=2)
+        return
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, CodaWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
