@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coda_inductor import backend as backend
+    from coda_inductor import explain as explain
 
 __version__ = "0.1.0.dev0"
 
