@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, get_args
 
 from coda_inductor import __version__
@@ -36,8 +37,16 @@ def explain(arguments: Namespace) -> Answer:
     """Which Regions the model becomes, what passes are left, and why."""
     chosen, model = settings(arguments), subject(arguments.subject)
     module = behind("coda_inductor.explain")
-    report = module.explain(*model, arguments.mode, chosen)
-    return report, lambda: str(module.render(report))
+    facts = module.explain(*model, arguments.mode, chosen)
+    return facts, lambda: str(module.render(facts, arguments.all))
+
+
+def report(arguments: Namespace) -> Answer:
+    """One HTML file with all that explain, graph and kernels say of the model."""
+    chosen, model = settings(arguments), subject(arguments.subject)
+    module = behind("coda_inductor.commands.page")
+    facts = module.report(*model, arguments.mode, chosen, arguments.subject, Path(arguments.out))
+    return facts, lambda: str(module.render(facts))
 
 
 def graph(arguments: Namespace) -> Answer:
@@ -149,6 +158,18 @@ def a_measurement(parser: ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the times into FILE.svg or FILE.png")
 
 
+def a_depth(parser: ArgumentParser) -> None:
+    """The arguments of `explain`."""
+    a_model(parser)
+    parser.add_argument("--all", action="store_true", help="print each Region, also the equal ones of equal layers")
+
+
+def a_page(parser: ArgumentParser) -> None:
+    """The arguments of `report`."""
+    a_model(parser)
+    parser.add_argument("--out", metavar="FILE", default="coda_report.html", help="default: %(default)s")
+
+
 def a_side(parser: ArgumentParser) -> None:
     """The arguments of `graph`."""
     a_model(parser)
@@ -165,7 +186,8 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "explain": Verb("what would be fused, what would not, and why", a_model, explain),
+    "explain": Verb("what would be fused, what would not, and why", a_depth, explain),
+    "report": Verb("one HTML page: graph, Regions, laws, kernels, timings", a_page, report),
     "graph": Verb("the rewritten program of a model", a_side, graph),
     "bench": Verb("your model under both backends: times, memory", a_measurement, bench),
     "kernels": Verb("the generated kernels: source, tiles, registers", a_kernel, kernels),

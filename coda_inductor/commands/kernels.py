@@ -56,7 +56,7 @@ def kernels(
         made = outcomes(
             [Job(site.region, c) for d, (_, site, _) in first.items() for c in tiles[d]], settings.cache_dir
         )
-    rows = [_facts(*named, settings, made) | {"count": alike[digest]} for digest, named in first.items()]
+    rows = [generated(*named, settings, made) | {"count": alike[digest]} for digest, named in first.items()]
     return {"schema": 1, "target": target.SM_90A.name, "regions": rows, "left": whole}
 
 
@@ -100,7 +100,7 @@ def _tiles(region: Region, rows: int, settings: Settings, build: str) -> tuple[C
     return (chosen,) if chosen else every[:1]
 
 
-def _facts(name: str, site: Site, rows: int, settings: Settings, made: Mapping[Job, Outcome]) -> Facts:
+def generated(name: str, site: Site, rows: int, settings: Settings, made: Mapping[Job, Outcome]) -> Facts:
     """One Region: where it stands, its kernel's text, its tiles, and what was measured of it."""
     region, store = site.region, existing(settings.cache_dir)
     text = source.render(region)

@@ -1,6 +1,7 @@
 """What coda-inductor does to a model, and what it leaves to Inductor: counted on the graphs alone, no GPU, nothing run.
 
-`explain` returns the facts (the JSON form of the `explain` command, schema 1); `render` is their text.
+`explain` returns the facts (the JSON form of the `explain` command, schema 1); `render` is their text. `Account` adds
+them up graph by graph.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.text import left, right
 from coda_inductor.explain.account import attribute, smallest_tile, touched, touches_tile
 from coda_inductor.explain.capture import capture
-from coda_inductor.explain.offline import rewrite_for, rewritten, target_of
+from coda_inductor.explain.estimate import estimates
+from coda_inductor.explain.modules import Modules, grouped, together
+from coda_inductor.explain.offline import rewritten, target_of
 from coda_inductor.explain.report import render
+from coda_inductor.explain.rewriting import Rewriting
 from coda_inductor.explain.units import PRODUCTS, Facts, kernel_facts, operation, site_facts
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.ops.elementwise import ELEMENTWISE
+from coda_inductor.patterns.graph import is_backward
 from coda_inductor.schedule.kinds import elements, kind_of, owner
 from coda_inductor.schedule.model import Kernel, kept_bytes, kernels, partition
 
@@ -45,30 +50,45 @@ def explain(
     kwargs: Mapping[str, Any],
     mode: Literal["infer", "train"],
     settings: Any,
-    rewrite: Rewrite = rewrite_for,
+    rewrite: Rewrite | None = None,
 ) -> Facts:
     """The facts about every graph of model(*args, **kwargs), and their totals. Tests give another `rewrite`."""
-    graphs: list[Facts] = []
-    counted: list[Facts] = []
+    account = Account(settings)
+    capture(model, args, kwargs, mode, lambda graph: account.add(graph, rewrite or Rewriting()), settings)
+    return account.facts()
 
-    def on_graph(graph: fx.Graph) -> None:
-        facts, totals = explain_graph(graph, settings, rewrite)
-        graphs.append(facts)
-        counted.append(totals)
 
-    capture(model, args, kwargs, mode, on_graph, settings)
-    sums: Counter[str] = Counter()
-    for totals in counted:
-        sums.update(totals)
-    covered = sums.pop("covered", 0)
-    coverage = covered / sums["bytes_before"] if sums["bytes_before"] else 0.0
-    totals = {name: sums[name] for name in TOTALS}
-    target = target_of(settings) if settings else "reference"
-    return {"schema": 1, "target": target, "graphs": graphs, "totals": {**totals, "coverage": coverage}}
+@dataclasses.dataclass(slots=True)
+class Account:
+    """The facts of a model's graphs so far, and what each adds to the totals."""
+
+    settings: Any
+    graphs: list[Facts] = dataclasses.field(default_factory=list)
+    counted: list[Facts] = dataclasses.field(default_factory=list)
+
+    def add(self, graph: fx.Graph, rewrite: Rewrite) -> None:
+        """One more graph, which is rewritten in place."""
+        facts, totals = explain_graph(graph, self.settings, rewrite)
+        self.graphs.append(facts)
+        self.counted.append(totals)
+
+    def facts(self) -> Facts:
+        """The whole report."""
+        sums: Counter[str] = Counter()
+        for totals in self.counted:
+            sums.update(totals)
+        covered = sums.pop("covered", 0)
+        before, after = sums["bytes_before"], sums["bytes_after"]
+        totals = {name: sums[name] for name in TOTALS} | {"coverage": covered / before if before else 0.0}
+        target = target_of(self.settings) if self.settings else "reference"
+        guessed = estimates(before, after, target)
+        return {"schema": 1, "target": target, "graphs": self.graphs, "totals": totals, "estimates": guessed}
 
 
 def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Facts, Facts]:
-    """One graph, which is rewritten in place: its facts, and what it adds to the totals ("covered" in bytes)."""
+    """One graph, which is rewritten in place: its facts, and what it adds to the totals ("covered" in bytes). The
+    modules of its Regions' products are known if `rewrite` is a Rewriting."""
+    modules = Modules.of(graph)
     halves = partition(graph)
     before = kernels(graph, halves)
     touches = [touch for kernel in before for touch in touched(kernel)]
@@ -84,13 +104,18 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     share = attribute(touches, [*report.sites, *report.casts])
     nodes = {n.name: n for n in graph.nodes}
     regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
+    derived = rewrite.derived.products() if isinstance(rewrite, Rewriting) and rewrite.derived else []
+    for i, (site, region) in enumerate(zip(report.sites, regions, strict=True)):
+        plain = [nodes[name] for name in site.outputs if name in nodes]  # those come after what was derived
+        region |= module_facts(derived[i] if i < len(derived) else plain, modules)
     large = [k for k in after if touches_tile(k, smallest)]
     left = sorted((k for k in large if k.nodes[0].target is not ELEMENTWISE), key=lambda k: -k.bytes)
     chains = [refusal(kernel, report) for kernel in left]
     facts: Facts = {
         "kind": "joint" if halves else "inference",
         "regions": regions,
-        "passes": [pass_facts(k, c) for k, c in zip(left, chains, strict=True)],
+        "groups": grouped(regions),
+        "passes": [pass_facts(k, c, modules) for k, c in zip(left, chains, strict=True)],
         "refused": ([] if declined(report) else chains) + lone(report, nodes, chains),
         "tables": [{"node": t.node, "shape": t.shape, "source": t.source} for t in report.tables],
         "elementwise": [
@@ -207,8 +232,15 @@ def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) 
     ]
 
 
-def pass_facts(kernel: Kernel, refused: Facts) -> Facts:
+def pass_facts(kernel: Kernel, refused: Facts, modules: Modules) -> Facts:
     """A kernel over memory that stays, and why it stays."""
     facts = kernel_facts(kernel)
     named = {"what": facts.pop("operations"), "why": refused["reason"], "source": refused["source"] or facts["source"]}
-    return facts | named
+    place = [n for n in kernel.nodes if n.name == refused["node"]] or kernel.nodes
+    return facts | named | {"module": modules.last(place) or modules.last(kernel.nodes)}
+
+
+def module_facts(products: Sequence[fx.Node], modules: Modules) -> Facts:
+    """Whose products a Region's are: the modules' paths, one word for all of them, and whether they are gradients."""
+    paths = [*dict.fromkeys(filter(None, map(modules.path, products)))]
+    return {"modules": paths, "module": together(paths), "backward": any(map(is_backward, products))}

@@ -4,55 +4,136 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from coda_inductor.explain.modules import pattern, starred
 
 Facts = dict[str, Any]
 PASSES = "left to Inductor, with the first condition that failed"
+ESTIMATE = "estimated: bytes over measured bandwidth; says nothing of the step"
+NAMED = 3  # ids of a group that are printed
 
 
-def render(report: Facts) -> str:
-    """The report for people: totals first, then every graph's regions, what is left, and what was refused."""
-    t = report["totals"]
-    kept = f"; saved for backward {amounts(t['saved_bytes_inductor'], t['saved_bytes'])}"
-    beside = t["bytes_epilogues"]
-    lines = [
-        f"{t['regions']} regions; memory-bound traffic {amounts(t['bytes_before'], t['bytes_after'])}:"
-        f" what moved {t['coverage']:.1%} of the {amounts(t['bytes_before'])} is no kernel any more, other kernels move"
-        f" {amounts(t['bytes_after'] - beside)}, epilogues {amounts(beside)} beside their products;"
-        f" kernels {t['kernels_before']} -> {t['kernels_after']}, {t['passes_left']} of them over M x N tensors"
-    ]
-    lines[0] = f"for {report['target']}: {lines[0]}" if "target" in report else lines[0]
-    lines[0] += kept if t["saved_bytes_inductor"] else ""
+def render(report: Facts, every: bool = False) -> str:
+    """The report for people: totals first, then every graph's Regions, what is left, and what was refused. Equal
+    Regions of equal layers are said once, unless `every` one is asked for."""
+    lines = _totals(report)
     for i, graph in enumerate(report["graphs"]):
         lines.append(f"\ngraph {i} ({graph['kind']})")
-        for r in graph["regions"]:
-            n_products = f"{len(r['products'])} products, " if len(r["products"]) > 1 else ""
-            leaves = f"{plural(len(r['stores']), 'store')}, {plural(len(r['reductions']), 'sum')}"
-            what = f"[{r['m']}, {r['n']}] K={r['k']}: {n_products}{leaves}"
-            laws = f"  {'+'.join(r['laws'])}" if r["laws"] else ""
-            moved = amounts(r["bytes_before"], r["bytes_after"]) if not r["bare"] else "bare"
-            lines.append(f"  {r['id']:<12} {what:<52} {moved:<22} {place(r['source'])}{laws}")
+        regions = {r["id"]: r for r in graph["regions"]}
+        groups = [alone(r) for r in graph["regions"]] if every else graph["groups"]
+        for group in groups:
+            lines += _group(group, regions[group["regions"][0]])
         tables = Counter((t["shape"], t["source"]) for t in graph["tables"])
         lines += [f"  {plural(n, 'table')} {shape} computed once  {place(at)}" for (shape, at), n in tables.items()]
         casts = Counter((c["shape"], c["what"], c["source"]) for c in graph["casts"])
         lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in casts.items()]
         passes = Counter((p["shape"], p["what"], p["source"]) for p in graph["elementwise"])
         lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in passes.items()]
-        lines += [f"  {_blocks(b)}  {place(b['source'])}" for b in graph["blocks"]]
-        said = {(p["why"], p["source"]) for p in graph["passes"]}
+        lines += [f"  {blocks(b)}  {place(b['source'])}" for b in graph["blocks"]]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
-        alone = [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (
             ("its passes" if whole else PASSES, _passes(graph["passes"], whole)),
-            ("refused", _refusals(alone)),
+            ("refused", _refusals(refused_alone(graph))),
         ):
             lines += [f"  {title}:", *rows] if rows else []
     return "\n".join(lines)
 
 
-def _blocks(b: Facts) -> str:
+def _totals(report: Facts) -> list[str]:
+    """What was saved, a fact a line."""
+    t = report["totals"]
+    before, after, beside = t["bytes_before"], t["bytes_after"], t["bytes_epilogues"]
+    first = f"for {report['target']}: {plural(t['regions'], 'region')}" if "target" in report else ""
+    rows = [("memory-bound bytes", changed(before, after))]
+    gone = f"{t['coverage']:.1%} of what moved before is moved by no kernel any more"
+    rows += [("  of kernels", f"{amounts(before, after - beside)}  ({gone})")]
+    rows += [("  of epilogues", f"{amounts(beside)} beside their products")]
+    if report["estimates"]:
+        times = ", ".join(f"{ms} on an {card}" for card, ms in estimated(report).items())
+        rows.append(("memory-bound time", f"about {times}{percent(before, after)}  ({ESTIMATE})"))
+    rows += [
+        (
+            "other kernels",
+            f"{t['kernels_before']} -> {t['kernels_after']}, {t['passes_left']} of them over M x N tensors",
+        )
+    ]
+    if t["saved_bytes_inductor"]:
+        rows.append(("saved for backward", changed(t["saved_bytes_inductor"], t["saved_bytes"])))
+    return [first, *(f"  {name:<22}{said}" for name, said in rows)]
+
+
+def estimated(report: Facts) -> dict[str, str]:
+    """By card: "2.8 -> 0.7 ms"."""
+    return {e["card"]: f"{_ms(e['ms_before'])} -> {_ms(e['ms_after'])} ms" for e in report["estimates"]}
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 9.95 else f"{ms:.1f}" if ms >= 0.995 else f"{ms:.2g}"
+
+
+def percent(before: float, after: float) -> str:
+    """ ", -75 %"; nothing where there was nothing before, and never "-100 %" where something is left."""
+    if not before:
+        return ""
+    change = (after - before) / before
+    said = f"{change:+.1%}" if after and change < -0.995 else f"{change:+.0%}"
+    return f", {said}".replace("%", " %")
+
+
+def changed(before: int, after: int) -> str:
+    """Bytes before and after, and by how much they are less or more."""
+    return amounts(before, after) + percent(before, after)
+
+
+def alone(region: Facts) -> Facts:
+    """A Region as a group of its own."""
+    return {k: region[k] for k in ("module", "backward", "bytes_before", "bytes_after")} | {
+        "regions": [region["id"]],
+        "count": 1,
+    }
+
+
+def title(group: Facts) -> str:
+    """layers.*.mlp.down_proj  x16  backward."""
+    module = group["module"] or ids(group)
+    times = f"  x{group['count']}" if group["count"] > 1 else ""
+    return f"{module}{times}{'  backward' if group['backward'] else ''}"
+
+
+def ids(group: Facts) -> str:
+    """r0, r6, ... r90."""
+    names = group["regions"]
+    return ", ".join(names) if len(names) <= NAMED else f"{', '.join(names[: NAMED - 1])}, ... {names[-1]}"
+
+
+def outputs(region: Facts) -> str:
+    """The product's shape, and what leaves its epilogue."""
+    counts = {"product": len(region["products"]), "store": len(region["stores"]), "sum": len(region["reductions"])}
+    said = [plural(n, what) for what, n in counts.items() if n > (what == "product")]
+    return f"[{region['m']}, {region['n']}] K={region['k']}: {', '.join(said)}"
+
+
+def _group(group: Facts, first: Facts) -> list[str]:
+    """Two lines: which module's products, and what becomes of them. The bytes are those of all of them."""
+    named = f"  ({ids(group)})" if group["module"] else ""
+    moved = "bare" if first["bare"] else changed(group["bytes_before"], group["bytes_after"])
+    laws = f"  {'+'.join(first['laws'])}" if first["laws"] else ""
+    return [
+        f"  {title(group)}{named}",
+        f"      {outputs(first):<46}  {moved}  {place(first['source'])}{laws}",
+    ]
+
+
+def refused_alone(graph: Facts) -> list[Facts]:
+    """The refusals of one node that no pass that is left says already."""
+    said = {(p["why"], p["source"]) for p in graph["passes"]}
+    return [r for r in graph["refused"] if r["node"] and (r["reason"], r["source"]) not in said]
+
+
+def blocks(b: Facts) -> str:
     """What is made by blocks of rows, and if it is only the gradient, why."""
     what = f"scores' gradient {b['shape']}" if b["whole"] else f"scores {b['shape']} and their gradient"
     return f"{what} in {b['count']} blocks of rows" + (f" (the scores stay whole: {b['whole']})" if b["whole"] else "")
@@ -80,19 +161,30 @@ def _digits(x: float) -> str:
     return f"{x:.2g}" if places is None else f"{x:.{places}f}"
 
 
-def _passes(passes: Sequence[Facts], known: str) -> list[str]:
-    """Equal passes of many layers once: how many, the bytes of one, the reason (unless `known`) and its line, the
-    operations."""
-    same: dict[tuple[str, str, str], list[int]] = {}
+def same_passes(passes: Sequence[Facts]) -> list[Facts]:
+    """Equal passes of equal layers once: "module" has stars, "bytes" are those of one, "count" says how many."""
+    same: dict[tuple[str, ...], list[Facts]] = {}
     for p in passes:
-        same.setdefault((p["why"], p["source"], p["what"]), []).append(p["bytes"])
+        same.setdefault((p["why"], p["source"], p["what"], pattern(p["module"])), []).append(p)
+    return [
+        {**equal[0], "module": starred([p["module"] for p in equal]), "count": len(equal)} for equal in same.values()
+    ]
+
+
+def _passes(passes: Sequence[Facts], known: str) -> list[str]:
+    """How many, the bytes of one, its module, the reason (unless `known`) and its line, the operations."""
     rows = []
-    for (why, at, what), moved in same.items():
-        rows.append(f"    {len(moved):>3} x {amounts(moved[0]):<9} {'' if why == known else why + '  '}{place(at)}")
-        rows.append(f"{'':<20}{what if len(what) < 96 else what[:92] + ' ...'}")
+    for p in same_passes(passes):
+        said = [p["module"] or "", "" if p["why"] == known else p["why"], place(p["source"])]
+        rows.append(f"    {p['count']:>3} x {amounts(p['bytes']):<9} {'  '.join(filter(None, said))}")
+        rows.append(f"{'':<20}{p['what'] if len(p['what']) < 96 else p['what'][:92] + ' ...'}")
     return rows
 
 
 def _refusals(refused: Sequence[Facts]) -> list[str]:
-    same = Counter((r["reason"], r["source"]) for r in refused)
-    return [f"    {n:>3} x {reason}  {place(at)}" for (reason, at), n in same.items()]
+    return [f"    {n:>3} x {reason}  {place(at)}" for (reason, at), n in same_refusals(refused).items()]
+
+
+def same_refusals(refused: Sequence[Facts]) -> Mapping[tuple[str, str], int]:
+    """(reason, line) and how often."""
+    return Counter((r["reason"], r["source"]) for r in refused)

@@ -8,6 +8,7 @@ the user.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +20,9 @@ from coda_inductor.core.region import parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import left, right
 from coda_inductor.explain.capture import capture
-from coda_inductor.explain.offline import rewrite_for, rewritten, target_of
+from coda_inductor.explain.modules import Modules, together
+from coda_inductor.explain.offline import rewritten, target_of
+from coda_inductor.explain.rewriting import Derived, Rewriting
 from coda_inductor.explain.units import Facts, kernel_facts, site_facts
 from coda_inductor.inductor.records import Report
 from coda_inductor.ops.custom import REGION
@@ -30,9 +33,7 @@ from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.layout import TRANSPOSES
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.plan.built import Built, Source, Weight
-from coda_inductor.plan.draft import Computed, Loaded
-from coda_inductor.plan.plan import Plan
-from coda_inductor.rewrite.limits import Limits
+from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.space import Lane
 from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
@@ -56,40 +57,23 @@ def program(
 
 
 def graph_facts(graph: fx.Graph, settings: Settings) -> Facts:
-    """One graph, which is rewritten in place. `untouched` says why nothing was rewritten, if so."""
+    """One graph, which is rewritten in place."""
+    modules, before, rewriting = Modules.of(graph), Listing(graph).steps(), Rewriting()
+    with contextlib.suppress(Unsupported):
+        rewriting(graph, settings)
+    return listed(graph, before, rewriting, modules)
+
+
+def listed(graph: fx.Graph, before: list[Facts], rewriting: Rewriting, modules: Modules) -> Facts:
+    """A graph that was rewritten, or refused, with its steps before. `untouched` says why nothing was rewritten."""
     kind = "joint" if g.is_joint(graph) else "inference"
-    before = Listing(graph).steps()
-    seen: list[Derived] = []
-
-    def decide(plan: Plan, builts: list[Built]) -> Limits:
-        seen[:] = [Derived.of(plan, builts)]
-        return Limits()
-
-    try:
-        report = rewrite_for(graph, settings, decide)
-    except Unsupported as why:
-        return {"kind": kind, "untouched": str(why), "before": before, "after": before, "laws": []}
-    listing = Listing(rewritten(graph), seen[0], report)
-    after = listing.steps()
+    report, derived = rewriting.report, rewriting.derived
+    if report is None:
+        return {"kind": kind, "untouched": rewriting.refused, "before": before, "after": before, "laws": []}
+    listing = Listing(rewritten(graph), derived, report, modules)
+    after, laws = listing.steps(), listing.laws() if derived else []
     untouched = "" if report.rewrote else "nothing follows a product that an epilogue could do"
-    return {"kind": kind, "untouched": untouched, "before": before, "after": after, "laws": listing.laws()}
-
-
-@dataclass(slots=True)
-class Derived:
-    """A plan as it stood before it was written into the graph. `loads[i]`: what epilogue i reads, and from where."""
-
-    plan: Plan
-    builts: list[Built]
-    loads: list[dict[Term, Loaded]]
-
-    @classmethod
-    def of(cls, plan: Plan, builts: list[Built]) -> Derived:
-        loads = []
-        for b in builts:
-            read = plan.loads(b.draft, *b.draft.values).items()
-            loads.append({x: source for x, source in read if x is not b.added})
-        return cls(plan, builts, loads)
+    return {"kind": kind, "untouched": untouched, "before": before, "after": after, "laws": laws}
 
 
 @dataclass(eq=False, slots=True)
@@ -107,11 +91,12 @@ class Step:
 
 @dataclass(slots=True)
 class Listing:
-    """The steps of a graph, named and in order; `derived` and `report` of a rewritten one."""
+    """The steps of a graph, named and in order; `derived`, `report` and `modules` of a rewritten one."""
 
     graph: fx.Graph
     derived: Derived | None = None
     report: Report | None = None
+    modules: Modules | None = None
     names: dict[fx.Node, str] = field(default_factory=dict)
     by_term: dict[Term, str] = field(default_factory=dict)
     supplied: dict[str, fx.Node] = field(default_factory=dict)
@@ -196,7 +181,9 @@ class Listing:
         return self.name(node) + rows
 
     def _facts(self, i: int, step: Step, readers: Mapping[fx.Node, list[str]]) -> Facts:
+        nodes = step.kernel.nodes if step.kernel else [step.node] if step.node else []
         facts: Facts = {"id": i, "kind": step.kind, "time": round(step.time, 1)}
+        facts |= {"module": self._module(step, nodes), "backward": any(map(g.is_backward, nodes))}
         loads = list(dict.fromkeys(self.name(n) for n in step.reads))
         stores = [
             {"name": self.names[n], "type": _type(n), "to": readers.get(n, []), "formula": self._formula(n, step)}
@@ -221,6 +208,15 @@ class Listing:
         elif step.node is not None:
             facts |= {"what": str(step.node.target), "source": g.source_line(step.node)}
         return facts
+
+    def _module(self, step: Step, nodes: Sequence[fx.Node]) -> str:
+        """The modules of a step, in one word; empty before the rewriting, and where none is known."""
+        if self.modules is None:
+            return ""
+        if self.derived and _is_region(step.node):
+            products = self.derived.products()[self.regions.index(step)]
+            return together(map(self.modules.path, products))
+        return self.modules.last(nodes)
 
     def _formula(self, node: fx.Node, step: Step) -> str:
         """What a pass computes, in the names of the listing."""

@@ -75,8 +75,8 @@ class Calls:
         self.asked.append(spec)
         return SUBJECT
 
-    def render(self, report: dict[str, Any]) -> str:
-        return f"report of schema {report['schema']}"
+    def render(self, report: dict[str, Any], every: bool) -> str:
+        return "every Region" if every else f"report of schema {report['schema']}"
 
     def module(self, name: str) -> Any:
         if name == switches.__name__:
@@ -101,6 +101,11 @@ def test_explain(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "m:f", "--mode", "train", "--target", "sm_90a"]) == 0
     assert calls.asked == ["m:f", (*SUBJECT, "train", Settings(target="sm_90a"))]
     assert capsys.readouterr().out == "report of schema 1\n"
+
+
+def test_explain_each_region(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "m:f", "--all"]) == 0
+    assert capsys.readouterr().out == "every Region\n"
 
 
 def test_defaults(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
