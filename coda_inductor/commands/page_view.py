@@ -95,9 +95,11 @@ def snippet(source: str) -> list[tuple[int, str, bool]]:
 
 def runs(steps: Sequence[Facts]) -> Iterator[Run]:
     """The steps in order, what equal layers repeat as one Run; a step of no such layer is a Run of its own."""
-    keys, at = [_key(s) for s in steps], 0
+    keys, modules, at = [_key(s) for s in steps], [s["module"] for s in steps], 0
     while at < len(steps):
         period, count = _repeats(keys, at)
+        if count > 1 and modules[at : at + period] == modules[at + period :][:period]:
+            period, count = 1, 1  # equal steps of one module are no layers
         times = [tuple(steps[at + i * period : at + (i + 1) * period]) for i in range(count)]
         yield Run(tuple(times), starred([_home(t) for t in times]))
         at += period * count

@@ -193,7 +193,7 @@ def test_runs_of_layers() -> None:
     names = ["embed", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "h.2.a", "h.2.b", "head", "head"]
     found = [*runs([step(i, name) for i, name in enumerate(names)])]
     assert [(len(r.times), len(r.times[0]), r.module) for r in found] == [
-        (1, 1, "embed"), (3, 2, "h.*"), (2, 1, "head"),
+        (1, 1, "embed"), (3, 2, "h.*"), (1, 1, "head"), (1, 1, "head"),
     ]  # fmt: skip
 
 
