@@ -22,6 +22,8 @@ Target = Literal["auto", "sm_90a", "reference"]  # the rows of codegen/target.py
 
 PREFIX = "CODA_INDUCTOR"
 PASSED_ON = "inductor."
+ELSEWHERE = ("cache_dir", "cache_limit", "debug_dir")
+"""Settings that change no result."""
 
 
 class SettingError(CodaError, ValueError):
@@ -48,6 +50,10 @@ class Settings:
     """Of how many rows of a head's scores the loss and its gradients are made at a time, where that spares memory."""
     cache_dir: str | None = None
     """Where kernels and measurements are kept; None: in `default_cache`."""
+    cache_limit: int = 10
+    """How many GB (10^9 bytes) that folder may hold before what was used least recently goes; 0: any."""
+    hints: bool = True
+    """True: tuning starts from the tunings that are shipped for this card, and checks each with one timing."""
     debug_dir: str | None = None
     """Where graphs, Regions and sources are written for people to read; None: nowhere."""
     strict: bool = False
@@ -91,8 +97,10 @@ class Settings:
         return {name: variable for variable, name in VARIABLES.items() if environ.get(variable)}
 
     def key(self) -> tuple[tuple[str, str], ...]:
-        """What a cached result depends on: everything except the two folders, in the same order in every process."""
-        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if not f.name.endswith("_dir"))
+        """What a cached result depends on: everything except the folders and how much one may hold, in the same order
+        in every process."""
+        names = (f.name for f in dataclasses.fields(self) if f.name not in ELSEWHERE)
+        values = ((name, getattr(self, name)) for name in names)
         return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
 
     def check_kinds(self, known: Collection[str]) -> None:
@@ -120,6 +128,13 @@ def _boolean(value: object) -> bool:
 def _positive(value: object) -> int:
     """A whole number of at least 1."""
     if isinstance(value, bool | float) or (number := int(str(value))) < 1:
+        raise ValueError(value)
+    return number
+
+
+def _whole(value: object) -> int:
+    """A whole number, 0 or more."""
+    if isinstance(value, bool | float) or (number := int(str(value))) < 0:
         raise ValueError(value)
     return number
 
@@ -160,6 +175,7 @@ BOOLEAN = Kind(_boolean, "0 or 1")
 NAMES = Kind(_names, "names separated by commas")
 FOLDER = Kind(_folder, "a path")
 POSITIVE = Kind(_positive, "a whole number, 1 or more")
+WHOLE = Kind(_whole, "a whole number, 0 or more")
 
 KINDS: dict[str, Kind] = {
     "enabled": BOOLEAN,
@@ -170,6 +186,8 @@ KINDS: dict[str, Kind] = {
     "target": _choice(Target),
     "chunk": POSITIVE,
     "cache_dir": FOLDER,
+    "cache_limit": WHOLE,
+    "hints": BOOLEAN,
     "debug_dir": FOLDER,
     "strict": BOOLEAN,
 }

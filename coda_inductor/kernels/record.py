@@ -39,15 +39,20 @@ def key(region: Region, size: int) -> str:
 
 
 def remember(
-    directory: Path, region: Region, size: int, config: Config, ms: float, rows: list[dict[str, Any]]
+    directory: Path, region: Region, size: int, config: Config, ms: float | None, rows: list[dict[str, Any]]
 ) -> Config:
     """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
-    of processes that measure at once, the first's."""
+    of processes that measure at once, the first's. Without `ms` it was hinted (tuning/shipped.py): no other was
+    tried."""
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
-    where = {"device": device_name(), "versions": target.versions()}
-    made = {**found, **where}
+    made = {**found, "text": region.text, **({} if ms is not None else {"hinted": True}), **where()}
     standing = store.write_record(directory, key(region, size), made, lambda r: _config(r, region) is not None)
     return _config(standing, region) or config
+
+
+def where() -> dict[str, Any]:
+    """What a record was measured on and by."""
+    return {"device": device_name(), "versions": target.versions(), "sources": sources_digest()}
 
 
 def remembered(directory: Path, region: Region, size: int) -> Config | None:

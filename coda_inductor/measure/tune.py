@@ -73,6 +73,17 @@ def tuned(region: Region, inputs: Sequence[Tensor], cache_dir: str | None) -> la
     return kernel
 
 
+def hinted(region: Region, inputs: Sequence[Tensor], cache_dir: str | None, config: Config) -> launch.Kernel:
+    """The Region's kernel in a configuration that nothing here has measured, for this process: nothing is remembered.
+    Raises Unsupported if it cannot be built, spills much, or its results are not the interpreter's."""
+    kernel = launch.kernel(region.text, cache_dir)
+    row = examine(kernel, config, inputs, outputs(region, inputs))
+    if "why" in row:
+        raise Unsupported(f"region {region.digest} in {config}: {row['why']}")
+    kernel.use(legality.bucket(region.m(inputs)), config)
+    return kernel
+
+
 def measure(
     kernel: launch.Kernel,
     inputs: Sequence[Tensor],

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.measure import tune
@@ -139,12 +140,19 @@ def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
 
 
 def benchmarked(
-    group: Group, built: Built, cache_dir: str | None, anew: AbstractSet[fx.Node] = frozenset()
+    group: Group,
+    built: Built,
+    cache_dir: str | None,
+    anew: AbstractSet[fx.Node] = frozenset(),
+    tile: Config | None = None,
 ) -> Callable[[], None]:
-    """Tunes one Region on its real inputs, leaves its outputs in the group's values, also those of the nodes that they
-    replace, returns its launch. The nodes `anew` have another value each time."""
+    """Tunes one Region on its real inputs, or takes the `tile`, leaves its outputs in the group's values, also those of
+    the nodes that they replace, returns its launch. The nodes `anew` have another value each time."""
     inputs = group.inputs(built)
-    kernel = tune.tuned(built.region, inputs, cache_dir)
+    if tile is None:
+        kernel = tune.tuned(built.region, inputs, cache_dir)
+    else:
+        kernel = tune.hinted(built.region, inputs, cache_dir, tile)
     outs = tune.outputs(built.region, inputs)
     kernel(inputs, outs)
     group.values |= dict(zip(outputs(built), outs, strict=True))

@@ -9,25 +9,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import legality
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.errors import Unsupported, forget_frames
+from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import launch, library, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.measure import free_memory, timing
+from coda_inductor.measure.timing import Times
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
 from coda_inductor.schedule.memory import Memory
 from coda_inductor.schedule.model import saved_names
-from coda_inductor.tuning import around
+from coda_inductor.tuning import around, shipped
 from coda_inductor.tuning.baseline import WithoutLaw
 from coda_inductor.tuning.benchmark import Programs, benchmarked
 from coda_inductor.tuning.extract import put_off
@@ -39,7 +43,8 @@ from coda_inductor.tuning.outcome import (
     COSTS,
     TIMED,
     Outcome,
-    fully_timed,
+    compared_with,
+    foreseen,
     in_bursts,
     outcome_of,
     passing_over,
@@ -52,6 +57,7 @@ from coda_inductor.tuning.outcome import (
 log = logging.getLogger("coda_inductor.tuning")
 
 ROUNDS = 25
+NO_TILES: Mapping[Region, Config] = {}
 
 
 class Measurements:
@@ -67,6 +73,8 @@ class Measurements:
         self._plans = list[Known]()
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs(settings)
+        asked = settings.measures and settings.hints
+        self.hints = shipped.hints(record.device_name()) if asked else shipped.Hints({})
         if settings.measures:
             prebuild.warm_up()
 
@@ -103,10 +111,15 @@ class Measurements:
         return self.ahead.begin(self.jobs(plan, (b for members in candidates for b in members)), idle=idle)
 
     def jobs(self, plan: Plan, builts: Iterable[Built]) -> list[prebuild.Job]:
-        """The kernels of Regions that are not tuned."""
+        """The kernels of Regions that are not tuned: of one with a hint, that of its tile."""
         directory = store.open_store(self.settings.cache_dir)
         new = [found for found in sizes(plan, builts) if record.remembered(directory, *found) is None]
-        return [prebuild.Job(region, config) for region, size in new for config in legality.candidates(region, size)]
+
+        def configs(region: Region, size: int) -> Sequence[Config]:
+            tile = self.hints.tile(region, size)
+            return legality.candidates(region, size) if tile is None else (tile,)
+
+        return [prebuild.Job(found[0], config) for found in new for config in configs(*found)]
 
     def require_room(self, *sides: tuple[Group, Plan]) -> None:
         """Raises Unsupported if measuring these groups would take more memory than is free beside the model."""
@@ -184,7 +197,7 @@ class Measurements:
             start_s = time.perf_counter()
             self.ahead.wait(self.jobs(plan, members))
             built_s = time.perf_counter()
-            measured = self.measure(group, plan)
+            measured = self.by_hint(plan, members) or self.searched(plan, members)
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
             found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, timed)
         self.say(key, found)
@@ -198,15 +211,68 @@ class Measurements:
             said = ", ".join(f"{name} {found[name]:.4f}" for name in TIMED if name in found)
             log.info("%s: %s", " against ".join("+".join(found[w]) for w in ("regions", "against") if w in found), said)
 
-    def measure(self, group: Group, plan: Plan) -> dict[str, Any]:
+    def searched(self, plan: Plan, members: list[Built]) -> dict[str, Any]:
+        """The record of a group whose Regions are tuned. (Where a hint did not hold, their kernels are begun only
+        now.)"""
+        jobs = self.jobs(plan, members)
+        self.ahead.begin(jobs)
+        self.ahead.wait(jobs)
+        return self.measure(self.group(plan, members), plan)
+
+    def by_hint(self, plan: Plan, members: list[Built]) -> dict[str, Any] | None:
+        """The record of a group of which hints tell, if one timing shows what they say: its tiles are remembered then.
+        None if there are no hints, or they do not hold; then these are refused, and nothing is remembered."""
+        size, directory = legality.bucket(tokens(plan, members[0])), store.open_store(self.settings.cache_dir)
+        group = self.group(plan, members)
+        expected = self.hints.group([b.region for b in members], size)
+        new = [found for found in sizes(plan, members) if record.remembered(directory, *found) is None]
+        tiles = {found: tile for found in new if (tile := self.hints.tile(*found)) is not None}
+        if not tiles and expected is None:
+            return None
+        try:
+            found, holds = self.check(group, plan, {region: tile for (region, _), tile in tiles.items()}, expected)
+        except Exception as error:
+            if not foreseen(error):
+                raise
+            log.info("a hint does not hold: %s", error)
+            forget_frames(error)
+            found, holds = {}, False
+        if not holds:
+            log.info("searched: %s", "+".join(group.digests))
+            self.hints.refused.update(tiles)
+            return None
+        for (region, of), tile in tiles.items():
+            record.remember(directory, region, of, tile, None, [])
+        return found
+
+    def check(
+        self, group: Group, plan: Plan, tiles: dict[Region, Config], expected: shipped.Expected | None
+    ) -> tuple[dict[str, Any], bool]:
+        """A group's record with some Regions in these tiles, and whether it shows what is expected: to win, if nothing
+        is said; then it is timed as any group. Raises Unsupported if a tile's kernel is wrong or cannot be built."""
+        if expected is None:
+            found = self.measure(group, plan, tiles)
+            return found, not outcome_of(group.mask, found).loses
+        self.require_room((group, plan))
+        with self.real_tensors():
+            calls = [self.fused(group, plan, tiles), self._programs.baseline(group, plan)]
+            turns = timing.by_turns(calls, ROUNDS, timing.launching(calls))
+        said = {"hinted": True} if expected.stands is None else {"hinted": True, "stands": expected.stands}
+        return {**self.row(group, [Times(ms, math.inf) for ms in turns]), **said}, expected.holds(turns)
+
+    def row(self, group: Group, times: Sequence[Times]) -> dict[str, Any]:
+        """The record of a measurement of both sides."""
+        return {**recorded(group.digests, times), "bucket": legality.bucket(group.tokens), **record.where()}
+
+    def measure(self, group: Group, plan: Plan, tiles: Mapping[Region, Config] = NO_TILES) -> dict[str, Any]:
         """Tunes the group's kernels, then times both ways. How narrowly it wins matters only to a law."""
         self.require_room((group, plan))
         lawless = not deferred(plan, group.builts)
         with self.real_tensors():
-            fused, before = self.fused(group, plan), self._programs.baseline(group, plan)
+            fused, before = self.fused(group, plan, tiles), self._programs.baseline(group, plan)
             decided = lambda turns: not wins(turns) or sure(turns, lawless=lawless)  # noqa: E731
             times = timing.compared([fused, before], ROUNDS, decided=decided)
-        return recorded(group.digests, times)
+        return self.row(group, times)
 
     def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
         """How a group fares against the program that is derived without its law, in the same burst: the Regions of that
@@ -217,18 +283,30 @@ class Measurements:
         )
         without = WithoutLaw(group, plan, rival, other)
         key = without.key(self.settings)
-        found = store.read_record(store.open_store(self.settings.cache_dir), key, fully_timed)
+        found = store.read_record(store.open_store(self.settings.cache_dir), key, compared_with)
         if found is None:
             self.require_room((group, plan), (rival, other))
+            margin, size = self.margin(plan, members), legality.bucket(group.tokens)
+            undone = self.hints.law([b.region for b in members], [b.region for b in parts], size)
             with self.real_tensors():
-                fused = self.fused(group, plan)
-                steps = without.steps(self._programs, self.settings.cache_dir)
-                burst = lambda: timing.compared([fused, in_order(steps)], ROUNDS)  # noqa: E731
-                times = in_bursts(burst, self.margin(plan, members))
-            found = {"against": rival.digests, **recorded(group.digests, times)}
-            found = store.write_record(store.open_store(self.settings.cache_dir), key, found, fully_timed)
+                calls = [self.fused(group, plan), in_order(without.steps(self._programs, self.settings.cache_dir))]
+                turns = timing.by_turns(calls, ROUNDS, timing.launching(calls)) if undone else []
+                holds = undone is not None and undone.holds(turns, margin)
+                burst = lambda: timing.compared(calls, ROUNDS)  # noqa: E731
+                times = [Times(ms, math.inf) for ms in turns] if holds else in_bursts(burst, margin)
+            found = {"against": rival.digests, "margin": margin, **self.row(group, times)}
+            found |= {"hinted": True} if holds else {}
+            found = store.write_record(store.open_store(self.settings.cache_dir), key, found, compared_with)
         self.say(key, found)
         return outcome_of(group.mask, found)
+
+    def stands(self, plan: Plan, members: list[Built]) -> bool:
+        """Does a hint say that a law is worth it, so that the program without it need not be prepared?"""
+        with contextlib.suppress(Unsupported):  # of a size that is not known
+            size = legality.bucket(tokens(plan, members[0]))
+            said = self.hints.group([b.region for b in members], size)
+            return said is not None and said.wins and said.stands is True
+        return False
 
     def margin(self, plan: Plan, members: list[Built]) -> float:
         """How much more than the program without its law a group may take: what equal calls differ by, but nothing if
@@ -242,13 +320,14 @@ class Measurements:
         with torch.no_grad(), unset_fake_temporarily(), here:
             yield
 
-    def fused(self, group: Group, plan: Plan) -> Callable[[], None]:
-        """The group's side: its kernels, which are tuned before, what they need beside them, and the loops around."""
+    def fused(self, group: Group, plan: Plan, tiles: Mapping[Region, Config] = NO_TILES) -> Callable[[], None]:
+        """The group's side: its kernels, which are tuned before or run in these tiles, what they need beside them, and
+        the loops around."""
         (first, before), (last, after) = around.before(plan, group), around.after(plan, group)
         steps = self._programs.passes(group, first, before)
         for built in group.builts:
             steps += self._programs.computations(plan, group, built)
-            steps.append(benchmarked(group, built, self.settings.cache_dir, anew={*first}))
+            steps.append(benchmarked(group, built, self.settings.cache_dir, {*first}, tiles.get(built.region)))
         steps += self._programs.passes(group, last, after)
         # What the forward is spared is written by a pass of the backward that reads the same anyway.
         return in_order([*steps, *(group.like(node).zero_ for node in put_off(group, plan))])

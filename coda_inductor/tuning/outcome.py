@@ -37,6 +37,7 @@ SURE_OF_LAWS = 1.3
 # in one and 1.281 in the next, where the program without its law took 1.231 (H200, the forward of rotary-2048 in
 # bench/results at 92634f0). So one that would undo a law narrowly is asked again.
 NEAR, BURSTS = 1.03, 3
+CLOSE = 1.15  # below, a law that wins is compared with the program without it
 TURNS, BUSY = ("ms", "baseline_ms"), ("busy_ms", "busy_baseline_ms")  # of a record: ours and the other side's
 TIMED = ("ms", "busy_ms", "baseline_ms", "busy_baseline_ms")  # our Times and the other side's
 FREE, SLOW = Times(0.0, 0.0), Times(math.inf, math.inf)
@@ -49,6 +50,8 @@ class Outcome:
     mask: int
     fused: Times = FREE
     baseline: Times = SLOW
+    stands: bool = False
+    """Is it known from a hint that a law is worth it, and held in one timing?"""
 
     @property
     def loses(self) -> str:
@@ -121,11 +124,28 @@ def in_bursts(burst: Callable[[], Sequence[Times]], margin: float) -> Sequence[T
 
 def timed(found: dict[str, Any]) -> bool:
     """Is this the record of a measurement? Only one that turns decided may have no times under load."""
-    if "regions" not in found or not all(isinstance(found.get(name), float) for name in TURNS):
+    if not by_turns(found):
         return False
+    if hinted(found):
+        return True
     turns = [found[name] for name in TURNS]
     decided = not found.keys() & set(BUSY) and (not wins(turns) or sure(turns))
     return decided or fully_timed(found)
+
+
+def by_turns(found: dict[str, Any]) -> bool:
+    """Has the record at least both sides' times interleaved?"""
+    return "regions" in found and all(isinstance(found.get(name), float) for name in TURNS)
+
+
+def hinted(found: dict[str, Any]) -> bool:
+    """Is it the record of one timing that showed what a hint says (shipped.py)?"""
+    return found.get("hinted") is True
+
+
+def compared_with(found: dict[str, Any]) -> bool:
+    """Is this the record of a group and the program without its law? That takes all times, or a hint."""
+    return by_turns(found) and (hinted(found) or fully_timed(found))
 
 
 def fully_timed(found: dict[str, Any]) -> bool:
@@ -144,7 +164,8 @@ def outcome_of(mask: int, found: dict[str, Any]) -> Outcome:
     """What a record says of the products of a mask. Where turns decided they count for both."""
     ms, baseline_ms = (found[name] for name in TURNS)
     busy_ms, busy_baseline_ms = (found.get(name, turns) for name, turns in zip(BUSY, (ms, baseline_ms), strict=True))
-    return Outcome(mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms))
+    stands = hinted(found) and found.get("stands") is True
+    return Outcome(mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms), stands)
 
 
 # ---- what keeps a group from being measured, beside which the others are measured all the same

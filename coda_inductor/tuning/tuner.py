@@ -7,7 +7,7 @@ under a load of their own that lasts. What does not win by 2 % (of long calls by
 busy GPU, is derived again without the law, and if that loses too it is left to Inductor, unless groups that read its
 sums win more than it loses; a law that wins narrowly must also cost at most 1 % more than the program derived without
 it, and nothing more if it leaves work to the backward. The other side is always Inductor's default mode. (What is
-measured, and kept on disk: measurements.py.)
+measured, and kept on disk: measurements.py. What hints spare of it: shipped.py.)
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.group import groups, mask, readers, tied
 from coda_inductor.tuning.measurements import Measurements, deferred
-from coda_inductor.tuning.outcome import Outcome, borne, foreseen, outcome_of, passing_over, unmeasured
+from coda_inductor.tuning.outcome import CLOSE, Outcome, borne, foreseen, outcome_of, passing_over, unmeasured
 
 log = logging.getLogger("coda_inductor.tuning")
-
-CLOSE = 1.15  # below, a law that wins is compared with the program without it
 
 
 class Tuner:
@@ -83,7 +81,7 @@ class Tuner:
         """The verdict on some groups of a plan."""
         failed, outcomes = dict[int, str](), dict[int, Outcome]()
         for i, members in enumerate(candidates):
-            if deferred(plan, members) and not self._foreseen:
+            if deferred(plan, members) and not self._foreseen and not self.measurements.stands(plan, members):
                 self._foreseen = True
                 with passing_over():
                     self.foresee(plan, failed | lost(o for o in outcomes.values() if o.loses))
@@ -132,7 +130,7 @@ class Tuner:
             late = deferred(plan, candidates[i])
             if outcome.loses:
                 undeferred |= late
-            elif late & ~self._compared and outcome.ratio < CLOSE:
+            elif late & ~self._compared and outcome.ratio < CLOSE and not outcome.stands:
                 close[late] = candidates[i]
         banned = failed | lost(outcomes[i] for i in lawless if i not in kept)
         if close and not banned and not undeferred:

@@ -19,6 +19,7 @@ from coda_inductor.passes import switches
 from coda_inductor.passes.switches import allowed
 
 DESIGNED = {"", "_DISABLE", "_ONLY", "_NUMERICS", "_CHUNK", "_TUNE", "_TARGET", "_CACHE_DIR", "_DEBUG_DIR", "_STRICT"}
+DESIGNED |= {"_CACHE_LIMIT", "_HINTS"}
 
 
 def test_names_are_the_designed_ones() -> None:
@@ -47,6 +48,9 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("strict", "1", True),
     ("chunk", "512", 512),
     ("chunk", 1, 1),
+    ("cache_limit", "0", 0),
+    ("cache_limit", 25, 25),
+    ("hints", "0", False),
     ("cache_dir", "/a/../b", "/b"),
     ("cache_dir", Path("/b"), "/b"),
     ("debug_dir", "~/b", str(Path.home() / "b")),
@@ -99,7 +103,7 @@ ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"CODA_INDUCTR_TUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
     ({"CODA_INDUCTOR_AUTOTUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
     ({}, {"numeric": "fast"}, "did you mean 'numerics'"),
-    ({}, {"NUMERICS": "fast"}, "known: cache_dir, chunk, debug_dir, disable, enabled"),
+    ({}, {"NUMERICS": "fast"}, "known: cache_dir, cache_limit, chunk, debug_dir, disable, enabled"),
     ({}, {"epilogue_fusion": True}, "'inductor.epilogue_fusion'"),
     ({"CODA_INDUCTOR_TUNE": "fast"}, {}, "CODA_INDUCTOR_TUNE: 'fast' is not allowed (allowed: off, quick)"),
     ({"CODA_INDUCTOR": "yes"}, {}, "'yes' is not allowed (allowed: 0 or 1)"),
@@ -107,6 +111,8 @@ ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"chunk": 0}, "allowed: a whole number, 1 or more"),
     ({}, {"chunk": 1.5}, "allowed: a whole number, 1 or more"),
     ({"CODA_INDUCTOR_CHUNK": "many"}, {}, "allowed: a whole number, 1 or more"),
+    ({}, {"cache_limit": -1}, "allowed: a whole number, 0 or more"),
+    ({}, {"cache_limit": 1.5}, "allowed: a whole number, 0 or more"),
     ({}, {"numerics": None}, "allowed: strict, default"),
     ({}, {"target": "sm_70"}, "allowed: auto, sm_90a, reference"),
     ({}, {"disable": 3}, "allowed: names separated by commas"),
@@ -134,13 +140,15 @@ def test_key_holds_everything_but_the_folders(field: str) -> None:
         "tune": "off",
         "target": "reference",
         "cache_dir": "/a",
+        "cache_limit": 3,
+        "hints": False,
         "debug_dir": "/a",
         "strict": True,
         "deterministic": True,
     }
     changed = dataclasses.replace(Settings(), **{field: other[field]})
     assert (hash(changed.key()) == hash(Settings().key())) == (changed.key() == Settings().key())
-    assert (changed.key() == Settings().key()) == field.endswith("_dir")
+    assert (changed.key() == Settings().key()) == field.startswith(("cache_", "debug_"))
     assert pickle.loads(pickle.dumps(changed)) == changed
 
 

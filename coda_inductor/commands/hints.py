@@ -1,0 +1,155 @@
+"""`coda-inductor cache hints`: what this machine has measured, as the file of hints for its card (tuning/shipped.py).
+
+For developers. Only records of the sources and versions that run now are taken, and none that a hint made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from coda_inductor.codegen import target
+from coda_inductor.codegen.tiles import Config
+from coda_inductor.commands.cache import existing
+from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import Region, parse
+from coda_inductor.core.settings import Settings
+from coda_inductor.kernels import record, store
+from coda_inductor.tuning import outcome, shipped
+
+Facts = dict[str, Any]
+
+
+def hints(settings: Settings, out: str) -> Facts:
+    """Writes the rows into `out`, beside those that it has of the same card. Raises Unsupported if there are none, or
+    the file is another card's."""
+    place = existing(settings.cache_dir)
+    records = [*_records(place)] if place else []
+    made = rows(records)
+    counts = {kind: len(made[kind]) for kind in ("regions", "groups", "laws")}
+    if not counts["regions"]:
+        said = f"nothing was measured on this machine ({record.device_name()}) by these sources and versions"
+        raise Unsupported(said, hint="run a model with CODA_INDUCTOR_HINTS=0 first")
+    path, before = Path(out), _before(Path(out), made["card"])
+    for kind in counts:
+        for name, row in before.get(kind, {}).items():
+            mine = made[kind].setdefault(name, {})
+            made[kind][name] = {**row, **mine, "buckets": {**row.get("buckets", {}), **mine.get("buckets", {})}}
+    text = json.dumps(made, indent=1, sort_keys=True) + "\n"
+    if not store.write(path.absolute(), text):
+        raise Unsupported(f"cannot write {path}")
+    return {"schema": 1, "action": "hints", "path": os.fspath(path), "card": made["card"], **counts}
+
+
+def rows(records: list[Facts]) -> Facts:
+    """The file's content: of Regions the tiles, of groups and of laws how they fared."""
+    regions = dict[str, Region]()
+    made: Facts = {"schema": shipped.SCHEMA, "card": record.device_name(), "versions": target.versions()}
+    made |= {kind: {} for kind in ("regions", "groups", "laws")}
+    for found in records:
+        if "config" in found:
+            region = parse(found["text"])
+            regions[region.digest] = region
+            row = made["regions"].setdefault(shipped.structure(region), {"what": _what(region), "buckets": {}})
+            row["buckets"][str(found["bucket"])] = str(Config(**found["config"]))
+    contests = [f for f in records if "config" not in f and {*f["regions"], *f.get("against", ())} <= regions.keys()]
+    laws = [f for f in contests if "against" in f]
+    stood = dict[tuple[str, str], set[bool]]()
+    for found in laws:
+        mine, others = ([shipped.structure(regions[d]) for d in found[side]] for side in ("regions", "against"))
+        costs = outcome.outcome_of(0, found).costs(found["margin"])
+        stood.setdefault((shipped.together(mine), str(found["bucket"])), set()).add(not costs)
+        if costs:
+            _add(made["laws"], shipped.together(mine, others), found, {"of": mine, "against": others}, {})
+    for found in contests:
+        if "against" not in found:
+            mine = [shipped.structure(regions[d]) for d in found["regions"]]
+            name, bucket, fared = shipped.together(mine), str(found["bucket"]), outcome.outcome_of(0, found)
+            verdicts = {True} if fared.ratio >= outcome.CLOSE else stood.get((name, bucket), set())
+            said: Facts = {"stands": verdicts == {True}} if len(verdicts) == 1 else {}
+            won = not fared.loses
+            if won == outcome.wins(fared_turns(found)):  # else interleaved times alone do not show it
+                _add(made["groups"], name, found, {"of": mine}, {"wins": won, **said})
+    for kind in ("groups", "laws"):
+        made[kind] = {name: row for name, row in made[kind].items() if _drop_unsure(row)["buckets"]}
+    return made
+
+
+def fared_turns(found: Facts) -> list[float]:
+    """Both sides' times interleaved."""
+    return [found[name] for name in outcome.TURNS]
+
+
+def _add(into: Facts, name: str, found: Facts, facts: Facts, fared: Facts) -> None:
+    """Adds how a group fared. Where several groups of the same Regions stand elsewhere, the least ratio counts; what
+    they disagree on goes."""
+    fused, other = fared_turns(found)
+    row, bucket = into.setdefault(name, {**facts, "buckets": {}}), str(found["bucket"])
+    new = {**fared, "ratio": round(other / fused, 4)}
+    if (old := row["buckets"].get(bucket)) is not None:
+        new = {k: v for k, v in new.items() if k in old and (k == "ratio" or old[k] == v)}
+        new["ratio"] = min(new["ratio"], old["ratio"])
+        if "wins" in fared and "wins" not in new:
+            new = {"ratio": new["ratio"]}  # they disagree: no hint, whatever a third says
+    row["buckets"][bucket] = new
+
+
+def _drop_unsure(row: Facts) -> Facts:
+    """Without the buckets in which groups of the same Regions disagree."""
+    if "against" not in row:
+        row["buckets"] = {bucket: fared for bucket, fared in row["buckets"].items() if "wins" in fared}
+    return row
+
+
+def _records(place: Path) -> Iterator[Facts]:
+    """Those of Regions and of groups that were measured here, by what runs now."""
+    for path in sorted((place / "tuning").glob("*.json")):
+        found = store.read_record(place, path.stem)
+        if found is None or outcome.hinted(found) or any(found.get(k) != v for k, v in record.where().items()):
+            continue
+        if "config" in found:
+            region, size = parse(found["text"]), found["bucket"]
+            if path.stem == record.key(region, size) and record.remembered(place, region, size):
+                yield found
+        elif (
+            path.stem.startswith("contest-")
+            and outcome.timed(found)
+            and ("against" not in found or ("margin" in found and outcome.fully_timed(found)))
+        ):
+            yield found
+
+
+def _before(path: Path, card: str) -> Facts:
+    """The rows that the file has. Raises Unsupported if it is another card's."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or (found.get("schema"), found.get("card")) != (shipped.SCHEMA, card):
+        raise Unsupported(f"{path} is no file of hints for {card}", hint=f"as {shipped.file_of(card)}")
+    return found
+
+
+def _what(region: Region) -> str:
+    """A Region in a few words, for who reads the file."""
+    p = region.products[0]
+    left, right = region.dtypes
+    said = [f"n={region.n} k={p.k} {left}" + (f"x{right}" if left != right else "")]
+    said += [f"{len(region.products)} products"] if len(region.products) > 1 else []
+    said += ["summed"] if region.summed else []
+    counts = {"load": region.operands, "op": region.lets, "store": region.stores, "sum": region.reductions}
+    said += [f"{len(of)} {name}{'s' if len(of) > 1 else ''}" for name, of in counts.items() if of]
+    return ", ".join(said)
+
+
+def render(facts: Facts) -> str:
+    """What was written."""
+    return (
+        f"{facts['regions']} Regions, {facts['groups']} groups and {facts['laws']} laws of {facts['card']}"
+        f" written to {facts['path']}"
+    )

@@ -1,0 +1,161 @@
+"""Shipped tunings, the hints: for a card, the tile that won for a Region, and how its group fared.
+
+A hint is found by the Region's structure (not by sources, versions or names), the card and the bucket of tokens. It
+spares a search and decides nothing by itself: a tile must be one that the search would time, its kernel's results are
+compared with the interpreter's, and one timing must show what the hint says. Where it does not, the ordinary search
+follows. What cannot be read is no hint. `coda-inductor cache hints` writes these files (commands/hints.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coda_inductor.codegen import legality
+from coda_inductor.codegen.tiles import Config, tiles
+from coda_inductor.core.region import Region
+from coda_inductor.tuning.outcome import wins
+
+log = logging.getLogger("coda_inductor.tuning")
+
+FOLDER = Path(__file__).with_name("hints")
+SCHEMA = 1
+# How much lower than a hint says the ratio of both sides' times may be for it to hold. Such a ratio is off by 1.2 %
+# from compile to compile (outcome.py, LONG_WIN). Chosen above that, not measured.
+OFF = 0.03
+TILE = re.compile(r"\d+x\d+(pp|co)\d+x\d+n?")
+
+
+def structure(region: Region) -> str:
+    """Names what decides a Region's tile: its text without the constants of its epilogue, as a norm's epsilon. The same
+    in all processes, on all machines and with all versions."""
+    return _structure(region.text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _structure(text: str) -> str:
+    fields = json.loads(text)
+    for let in fields["lets"]:
+        let["args"] = [a if isinstance(a, str) else "#" for a in let["args"]]
+    kept = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(kept.encode()).hexdigest()[:16]
+
+
+def together(*sides: Sequence[str]) -> str:
+    """Names a group by its Regions' structures, or a group and what it is compared with."""
+    return hashlib.sha256("|".join("+".join(side) for side in sides).encode()).hexdigest()[:16]
+
+
+def file_of(card: str) -> str:
+    """The name of the file for a card, as torch names it."""
+    return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_") + ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How a group fared: whether it won, the other side's time over its own interleaved, and whether its law stood
+    against the program without it, or won by so much that nobody asked. None: not known, or there is no law."""
+
+    wins: bool
+    ratio: float
+    stands: bool | None = None
+
+    def holds(self, turns: Sequence[float]) -> bool:
+        """Does one timing, of our side and the other, show it? Also one that wins by less than it should does not: its
+        tile may be a wrong one."""
+        fused, other = turns
+        return wins(turns) == self.wins and other >= (1 - OFF) * self.ratio * fused
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """That a group costs more than the program without its law, and the latter's time over its own."""
+
+    ratio: float
+
+    def holds(self, turns: Sequence[float], margin: float) -> bool:
+        """Does one timing show it?"""
+        fused, other = turns
+        return fused - other > margin * other and other >= (1 - OFF) * self.ratio * fused
+
+
+class Hints:
+    """Those of one card. `refused` are the Regions, with their buckets, whose hint did not hold in this compile."""
+
+    def __init__(self, rows: dict[str, Any]) -> None:
+        self._regions, self._groups, self._laws = (_dict(rows.get(kind)) for kind in ("regions", "groups", "laws"))
+        self.refused = set[tuple[Region, int]]()
+
+    def tile(self, region: Region, size: int) -> Config | None:
+        """The tile that won, if the search would time it; None where there is no hint."""
+        if not self._regions or (region, size) in self.refused:
+            return None
+        found = _bucket(self._regions.get(structure(region)), size)
+        if not isinstance(found, str) or not TILE.fullmatch(found):
+            return None
+        (config,) = tiles(found)
+        return config if config in legality.candidates(region, size) else None
+
+    def group(self, regions: Sequence[Region], size: int) -> Expected | None:
+        """How a group of these Regions fared."""
+        if not self._groups:
+            return None
+        row = _bucket(self._groups.get(together(_all(regions))), size)
+        if not isinstance(row, dict) or not isinstance(row.get("wins"), bool) or not _positive(row.get("ratio")):
+            return None
+        stands = row.get("stands")
+        return Expected(row["wins"], row["ratio"], stands if isinstance(stands, bool) else None)
+
+    def law(self, regions: Sequence[Region], others: Sequence[Region], size: int) -> Undone | None:
+        """That a group lost against the program of the other Regions; None where it stood, or nobody knows."""
+        if not self._laws:
+            return None
+        row = _bucket(self._laws.get(together(_all(regions), _all(others))), size)
+        ratio = row.get("ratio") if isinstance(row, dict) else None
+        return Undone(ratio) if isinstance(ratio, float) and _positive(ratio) else None
+
+
+def hints(card: str, folder: Path | None = None) -> Hints:
+    """The hints for a card, as torch names it; none if there is no file, or one that cannot be read or is of another
+    card."""
+    return Hints(_rows(card, folder or FOLDER))
+
+
+@functools.cache
+def _rows(card: str, folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / file_of(card)).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("the hints for %s cannot be read, tuning searches: %s", card, error)
+        return {}
+    if not isinstance(found, dict) or (found.get("schema"), found.get("card")) != (SCHEMA, card):
+        log.warning("the hints for %s are of another card or kind, tuning searches", card)
+        return {}
+    return found
+
+
+def _all(regions: Iterable[Region]) -> list[str]:
+    return [structure(region) for region in regions]
+
+
+def _bucket(row: Any, size: int) -> Any:
+    """What a row says of a bucket."""
+    return _dict(_dict(row).get("buckets")).get(str(size))
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
