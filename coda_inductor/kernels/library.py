@@ -25,7 +25,7 @@ from coda_inductor.codegen import source, target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
-from coda_inductor.kernels import store
+from coda_inductor.kernels import limit, store
 from coda_inductor.kernels.executable import Executable, Parts
 
 log = logging.getLogger("coda_inductor.library")
@@ -45,8 +45,11 @@ def folder(region: Region, config: Config, directory: Path, *, swapped: bool = F
 
 
 def load(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Executable | None:
-    """The kernel as it was kept. None if it was not, or is not what it was."""
-    parts = open_kept(folder(region, config, directory, swapped=swapped))
+    """The kernel as it was kept. None if it was not, or is not what it was. It is used from now on, also if it is made
+    only now."""
+    place = folder(region, config, directory, swapped=swapped)
+    limit.using(directory, place.parent.name)
+    parts = open_kept(place)
     return Executable(region, config, parts, swapped=swapped) if parts else None
 
 

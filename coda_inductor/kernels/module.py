@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from coda_inductor.kernels import store
+from coda_inductor.kernels import limit, store
 
 
 class _Loader(SourceFileLoader):
@@ -24,6 +24,7 @@ def load_module(text: str, name: str, directory: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     path = directory / "epilogues" / f"{name}.py"
+    limit.using(directory, path.name)
     if not path.exists() or path.read_text() != text:
         store.write(path, text)
     spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))

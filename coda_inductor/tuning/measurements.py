@@ -22,7 +22,7 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
-from coda_inductor.kernels import launch, library, prebuild, record, store
+from coda_inductor.kernels import launch, library, limit, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.measure import free_memory, timing
 from coda_inductor.measure.timing import Times
@@ -83,6 +83,7 @@ class Measurements:
         Those that come `later` may yet be asked for."""
         if not self.settings.measures:
             return
+        limit.keep_within(store.open_store(self.settings.cache_dir), self.settings.cache_limit)
         start_s = time.perf_counter()
         begun = self.begin(plan, candidates) + self.begin(plan, later, idle=True)
         unknown = self.unknown(plan, candidates)
