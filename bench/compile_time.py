@@ -1,20 +1,29 @@
 """Seconds to compile a model with nothing on disk (cold) and a second time (warm): backend="coda" and torch.compile's
 default, each in a fresh process.
 
-    python bench/compile_time.py [--layers N] [--width WIDTH] [--tokens N] [--vocab N] [--out FILE]
+    python bench/compile_time.py [--mode train] [--without-hints] [--layers N] [--width WIDTH] [--tokens N] [--vocab N]
+        [--out FILE]
+
+With --without-hints there are two more rows, of "coda, searched": as if no tunings were shipped (tuning/shipped.py).
+--keep FOLDER leaves the caches of the last coda there, for `coda-inductor cache hints`.
 
 One JSON line for each backend and start, as bench/layers.py writes them. The model is Llama's, by default in the sizes
 of its 1B, with random weights. "compile_s" is the first call, its run included, "call_s" the median of later ones.
 "kernels" are the objects that the process added to our store, "measured" the records, "inductor_kernels" what Inductor
 added to its own: in a warm start all three are to be 0. (torch.compile's own adds three of 33, in every row.)
+"split" says where the seconds of ours go: "rewriting" is all of our pass; of it "programs" compiles the other side's
+programs while kernels are compiled, "kernels" waits for those, "contests" searches tiles and times groups, "laws" times
+groups against programs without their law, and the rest is "derivation". "hinted" of the "groups" took one timing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,15 +31,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from coda_inductor.codegen import target
+from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.kernels import launch
+from coda_inductor.tuning.measurements import Measurements
 
 BACKENDS = ("inductor", "coda")
+SEARCHED = "coda, searched"
 CALLS = 5  # after the first
 
 
@@ -59,25 +71,72 @@ def timed(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
+class Split(logging.Handler):
+    """The seconds of our pass, by what they are for: from what it logs, and two functions that are timed."""
+
+    SAID: ClassVar = {"%d groups to": {2: "programs"}, "waited %.1f s": {0: "kernels", 1: "contests"}}
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.seconds = dict.fromkeys(("rewriting", "programs", "kernels", "contests", "laws"), 0.0)
+        log = logging.getLogger("coda_inductor.tuning")
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        log.addHandler(self)
+        for owner, name, part in ((joint_pass, "rewrite", "rewriting"), (Measurements, "against", "laws")):
+            setattr(owner, name, self.counted(getattr(owner, name), part))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Adds what a line says."""
+        for start, parts in self.SAID.items():
+            if str(record.msg).startswith(start) and isinstance(record.args, tuple):
+                for place, part in parts.items():
+                    self.seconds[part] += float(str(record.args[place]))
+
+    def counted(self, whole: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The function, whose time is added to a part."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        return run
+
+    def facts(self) -> dict[str, float]:
+        """The parts, and the rest."""
+        rest = 2 * self.seconds["rewriting"] - sum(self.seconds.values())
+        return {name: round(s, 2) for name, s in (*self.seconds.items(), ("derivation", rest))}
+
+
 def measure(backend: str, args: argparse.Namespace) -> dict[str, Any]:
     """The half of a row that only the process that compiles can know."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = llama(args.layers, args.width, args.vocab, device)
+    device, split = "cuda" if torch.cuda.is_available() else "cpu", Split()
+    model = llama(args.layers, args.width, args.vocab, device).train(args.mode == "train")
     ids = torch.randint(0, args.vocab, (1, args.tokens), device=device)
     compiled = torch.compile(model, backend=backend)
 
     def call() -> object:
-        return compiled(ids, use_cache=False).logits
+        if args.mode == "infer":
+            return compiled(ids, use_cache=False).logits
+        model.zero_grad()
+        loss = compiled(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(args.mode == "train"):
         first = timed(call, device)
         later = statistics.median(timed(call, device) for _ in range(CALLS))
         launch.LAUNCHES.clear()
         call()
     cached = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    timings = [row for report in REPORTS for row in report.timings]
     return {
         "compile_s": first, "call_s": later, "launched": sum(launch.LAUNCHES.values()), "cache_hits": cached,
         "regions": sum(len(report.sites) for report in REPORTS), "fallbacks": sum(launch.FALLBACKS.values()),
+        "split": split.facts(), "groups": len(timings), "hinted": sum("hinted" in row for row in timings),
         "machine": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "versions": {**target.versions(), "python": platform.python_version()},
     }  # fmt: skip
@@ -101,8 +160,9 @@ def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
         "QUACK_CACHE_DIR": "quack", "CUTE_DSL_CACHE_DIR": "cutlass",
     }  # fmt: skip
     environment = os.environ | {name: str(folder / place) for name, place in places.items()}
+    environment |= {"CODA_INDUCTOR_HINTS": "0"} if backend == SEARCHED else {}
     before = made(folder)
-    command = [sys.executable, __file__, *arguments, "--only", backend]
+    command = [sys.executable, __file__, *arguments, "--only", "inductor" if backend == "inductor" else "coda"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found | {name: count - before[name] for name, count in made(folder).items()}
@@ -112,12 +172,14 @@ def rows(args: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]
     """Cold and warm, of each backend."""
     case = f"llama {args.layers} x {args.width}, {args.tokens} tokens, vocabulary {args.vocab}"
     found = []
-    for backend in BACKENDS:
+    for backend in (*BACKENDS, *([SEARCHED] if args.without_hints else ())):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("cold", "warm"):
-                row = {"case": case, "mode": "infer", "backend": backend, "cache": cache}
+                row = {"case": case, "mode": args.mode, "backend": backend, "cache": cache}
                 row |= start(backend, Path(folder), arguments)
                 found.append(row | {"command": " ".join(["python", *sys.argv])})
+            if args.keep and (Path(folder) / "coda").exists():
+                shutil.copytree(Path(folder) / "coda", args.keep, dirs_exist_ok=True)
     return found
 
 
@@ -126,6 +188,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 16), ("width", 2048), ("tokens", 2048), ("vocab", 128256)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--mode", choices=("infer", "train"), default="infer")
+    parser.add_argument("--without-hints", action="store_true")
+    parser.add_argument("--keep", metavar="FOLDER", help="leave the caches of coda there")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "compile_time.jsonl"))
     parser.add_argument("--only", choices=BACKENDS, help=argparse.SUPPRESS)  # what a process of ours is asked to do
     args = parser.parse_args()
@@ -136,9 +201,10 @@ def main() -> None:
         with open(args.out, "a") as file:
             file.write(json.dumps(row) + "\n")
         print(
-            f"{row['backend']:9s} {row['cache']:5s} {row['compile_s']:7.2f} s, a call {row['call_s'] * 1e3:8.2f} ms,"
+            f"{row['backend']:14s} {row['cache']:5s} {row['compile_s']:7.2f} s, a call {row['call_s'] * 1e3:8.2f} ms,"
             f" {row['kernels']} kernels and {row['measured']} records of ours, {row['inductor_kernels']} of Inductor's,"
-            f" {row['launched']} launched, {row['cache_hits']} cache hits",
+            f" {row['launched']} launched, {row['cache_hits']} cache hits, {row['hinted']} of {row['groups']} timings"
+            f" by hints; {row['split']}",
             flush=True,
         )
 

@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 from coda_inductor import __version__
 from coda_inductor.codegen.target import SM_90A
+from coda_inductor.commands.words import TRUST
 from coda_inductor.core.errors import CodaError, Unsupported
 from coda_inductor.core.settings import Settings, Target
 from coda_inductor.core.versions import behind
@@ -84,7 +85,7 @@ def bench(arguments: Namespace) -> Answer:
     module, progress = behind("coda_inductor.commands.bench"), behind("coda_inductor.commands.progress")
     with progress.shown(not arguments.json) as said:
         facts = module.bench(
-            *subject(arguments.subject, run=True), arguments.mode, chosen, arguments.subject,
+            *subject(arguments.subject, valued=True), arguments.mode, chosen, arguments.subject,
             torch_mode=arguments.torch_mode, seconds=arguments.seconds, rounds=arguments.rounds, said=said,
         )  # fmt: skip
     facts["command"] = " ".join(["coda-inductor", *sys.argv[1:]])
@@ -103,10 +104,38 @@ def rules(arguments: Namespace) -> Answer:
 
 
 def cache(arguments: Namespace) -> Answer:
-    """What the store holds, or what was removed from it."""
-    module = behind("coda_inductor.commands.cache")
-    facts = module.cache(checked(Settings.read()[0]), arguments.action, arguments.digests, arguments.all)
+    """What the store holds, or what was done to it."""
+    file, act = CACHE[arguments.action]
+    module = behind(f"coda_inductor.commands.{file}")
+    facts = act(module, checked(Settings.read()[0]), arguments)
     return facts, lambda: str(module.render(facts))
+
+
+def warmed(module: Any, chosen: Settings, arguments: Namespace) -> dict[str, Any]:
+    """Compiles a model, unless this machine cannot: that is said before the model is built."""
+    spec = one(arguments)
+    module.require(chosen)
+    return dict(module.warmup(*subject(spec, valued=True), arguments.mode, chosen))
+
+
+def one(arguments: Namespace) -> str:
+    """What an action of `cache` is about. Raises Unsupported unless it is one."""
+    if len(arguments.what) != 1:
+        wanted = "MODULE:FUNCTION" if arguments.action == "warmup" else "one FILE"
+        raise Unsupported(f"cache {arguments.action} takes {wanted}", hint="coda-inductor cache --help")
+    return str(arguments.what[0])
+
+
+CACHE: dict[str, tuple[str, Callable[[Any, Settings, Namespace], dict[str, Any]]]] = {
+    "ls": ("cache", lambda module, chosen, a: module.cache(chosen, "ls", a.what, a.all)),
+    "rm": ("cache", lambda module, chosen, a: module.cache(chosen, "rm", a.what, a.all)),
+    "trim": ("cache", lambda module, chosen, a: module.trim(chosen)),
+    "export": ("caches.archive", lambda module, chosen, a: module.export(chosen, one(a))),
+    "import": ("caches.archive", lambda module, chosen, a: module.bring_in(chosen, one(a), a.yes)),
+    "warmup": ("caches.warmup", warmed),
+    "hints": ("caches.hints", lambda module, chosen, a: module.hints(chosen, a.out)),
+}
+"""The actions of `cache`: the file of commands/ that does it, and how it is asked."""
 
 
 def nothing_more(parser: ArgumentParser) -> None:
@@ -131,9 +160,15 @@ def a_proof(parser: ArgumentParser) -> None:
 
 def an_entry(parser: ArgumentParser) -> None:
     """The arguments of `cache`."""
-    parser.add_argument("action", choices=("ls", "rm"), help="list, or remove")
-    parser.add_argument("digests", metavar="DIGEST", nargs="*", help="of kernels or Regions; four digits are enough")
+    does = "list, remove, or trim to the limit; write or read an archive; compile a model into it; write hints"
+    what = "ls, rm: of kernels or Regions, four digits are enough; export, import: a FILE; warmup: MODULE:FUNCTION"
+    parser.add_argument("action", choices=tuple(CACHE), help=does)
+    parser.add_argument("what", metavar="DIGEST", nargs="*", help=what)
     parser.add_argument("--all", action="store_true", help="with rm: everything")
+    parser.add_argument("--yes", action="store_true", help="with import: you trust who made the archive")
+    parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="of warmup; default: %(default)s")
+    parser.add_argument("--out", metavar="FILE", default="hints.json", help="of hints; default: %(default)s")
+    parser.epilog = TRUST
 
 
 def a_model(parser: ArgumentParser) -> None:
@@ -208,11 +243,11 @@ def checked(chosen: Settings) -> Settings:
     return chosen
 
 
-def subject(spec: str, run: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) from the function that "MODULE:FUNCTION" names; to `run`, or without memory for them."""
+def subject(spec: str, **how: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) from the function that "MODULE:FUNCTION" names; `how` it is built, as capture.load says."""
     capture = behind("coda_inductor.explain.capture")
     try:
-        model, args, kwargs = (capture.build if run else capture.load)(spec)
+        model, args, kwargs = capture.load(spec, **how)
     except ImportError as error:
         raise Unsupported(f"cannot import it: {error}", where=spec) from error
     return model, args, kwargs

@@ -1,4 +1,4 @@
-"""`coda-inductor cache`: what is kept in the store (kernels/store.py), and its removal.
+"""`coda-inductor cache`: what is kept in the store (kernels/store.py), and its removal. Other actions are in caches/.
 
 A kernel is one generated module with its compiled objects; a tuning record belongs to a Region, a measurement to a
 few. Nothing outside the store is read or removed: links are never followed, what is not ours is left where it is.
@@ -21,6 +21,7 @@ from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.explain.report import plural
+from coda_inductor.kernels import limit
 from coda_inductor.kernels.store import HINT, open_store
 
 Facts = dict[str, Any]
@@ -74,6 +75,7 @@ def entries(store: Path) -> list[Entry]:
     for path in _inside(store / "objects"):
         modules.setdefault(path.name.partition("-")[0], []).append(path)
     found = [_kernel(name, paths) for name, paths in modules.items()]
+    found += [Entry("torch", (path.stem,), (path,), {}) for path in _inside(store / "torch")]
     return [*found, *(_record(path) for path in _inside(store / "tuning"))]
 
 
@@ -108,7 +110,7 @@ def _record(path: Path) -> Entry:
         regions = [str(r) for r in found.get("regions") or ()]
         facts = {**ours, "regions": regions, **{key: found.get(key) for key in ("baseline_ms", *BUSY, "against")}}
         return Entry("contest", (path.stem.removeprefix("contest-"), *regions), (path,), facts)
-    facts = {**ours, "bucket": found.get("bucket"), "config": found.get("config")}
+    facts = {**ours, "bucket": found.get("bucket"), "config": found.get("config"), "hinted": found.get("hinted", False)}
     return Entry("tuning", (path.stem.partition("-")[0],), (path,), facts)
 
 
@@ -144,6 +146,20 @@ def cache(settings: Settings, action: str, digests: Sequence[str], everything: b
     return facts
 
 
+def trim(settings: Settings) -> Facts:
+    """Removes what was used least recently until the limit holds; nothing that a running process uses, or that is new.
+    Raises Unsupported without a limit."""
+    if not settings.cache_limit:
+        raise Unsupported("there is no limit", hint="CODA_INDUCTOR_CACHE_LIMIT says how many GB")
+    store = existing(settings.cache_dir)
+    gone = limit.make_room(store, settings.cache_limit * limit.GB) if store else []
+    facts: Facts = {"schema": 1, "path": settings.cache_dir or default_cache(), "action": "trim"}
+    return {
+        **facts,
+        "entries": [{"kind": "part", "digest": p.path.name, "bytes": p.bytes, "changed": p.used} for p in gone],
+    }
+
+
 def _remove(path: Path) -> None:
     """A file, a link (itself, not what it points to) or a folder; one that is gone already is no error."""
     try:
@@ -167,11 +183,13 @@ def render(facts: Facts) -> str:
         ]
     )
     words = {"kernel": "kernel", "pass": "elementwise pass", "tuning": "tuning record", "contest": "measurement"}
+    words["torch"] = "file of torch's artifacts"
+    words["part"] = "entry"
     words["leftover"] = "leftover file"
     kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in words}
     counts = ", ".join(plural(len(found), words[kind]) for kind, found in kinds.items() if found)
     total = f"{counts}, {size(sum(r['bytes'] for r in rows))}" if rows else "nothing"
-    verb = "removed from" if facts["action"] == "rm" else "in"
+    verb = "in" if facts["action"] == "ls" else "removed from"
     return "\n".join([*lines, f"{total} {verb} {facts['path']}"])
 
 
@@ -181,8 +199,11 @@ def _what(row: Facts) -> str:
         return " ".join(row["tiles"]) or "not compiled"
     if row["kind"] == "pass":
         return "compiled and kept by Triton"
+    if row["kind"] == "torch":
+        return "for torch.compiler.load_cache_artifacts"
     if row["kind"] == "tuning":
-        return f"up to {row['bucket']} rows: {_tile(row['config'])} {_ms(row['ms'])}"
+        ms = "as a hint said" if row["hinted"] else _ms(row["ms"])
+        return f"up to {row['bucket']} rows: {_tile(row['config'])} {ms}"
     if row["kind"] == "contest":
         other = "without the law" if row["against"] else "Inductor"
         times = f"fused {_ms(row['ms'])}, {other} {_ms(row['baseline_ms'])}"
@@ -190,7 +211,7 @@ def _what(row: Facts) -> str:
         once = [row[key] for key in BUSY] == [row["ms"], row["baseline_ms"]]  # long calls, or a slow host
         busy = f"; in a busy GPU {', '.join(timed)}" if timed and not once else ""
         return f"{'+'.join(r[:8] for r in row['regions'])}: {times}{busy}"
-    return "of an interrupted write, or unreadable"
+    return "not used for longest" if row["kind"] == "part" else "of an interrupted write, or unreadable"
 
 
 def _tile(config: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+TRUST = "Importing a cache loads code from it: import only archives of people you trust."
+
 
 def table(rows: Sequence[Sequence[object]], indent: str = "") -> list[str]:
     """One line per row, columns aligned, the last one as long as it is; None is said as "-"."""

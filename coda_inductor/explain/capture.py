@@ -120,23 +120,9 @@ def _empty(like: Tensor) -> Tensor:
     return out if out.numel() >= LARGE else out.zero_()
 
 
-def load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) from the FUNCTION that "MODULE:FUNCTION" names; the working directory is importable."""
-    function = named(spec)
-    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
-        model, args, kwargs = parts(spec, function())
-    if isinstance(model, torch.nn.Module):
-        without_meta(model)
-    return model, *tree_map_only(Tensor, lambda t: _empty(t) if t.is_meta else t, (args, kwargs))
-
-
-def build(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """`load`, but as the function makes them, to be run: where it says, and with the memory that they take."""
-    return parts(spec, named(spec)())
-
-
-def named(spec: str) -> Callable[[], Any]:
-    """The FUNCTION that "MODULE:FUNCTION" names."""
+def load(spec: str, *, valued: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) from the FUNCTION that "MODULE:FUNCTION" names; the working directory is importable.
+    `valued`: with all its values, from one seed, where FUNCTION puts it (on the CPU where torch sees no GPU)."""
     module, _, name = spec.partition(":")
     if not module or not name:
         raise Unsupported(f"{spec!r} names no function", hint="write MODULE:FUNCTION, as in my_model:build")
@@ -148,17 +134,25 @@ def named(spec: str) -> Callable[[], Any]:
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise Unsupported(f"module {module!r} has no function {name!r}", where=spec)
-    return function  # type: ignore[no-any-return]
-
-
-def parts(spec: str, made: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) of what the user's function returned."""
+    if valued:
+        torch.manual_seed(0)
+    with ExitStack() as stack:
+        if not (valued and torch.cuda.is_available()):
+            stack.enter_context(OnCpu())
+        if not valued:
+            stack.enter_context(Untouched())  # type: ignore[no-untyped-call]
+        made = function()
     if isinstance(made, tuple) and len(made) > 1 and isinstance(made[1], Tensor):
         raise Unsupported(f"{spec} returned a tensor where a tuple is wanted", hint="return (model, (tensor,))")
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
         hint = "return (model, args) or (model, args, kwargs)"
         raise Unsupported(f"{spec} returned {type(made).__name__}", hint=hint)
-    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+    model, args, kwargs = made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+    if valued:
+        return model, args, kwargs
+    if isinstance(model, torch.nn.Module):
+        without_meta(model)
+    return model, *tree_map_only(Tensor, lambda t: _empty(t) if t.is_meta else t, (args, kwargs))
 
 
 def without_meta(model: torch.nn.Module) -> None:

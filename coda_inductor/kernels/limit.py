@@ -24,7 +24,9 @@ log = logging.getLogger("coda_inductor.store")
 GB = 10**9
 FRESH_S = 3600.0
 RUNNING = "running"  # folder of the files that say what processes use
-KINDS = ("objects", "epilogues", "tuning")  # a record is small, and costs a second of timing or more: last
+KINDS = ("objects", "epilogues", "torch", "tuning")
+"""Folders of the store, in the order in which they are emptied: a record is small, and costs a second of timing or
+more. In `torch` lies what torch.compiler.save_cache_artifacts gave."""
 
 _noted: dict[Path, tuple[int, set[str]]] = {}  # by store: this process's file, open and locked, and what is in it
 MOST_STORES = 64  # whose files one process keeps open; it uses one, but for tests

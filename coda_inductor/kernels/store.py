@@ -41,15 +41,15 @@ def open_store(path: str | None) -> Path:
 HINT = "set CODA_INDUCTOR_CACHE_DIR to a private directory"
 
 
-def write(path: Path, text: str, *, replace: bool = True) -> bool:
-    """All of `text` or nothing, also when several processes write the same file. False: one was there and was not to be
+def write(path: Path, content: str | bytes, *, replace: bool = True) -> bool:
+    """All of it or nothing, also when several processes write the same file. False: one was there and was not to be
     replaced. Raises Unsupported if it cannot be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content if isinstance(content, bytes) else content.encode())
             if replace:
                 os.replace(temporary, path)
             else:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.commands import hints
+from coda_inductor.commands.caches import hints
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Let, Region
 from coda_inductor.core.settings import Settings
