@@ -243,7 +243,8 @@ class Measurements:
             self.hints.refused.update(tiles)
             return None
         for (region, of), tile in tiles.items():
-            record.remember(directory, region, of, tile, None, [])
+            standing = record.remember(directory, region, of, tile, None, [])  # of another process, perhaps
+            launch.kernel(region.text, self.settings.cache_dir).use(of, standing)
         return found
 
     def check(
