@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ Tune = Literal["off", "quick"]
 Target = Literal["auto", "sm_90a", "reference"]  # the rows of codegen/target.py, which a test compares, and two more
 
 PREFIX = "CODA_INDUCTOR"
+DIGEST = re.compile(r"[0-9a-f]{16}")
+"""Of a Region (core/region.py)."""
 PASSED_ON = "inductor."
 ELSEWHERE = ("cache_dir", "cache_limit", "debug_dir")
 """Settings that change no result."""
@@ -37,7 +40,7 @@ class Settings:
     enabled: bool = True
     """False: the graph goes to Inductor untouched."""
     disable: frozenset[str] = frozenset()
-    """Laws, region kinds, "casts", "layouts" and "tables" that are not used."""
+    """Laws, region kinds, "casts", "layouts" and "tables" that are not used; and Regions, by their digests."""
     only: frozenset[str] = frozenset()
     """If not empty: the only laws, region kinds, "casts", "layouts" and "tables" that are used."""
     numerics: Numerics = "default"
@@ -104,8 +107,11 @@ class Settings:
         return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
 
     def check_kinds(self, known: Collection[str]) -> None:
-        """Raises SettingError if `disable` or `only` names what is not among `known`; warns of RETIRED_KINDS."""
+        """Raises SettingError if `disable` or `only` names what is not among `known`, nor `disable` by its digest a
+        Region; warns of RETIRED_KINDS."""
         for kind in sorted(self.disable | self.only):
+            if kind in self.disable - self.only and DIGEST.fullmatch(kind):
+                continue
             if kind in RETIRED_KINDS:
                 warn(f"disable and only: there are no {kind} any more")
             elif kind not in known:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.passes import plain
 from coda_inductor.plan.built import Built
@@ -24,6 +25,17 @@ class Decisions:
     legal: Legal = lambda record: None
     decide: Decide = UNTUNED
     slower_plain: plain.Slower = plain.NONE_SLOWER
+
+
+def but(decisions: Decisions, names: Set[str]) -> Decisions:
+    """The decisions, by which no Region is legal whose digest is among these names."""
+
+    def legal(region: Region) -> None:
+        if region.digest in names:
+            raise Unsupported(f"region {region.digest} is switched off")
+        decisions.legal(region)
+
+    return replace(decisions, legal=legal)
 
 
 ACCEPT_ALL = Decisions()
