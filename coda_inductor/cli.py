@@ -83,7 +83,7 @@ def bench(arguments: Namespace) -> Answer:
     """The model's times and memory under both backends."""
     chosen = settings(arguments)
     module, progress = behind("coda_inductor.commands.bench"), behind("coda_inductor.commands.progress")
-    with progress.shown(not arguments.json) as said:
+    with progress.progress("building the model", shown=not arguments.json) as said:
         facts = module.bench(
             *subject(arguments.subject, valued=True), arguments.mode, chosen, arguments.subject,
             torch_mode=arguments.torch_mode, seconds=arguments.seconds, rounds=arguments.rounds, said=said,
@@ -136,6 +136,15 @@ CACHE: dict[str, tuple[str, Callable[[Any, Settings, Namespace], dict[str, Any]]
     "hints": ("caches.hints", lambda module, chosen, a: module.hints(chosen, a.out)),
 }
 """The actions of `cache`: the file of commands/ that does it, and how it is asked."""
+
+
+def diff(arguments: Namespace) -> Answer:
+    """How far a model's tensors are off, by coda and by Inductor."""
+    chosen, model = settings(arguments), subject(arguments.subject, valued=True)
+    module = behind("coda_inductor.commands.diff")
+    asked = arguments.mode, chosen, arguments.against, arguments.bisect, not arguments.json
+    facts = module.diff(*model, *asked)
+    return facts, lambda: str(module.render(facts))
 
 
 def nothing_more(parser: ArgumentParser) -> None:
@@ -205,6 +214,16 @@ def a_page(parser: ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", default="coda_report.html", help="default: %(default)s")
 
 
+def a_comparison(parser: ArgumentParser) -> None:
+    """The arguments of `diff`."""
+    parser.add_argument("subject", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
+    parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="default: %(default)s")
+    parser.add_argument("--target", choices=get_args(Target), help="default: the GPU's; reference on a CPU")
+    references = ("float64", "float32", "inductor")
+    parser.add_argument("--against", choices=references, default="float64", help="what is right; default: %(default)s")
+    parser.add_argument("--bisect", action="store_true", help="find the law, or the Region, that is wrong")
+
+
 def a_side(parser: ArgumentParser) -> None:
     """The arguments of `graph`."""
     a_model(parser)
@@ -225,6 +244,7 @@ VERBS: dict[str, Verb] = {
     "report": Verb("one HTML page: graph, Regions, laws, kernels, timings", a_page, report),
     "graph": Verb("the rewritten program of a model", a_side, graph),
     "bench": Verb("your model under both backends: times, memory", a_measurement, bench),
+    "diff": Verb("run a model: errors of coda and of Inductor, the worst first", a_comparison, diff),
     "kernels": Verb("the generated kernels: source, tiles, registers", a_kernel, kernels),
     "rules": Verb("the laws, when they are used, and their proofs", a_proof, rules),
     "cache": Verb("the kernels and measurements kept on disk", an_entry, cache),

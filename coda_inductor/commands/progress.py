@@ -1,20 +1,30 @@
-"""What a command is doing, as one line that changes, on a terminal only."""
+"""What a command says while it works: one line on a terminal, gone when the work is done."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Say = Callable[[str], None]
 
 
 @contextmanager
-def shown(wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Within, what is told to the function that it gives stands on stderr with a moving sign; nowhere if stderr is no
-    terminal, or it is not `wanted`."""
-    if not wanted or not sys.stderr.isatty():
-        yield lambda what: None
+def progress(what: str, *, shown: bool = True) -> Iterator[Say]:
+    """Within, a line on stderr says `what` is being done, and for how long. Calling what it yields changes the words.
+    No line if not `shown` (as under --json), or if stderr is no terminal. Warnings and prints stand above the line.
+
+        with progress("compiling", shown=not arguments.json) as say:
+            ...
+            say("timing")
+    """
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda text: None
         return
-    with Console(stderr=True).status("starting") as status:
-        yield status.update
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as line:
+        task = line.add_task(what, total=None)
+        yield lambda text: line.update(task, description=text)

@@ -1,0 +1,105 @@
+"""How far a tensor is off, of both backends, and what is allowed: one record for each tensor, and its verdict.
+
+An error is the Frobenius norm of the difference over that of the reference, in float64. Coda's may be FACTOR times
+Inductor's. Chance decides where Inductor's is less than a few roundings, or a tensor has few numbers: so much is always
+allowed, the floor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FACTOR = 1.5  # of Inductor's error, which coda's may be
+ROUNDINGS = 2  # a smaller error than so many roundings of the tensor's dtype is always allowed
+FEW, ROUNDINGS_OF_FEW = 64, 16  # of fewer numbers: so many roundings of the narrowest dtype of the model
+NOISE = 10.0  # the factor where Inductor's own error exceeds the value: a gradient that is 0 but for roundings
+LABELS = 0.01  # of integers and booleans: the part that may differ, as where two scores are nearly equal
+ALONE = 32  # roundings, where coda is compared with Inductor alone
+
+
+@dataclass(frozen=True, slots=True)
+class Off:
+    """One backend's tensor against the reference. `lost`: not finite, where the reference is; `at`: the place of the
+    largest difference. Of integers the error is the part that differs."""
+
+    error: float
+    largest: float
+    lost: int
+    at: tuple[int, ...]
+
+
+def off(found: Tensor, wanted: Tensor, device: torch.device) -> Off:
+    """Compares tensors of one shape."""
+    if not wanted.numel():
+        return Off(0.0, 0.0, 0, ())
+    found, wanted = found.to(device), wanted.to(device)
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        differs = found != wanted
+        first = int(differs.flatten().to(torch.uint8).argmax())
+        return Off(float(differs.double().mean()), float(differs.any()), 0, _place(first, wanted))
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    found, wanted = found.to(wide), wanted.to(wide)
+    finite = found.isfinite() & wanted.isfinite()
+    lost = int((wanted.isfinite() & ~found.isfinite()).sum())
+    lost += int((~wanted.isfinite() & ~((found == wanted) | (found.isnan() & wanted.isnan()))).sum())
+    difference = torch.where(finite, found - wanted, 0.0).abs()
+    size = float(torch.linalg.vector_norm(torch.where(finite, wanted, 0.0)))
+    norm = float(torch.linalg.vector_norm(difference))
+    error = norm / size if size else math.inf if norm else 0.0
+    place = int((difference if not lost else (~finite & wanted.isfinite()).to(torch.uint8)).argmax())
+    return Off(error, float(difference.max()), lost, _place(place, wanted))
+
+
+def _place(flat: int, like: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), like.shape))
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding: 2^-9 of bfloat16."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def floor(like: Tensor, narrowest: torch.dtype) -> float:
+    """The error that is always allowed to a tensor of this dtype and size."""
+    if not (like.is_floating_point() or like.is_complex()):
+        return LABELS
+    few = ROUNDINGS_OF_FEW * rounding(narrowest) if like.numel() < FEW else 0.0
+    return max(ROUNDINGS * rounding(like.dtype), few)
+
+
+def allowed(theirs: Off | None, least: float) -> float:
+    """Coda's error, at most: by Inductor's, or of what is compared with Inductor alone, by the floor alone."""
+    if theirs is None:
+        return least * ALONE / ROUNDINGS
+    return max(least, (FACTOR if theirs.error < 1 else NOISE) * theirs.error)
+
+
+def verdict(ours: Off, theirs: Off | None, least: float, same: bool) -> str:
+    """In words; `same`: both backends gave the same bits."""
+    if ours.lost > (theirs.lost if theirs else 0):
+        return f"WRONG: {ours.lost} not finite" + (f", {theirs.lost} of Inductor's" if theirs and theirs.lost else "")
+    if same:
+        said = "the same bits as Inductor"
+    elif theirs is None:
+        said = f"{ours.error:.1e} from Inductor"
+    elif not theirs.error:
+        said = "exact, as Inductor" if not ours.error else "Inductor is exact"
+    else:
+        said = f"coda {times(ours, theirs)} of Inductor's error"
+    if ours.error > allowed(theirs, least):
+        return f"WRONG: {said}, allowed {allowed(theirs, least):.1e}"
+    if ours.lost:
+        return f"{said}; {ours.lost} not finite, as Inductor's"
+    if theirs is not None and theirs.error >= 1:
+        return f"{said}; which exceeds the value"
+    return said + ("; within the floor" if theirs and not same and theirs.error * FACTOR < ours.error else "")
+
+
+def times(ours: Off, theirs: Off) -> str:
+    """The ratio of two errors."""
+    ratio = ours.error / theirs.error if theirs.error else math.inf
+    return f"{ratio:.2f}x" if ratio < 100 else f"{ratio:.0f}x" if ratio < 1e6 else f"{ratio:.0e}x"

@@ -1,0 +1,230 @@
+"""One model run by eager in float64, by Inductor and by coda, from the same weights, inputs and random state."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import Tensor
+
+from coda_inductor.commands.reached import PLAIN, Subject, leaves
+from coda_inductor.commands.wide import Draws, Recorder, Wide
+from coda_inductor.core import errors
+from coda_inductor.core.errors import CodaWarning
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Report
+
+Mode = Literal["infer", "train"]
+Against = Literal["float64", "float32", "inductor"]
+SEED = 0
+LADDER: dict[str, tuple[tuple[str, torch.dtype | None], ...]] = {
+    "float64": (("float64", torch.float64), ("float32", torch.float32), ("eager", None)),
+    "float32": (("float32", torch.float32), ("eager", None)),
+}
+"""References in the order in which they are tried; "eager" computes in the model's own dtypes."""
+OUTPUT, GRADIENT, OVERWRITTEN = "output", "gradient", "overwritten"
+
+
+@dataclass(slots=True)
+class Found:
+    """A tensor after a run: a copy on the CPU, how it lay, and what it is to the user."""
+
+    kind: str
+    value: Tensor
+    strides: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run left: tensors by name, other outputs as text, the names that share memory, the loss in words."""
+
+    found: dict[str, Found] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    sharing: set[frozenset[str]] = field(default_factory=set)
+    loss: str = ""
+    reports: list[Report] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A run by eager; `name` is of LADDER, `why` says why no better one was possible."""
+
+    name: str
+    why: str
+    run: Run
+
+
+def reference(subject: Subject, mode: Mode, against: str) -> Reference:
+    """The first of LADDER[against] that memory and the model's operations allow. Raises what the model itself does."""
+    why = list[str]()
+    drawn: list[tuple[str, Any]] | None = None
+    for name, dtype in LADDER[against]:
+        if dtype is None:
+            return Reference(name, "; ".join(why), observed(subject, mode, subject.model))
+        try:
+            try:
+                run = observed(subject, mode, subject.model, dtype, Wide(dtype, drawn))
+            except Draws:
+                recorder = Recorder()
+                observed(subject, mode, subject.model, None, recorder)
+                drawn = recorder.drawn
+                run = observed(subject, mode, subject.model, dtype, Wide(dtype, drawn))
+            return Reference(name, "; ".join(why), run)
+        except Exception as error:  # an operation that has no such kernel, or no memory
+            first = str(error).strip().partition("\n")[0]
+            why.append(f"no {name}: {type(error).__name__}: {first}")
+            errors.forget_frames(error)
+    raise AssertionError("the last reference returns or raises")
+
+
+def compiled(subject: Subject, mode: Mode, backend: str, settings: Settings | None = None) -> Run:
+    """A run of torch.compile(model, backend=backend); `settings` are of coda, given as its options. Nothing comes from
+    torch's caches, and random numbers are eager's."""
+    options: dict[str, Any] = {}
+    if settings is not None:
+        options = {"target": settings.target, "disable": settings.disable}
+    torch._dynamo.reset()
+    errors.said.clear()
+    kept = list(REPORTS)
+    REPORTS.clear()
+    with uncached(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run = observed(subject, mode, torch.compile(subject.model, backend=backend, options=options or None))
+    run.reports = list(REPORTS)
+    REPORTS.clear()
+    REPORTS.extend(kept)
+    run.warnings = list(dict.fromkeys(str(w.message) for w in said if issubclass(w.category, CodaWarning)))
+    torch._dynamo.reset()
+    return run
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Within, each graph is compiled anew, and compiled code draws what eager draws."""
+    with (
+        inductor_config.patch(force_disable_caches=True, fallback_random=True),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def eagerly(wide: bool) -> Iterator[None]:
+    """Within, the model's own calls of torch.compile are eager; `wide`: new tensors are float64, and float32 products
+    are not rounded to fewer bits."""
+    default, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    with torch.compiler.set_stance("force_eager"):
+        if wide:
+            torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+            torch.set_float32_matmul_precision(precision)
+
+
+def observed(
+    subject: Subject,
+    mode: Mode,
+    call: Callable[..., Any],
+    dtype: torch.dtype | None = None,
+    within: Any = None,
+) -> Run:
+    """One run from the state before all runs; `dtype` and `within`, a dispatch mode, of a reference."""
+    subject.put_back(dtype)
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    for module in subject.modules():
+        module.training = mode == "train"
+    torch.manual_seed(SEED)
+    np.random.seed(SEED)
+    random.seed(SEED)
+    with contextlib.ExitStack() as stack:
+        if call is subject.model:
+            stack.enter_context(eagerly(dtype is not None))
+            if dtype is not None:
+                torch.set_default_dtype(dtype)
+        stack.enter_context(torch.set_grad_enabled(mode == "train"))
+        if within is not None:
+            stack.enter_context(within)
+        made = call(*subject.args, **subject.kwargs)
+        run = _outputs(subject, made)
+        if mode == "train":
+            run.loss = _backward(made)
+    del made
+    if mode == "train":
+        for name, t in subject.first.items():
+            if t.is_leaf and t.grad is not None:
+                run.found[f"gradient of {name}"] = _found(GRADIENT, t.grad)
+                t.grad = None
+    for name, t in subject.changed(dtype).items():
+        run.found[f"{name}, overwritten"] = Found(OVERWRITTEN, t)
+    return run
+
+
+def _outputs(subject: Subject, made: Any) -> Run:
+    run, at = Run(), dict[int, set[str]]()
+    for name, leaf in leaves("output", made):
+        if not isinstance(leaf, Tensor):
+            run.others[name] = repr(leaf) if isinstance(leaf, _SAID) else type(leaf).__name__
+            continue
+        run.found[name] = _found(OUTPUT, leaf)
+        if type(leaf) in PLAIN and leaf.layout == torch.strided and leaf.numel():
+            at.setdefault(leaf.untyped_storage().data_ptr(), set()).add(name)
+    for name, t in subject.reached():
+        if type(t) in PLAIN and t.layout == torch.strided and t.numel() and t.untyped_storage().data_ptr() in at:
+            at[t.untyped_storage().data_ptr()].add(name)
+    run.sharing = {frozenset(names) for names in at.values() if len(names) > 1}
+    return run
+
+
+_SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _found(kind: str, t: Tensor) -> Found:
+    """A copy. Of sparse tensors and of other classes, as what they stand for."""
+    t = t.detach()
+    if t.layout != torch.strided:
+        t = t.to_dense()
+    if hasattr(t, "full_tensor"):
+        t = t.full_tensor()
+    elif type(t) not in PLAIN and hasattr(t, "dequantize"):
+        t = t.dequantize()
+    strides = tuple(step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1)
+    return Found(kind, t.to("cpu", copy=True), strides if t.numel() else ())
+
+
+def _backward(made: Any) -> str:
+    """Runs the backward, and says of what. The loss is the sum of the scalars that the model returns; without one, of
+    everything differentiable times fixed random weights."""
+    outs = {name: x for name, x in leaves("output", made) if isinstance(x, Tensor) and x.requires_grad}
+    outs = {name: x for name, x in outs.items() if x.is_floating_point()}
+    scalars = {name: x for name, x in outs.items() if x.dim() == 0}
+    given: Mapping[str, Tensor] = scalars or outs
+    if not given:
+        return ""
+    torch.autograd.backward(list(given.values()), [_weights(i, x, bool(scalars)) for i, x in enumerate(given.values())])
+    names = " + ".join(given)
+    return names if scalars else f"the sum of {names}, times fixed random weights"
+
+
+def _weights(i: int, out: Tensor, scalar: bool) -> Tensor:
+    """A tensor's gradient: 1 of a loss, else normal numbers of bfloat16, the same in every dtype."""
+    if scalar:
+        return torch.ones_like(out)
+    generator = torch.Generator().manual_seed(SEED + i)
+    with torch._C._DisableTorchDispatch():
+        drawn = torch.randn(out.shape, generator=generator, dtype=torch.float32).bfloat16()
+    return drawn.to(out.device, out.dtype)
