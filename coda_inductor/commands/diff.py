@@ -20,6 +20,7 @@ from coda_inductor.commands.progress import Say, progress
 from coda_inductor.commands.reached import Subject
 from coda_inductor.commands.runs import OVERWRITTEN, Against, Found, Mode, Reference, Run, compiled, reference
 from coda_inductor.commands.words import table
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.report import plural
@@ -31,13 +32,15 @@ HEAD = ("tensor", "shape", "coda", "Inductor", "ratio", "largest", "")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Three runs of one model, `reference` None if coda is compared with Inductor alone."""
+    """The runs that coda's is compared with, `reference` None if that is Inductor's alone. `narrowest`: of the dtypes
+    that the model computes in, the one of the fewest bits."""
 
     subject: Subject
     mode: Mode
     settings: Settings
     inductor: Run
     reference: Reference | None
+    narrowest: torch.dtype
 
     @property
     def wanted(self) -> Run:
@@ -60,7 +63,7 @@ class Compared:
         if theirs.value.shape != wanted.value.shape:
             return facts | {"wrong": False, "rank": 0.0, "verdict": "another shape than eager's, as Inductor's"}
         device = self.subject.device()
-        our, least = off(found.value, wanted.value, device), floor(found.value, self.subject.narrowest())
+        our, least = off(found.value, wanted.value, device), floor(found.value, self.narrowest)
         their = off(theirs.value, wanted.value, device) if self.reference else None
         same = torch.equal(found.value, theirs.value)
         said = verdict(our, their, least, same)
@@ -101,10 +104,11 @@ def diff(
         say(f"eager in {against}" if against != "inductor" else "eager")
         right = None if against == "inductor" else reference(subject, mode, against)
         say("torch.compile, Inductor")
-        compared = Compared(subject, mode, settings, compiled(subject, mode, "inductor"), right)
+        theirs = compiled(subject, mode, "inductor")
         say("torch.compile, coda")
         ours = compiled(subject, mode, "coda", settings)
         say("comparing")
+        compared = Compared(subject, mode, settings, theirs, right, narrowest(subject, ours))
         facts = judged(compared, ours)
         if bisecting:
             facts["bisect"] = culprit(compared, ours, facts, say)
@@ -120,6 +124,13 @@ def placed(subject: Subject, settings: Settings) -> Settings:
         what = f"the model's tensors lie on the CPU, where {settings.target} does not run"
         raise Unsupported(what, hint="--target reference runs on torch; or put the model on a GPU")
     return replace(settings, target="reference")
+
+
+def narrowest(subject: Subject, ours: Run) -> torch.dtype:
+    """Among the model's tensors and its products, which autocast may round: but for 8 bits."""
+    products = {DTYPES[site.region.dtype] for report in ours.reports for site in report.sites}
+    found = {dtype for dtype in (subject.narrowest(), *products) if dtype.itemsize > 1}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def judged(compared: Compared, ours: Run) -> Facts:

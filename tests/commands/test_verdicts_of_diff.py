@@ -1,0 +1,115 @@
+"""What `diff` says of tensors, how it puts memory back, and the line that commands show while they work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from coda_inductor.commands import diff
+from coda_inductor.commands.progress import progress
+from coda_inductor.commands.reached import Subject
+from coda_inductor.commands.runs import Found, Reference, Run
+from coda_inductor.core.settings import Settings
+
+
+def found(value: Tensor) -> Found:
+    return Found("output", value, value.stride())
+
+
+def compared(theirs: Tensor, wanted: Tensor) -> diff.Compared:
+    subject = Subject(lambda: None, (), {})
+    right = Reference("float64", "", Run({"x": found(wanted)}))
+    return diff.Compared(
+        subject, "infer", Settings(target="reference"), Run({"x": found(theirs)}), right, torch.float64
+    )
+
+
+def judged(ours: Tensor, theirs: Tensor, wanted: Tensor) -> tuple[bool, str]:
+    row = compared(theirs, wanted).row("x", Run({"x": found(ours)}))
+    return row["wrong"], row["verdict"]
+
+
+X = torch.linspace(1, 2, 96, dtype=torch.float64).reshape(8, 12)
+SHIFT = torch.where(torch.arange(96).reshape(8, 12) % 2 == 0, 1.0, -1.0).double()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wrong", "said"),
+    [
+        (X, X, False, "the same bits as Inductor"),
+        (X + 1.4e-6 * SHIFT, X + 1e-6 * SHIFT, False, "coda 1.40x of Inductor's error"),
+        (X + 1.6e-6 * SHIFT, X + 1e-6 * SHIFT, True, "WRONG: coda 1.60x of Inductor's error, allowed 9.8e-07"),
+        (X.where(X != 2, 2 + 4.5e-16), X, False, "Inductor is exact; within the floor"),
+        (X + 1e-12, X, True, "WRONG: Inductor is exact, allowed 1.1e-16"),
+        (X * 12, X * 3, False, "coda 5.50x of Inductor's error; which exceeds the value"),
+        (X.float(), X, True, "WRONG: dtype torch.float32, Inductor's is torch.float64"),
+        (X[:4], X, True, "WRONG: shape [4, 12], Inductor's is [8, 12]"),
+        (X.t().contiguous().t(), X, True, "WRONG: strides (1, 8), Inductor's are (12, 1)"),
+        (X.where(X != 1, torch.nan), X, True, "WRONG: 1 not finite"),
+    ],
+)
+def test_verdicts(ours: Tensor, theirs: Tensor, wrong: bool, said: str) -> None:
+    assert judged(ours, theirs, X) == (wrong, said)
+
+
+def test_verdicts_of_labels() -> None:
+    """One of 200 may be another where scores are equal, but not two; of a counter nothing may."""
+    labels = torch.arange(200)
+    near, far = labels.clone(), labels.clone()
+    near[3], far[:3] = 0, 7
+    assert not judged(near, labels, labels)[0] and judged(far, labels, labels)[0]
+    assert judged(torch.tensor(2), torch.tensor(1), torch.tensor(1))[0]
+
+
+def test_infinities_that_are_meant() -> None:
+    mask = torch.zeros(8, 12).fill_diagonal_(-torch.inf)
+    assert judged(mask, mask, mask.double()) == (False, "the same bits as Inductor")
+    assert judged(-mask, mask, mask.double()) == (True, "WRONG: 8 not finite")
+
+
+def test_missing_tensors_values_and_shared_memory_are_named() -> None:
+    one, two = compared(X, X), Run({"x": found(X)}, others={"output[1]": "3"}, sharing={frozenset(("output", "x"))})
+    facts = diff.judged(one, two)
+    assert facts["problems"] == [
+        "output[1] is 3 by coda and nothing by Inductor",
+        "output and x share memory by coda, and not so by Inductor",
+    ]
+    assert diff.judged(one, Run())["problems"] == ["x: coda gave none"]
+
+
+def test_twenty_rows_and_the_count_of_the_others() -> None:
+    names = [f"x{i:02}" for i in range(25)]
+    many = [Run({name: found(X + (i + 1) * 1e-9 * SHIFT) for i, name in enumerate(names)}) for _ in range(2)]
+    right = Reference("float64", "", Run({name: found(X) for name in names}))
+    one = diff.Compared(
+        Subject(lambda: None, (), {}), "infer", Settings(target="reference"), many[0], right, torch.float64
+    )
+    lines = diff.render(diff.judged(one, many[1])).splitlines()
+    assert sum(line.startswith("x") for line in lines) == 20 and "and 5 more below 1.00x" in lines
+
+
+def test_memory_that_is_shared_stays_shared() -> None:
+    base = torch.arange(12.0)
+    subject = Subject(lambda x, y: None, (base[2:8].view(2, 3), base[::2]), {})
+    (_, x), (_, y) = subject.inputs()
+    assert [name for name, _ in subject.inputs()] == ["x", "y"]
+    for dtype, wanted in ((torch.float64, torch.float64), (None, torch.float32)):
+        x.add_(5)
+        subject.put_back(dtype)
+        assert x.dtype == y.dtype == wanted and torch.equal(x.flatten(), torch.arange(2.0, 8, dtype=wanted))
+        x[0, 0] = -1
+        assert y[1] == -1 and subject.changed(dtype).keys() == {"x", "y"}
+
+
+def test_a_line_on_a_terminal_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress("compiling") as say:
+        say("timing")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    with progress("compiling", shown=False):
+        pass
+    assert capsys.readouterr().err == ""
+    with progress("compiling") as say:
+        say("timing")
+    assert "timing" in capsys.readouterr().err
