@@ -236,8 +236,7 @@ def pass_facts(kernel: Kernel, refused: Facts, modules: Modules) -> Facts:
     """A kernel over memory that stays, and why it stays."""
     facts = kernel_facts(kernel)
     named = {"what": facts.pop("operations"), "why": refused["reason"], "source": refused["source"] or facts["source"]}
-    place = [n for n in kernel.nodes if n.name == refused["node"]] or kernel.nodes
-    return facts | named | {"module": modules.last(place) or modules.last(kernel.nodes)}
+    return facts | named | {"module": modules.around(kernel.nodes)}
 
 
 def module_facts(products: Sequence[fx.Node], modules: Modules) -> Facts:

@@ -38,9 +38,9 @@ class Modules:
         """The path of the innermost module that made the node, or of what it is a gradient of; empty if unknown."""
         return stacked(node) or self.by_number.get(node.meta.get("seq_nr", -1), "")
 
-    def last(self, nodes: Sequence[fx.Node]) -> str:
-        """The path of the last node that has one."""
-        return next(filter(None, map(self.path, reversed(nodes))), "")
+    def around(self, nodes: Sequence[fx.Node]) -> str:
+        """The path of the innermost module that holds all that made these nodes, as far as it is known."""
+        return ".".join(shared([path.split(".") for path in dict.fromkeys(map(self.path, nodes)) if path]))
 
 
 def stacked(node: fx.Node) -> str:

@@ -216,7 +216,7 @@ class Listing:
         if self.derived and _is_region(step.node):
             products = self.derived.products()[self.regions.index(step)]
             return together(map(self.modules.path, products))
-        return self.modules.last(nodes)
+        return self.modules.around(nodes)
 
     def _formula(self, node: fx.Node, step: Step) -> str:
         """What a pass computes, in the names of the listing."""

@@ -14,6 +14,7 @@ from asking import ask as ask
 from asking import folder as folder
 
 from coda_inductor.commands import bench
+from coda_inductor.core.errors import Unsupported
 from coda_inductor.measure import sides
 
 MODELS = """
@@ -37,9 +38,6 @@ def frozen():
 def bare():
     return lambda x: x @ x.T, (torch.randn(32, 32, requires_grad=True),)
 
-def meta():
-    with torch.device("meta"):
-        return Block(), (torch.randn(512, 64),)
 """
 QUICK = ("--target", "reference", "--seconds", "0.01", "--rounds", "1")
 
@@ -98,7 +96,6 @@ def test_the_gradients_from_outside_are_the_same_each_time() -> None:
         (["bench_models:block"], "this machine has no GPU"),
         (["bench_models:frozen", "--mode", "train", *QUICK], "nothing of the model requires a gradient"),
         (["bench_models:bare", "--mode", "step", *QUICK], "the model has no parameter to train"),
-        (["bench_models:meta", *QUICK], "lies on the meta device"),
         (["bench_models:block", "--torch-mode", "reduce-overhead", *QUICK], "a mode or options, not both"),
     ],
 )
@@ -106,6 +103,12 @@ def test_the_gradients_from_outside_are_the_same_each_time() -> None:
 def test_what_cannot_be_measured_is_said_in_one_line(ask: Ask, arguments: list[str], said: str) -> None:
     status, out, error = ask("bench", *arguments)
     assert (status, out) == (2, "") and said in error and error.count("\n") == 1
+
+
+def test_a_model_without_values_is_not_measured() -> None:
+    model = torch.nn.Linear(4, 4, device="meta")
+    with pytest.raises(Unsupported, match="lies on the meta device"):
+        bench.placed(model, (torch.ones(4, 4),), {}, "infer")
 
 
 def test_a_difference_is_the_worst_of_all() -> None:
