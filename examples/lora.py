@@ -1,0 +1,59 @@
+"""Trains adapters of peft (LoRA) on a frozen Llama in bfloat16, by both backends side by side.
+
+    python examples/lora.py                 # Llama-3.2-1B's widths, 4 layers, rank 16, on a GPU
+    python examples/lora.py --small         # on a CPU
+
+The weights are random. Needs peft.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import side_by_side
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "width": (2048, 64), "inner": (8192, 128), "layers": (4, 1), "heads": (32, 4), "vocabulary": (128256, 256),
+    "batch": (4, 2), "length": (2048, 128), "rank": (16, 4),
+}  # fmt: skip
+
+
+def main() -> dict[str, Any]:
+    chosen = side_by_side.arguments(__doc__, SIZES)
+    config = LlamaConfig(
+        hidden_size=chosen.width, intermediate_size=chosen.inner, num_hidden_layers=chosen.layers,
+        num_attention_heads=chosen.heads, num_key_value_heads=chosen.heads // 4, vocab_size=chosen.vocabulary,
+        max_position_embeddings=8192, tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    adapters = LoraConfig(r=chosen.rank, lora_alpha=2 * chosen.rank, lora_dropout=0.0, target_modules="all-linear")
+
+    def make(backend: str) -> side_by_side.Step:
+        torch.manual_seed(0)
+        with torch.device(chosen.device):
+            base = LlamaForCausalLM(config).bfloat16()
+            model = get_peft_model(base, adapters, autocast_adapter_dtype=False)
+        compiled: Any = torch.compile(model, backend=backend)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+        text = side_by_side.batches(chosen.batch, chosen.length, chosen.device)
+
+        def step() -> torch.Tensor:
+            ids, _ = next(text)
+            loss: torch.Tensor = compiled(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return step
+
+    tokens = chosen.batch * chosen.length
+    case = f"LoRA of rank {chosen.rank} on a Llama, width {chosen.width}, {chosen.layers} layers, {tokens} tokens"
+    return side_by_side.compare(case, make, chosen, tokens)
+
+
+if __name__ == "__main__":
+    main()
