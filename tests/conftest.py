@@ -106,7 +106,11 @@ SLOW = (
     "test_examples.py::test_two_ranks",
     "test_using.py::test_with_inductors_code",
     "test_using.py::test_a_command",
+    "test_using.py::test_of_two_ranks",
     "test_using.py::test_two_ranks_by_torchrun",
+    "test_using.py::test_a_snippet[Dynamic shapes",
+    "test_using.py::test_a_snippet[transformers' Trainer",
+    "test_using.py::test_a_snippet[LoRA",
 )
 """Tests of 5 to 40 seconds of which others are the short form: `-m slow` runs them, for who changes what they are about
 and before a release. Without it they are left out, so that the suite takes less than 15 minutes on two cores."""

@@ -120,8 +120,8 @@ def held(snippet: Snippet, ports: Iterator[str]) -> dict[str, Any]:
     found = list[dict[str, Any]]()
     for code in (snippet.code, snippet.against()):
         assert code != snippet.code or not found, "it is held to itself"
-        if port := next(ports, ""):  # one for each start; torchrun has one for all
-            os.environ["MASTER_PORT"] = port
+        if port := next(ports, ""):  # a store for each start: in torchrun's own they would meet
+            os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         if not found:
             REPORTS.clear()
         found.append(executed(snippet, code))

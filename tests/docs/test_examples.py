@@ -32,7 +32,7 @@ TRAINED = {
     "titan_fsdp2": (5e-4, 8, ()),
     "lora": (5e-4, 19, ("peft",)),
     "float8_llama": (5e-3, 12, ("torchao.float8",)),
-    "diffusion": (5e-3, 2, ()),
+    "diffusion": (5e-3, 1, ()),
 }
 """By example. Weights and what is between the products are bfloat16, products of FP8 rounder still; the images of
 diffusion are drawn in bfloat16 throughout."""
