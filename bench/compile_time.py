@@ -1,10 +1,10 @@
 """Seconds to compile a model with nothing on disk (cold) and a second time (warm): backend="coda" and torch.compile's
 default, each in a fresh process.
 
-    python bench/compile_time.py [--mode train] [--without-hints] [--layers N] [--width WIDTH] [--tokens N] [--vocab N]
+    python bench/compile_time.py [--mode train] [--with-hints] [--layers N] [--width WIDTH] [--tokens N] [--vocab N]
         [--out FILE]
 
-With --without-hints there are two more rows, of "coda, searched": as if no tunings were shipped (tuning/shipped.py).
+With --with-hints there are two more rows, of "coda, hinted": tuning starts from what is shipped (tuning/shipped.py).
 --keep FOLDER leaves the caches of the last coda there, for `coda-inductor cache hints`.
 
 One JSON line for each backend and start, as bench/layers.py writes them. The model is Llama's, by default in the sizes
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ from coda_inductor.kernels import launch
 from coda_inductor.tuning.measurements import Measurements
 
 BACKENDS = ("inductor", "coda")
-SEARCHED = "coda, searched"
+HINTED = "coda, hinted"
 CALLS = 5  # after the first
 
 
@@ -160,7 +160,7 @@ def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
         "QUACK_CACHE_DIR": "quack", "CUTE_DSL_CACHE_DIR": "cutlass",
     }  # fmt: skip
     environment = os.environ | {name: str(folder / place) for name, place in places.items()}
-    environment |= {"CODA_INDUCTOR_HINTS": "0"} if backend == SEARCHED else {}
+    environment |= {"CODA_INDUCTOR_HINTS": "1"} if backend == HINTED else {}
     before = made(folder)
     command = [sys.executable, __file__, *arguments, "--only", "inductor" if backend == "inductor" else "coda"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -168,19 +168,17 @@ def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
     return found | {name: count - before[name] for name, count in made(folder).items()}
 
 
-def rows(args: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
-    """Cold and warm, of each backend."""
+def rows(args: argparse.Namespace, arguments: list[str]) -> Iterator[dict[str, Any]]:
+    """Cold and warm, of each backend, as they are measured."""
     case = f"llama {args.layers} x {args.width}, {args.tokens} tokens, vocabulary {args.vocab}"
-    found = []
-    for backend in (*BACKENDS, *([SEARCHED] if args.without_hints else ())):
+    for backend in (*BACKENDS, *([HINTED] if args.with_hints else ())):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("cold", "warm"):
                 row = {"case": case, "mode": args.mode, "backend": backend, "cache": cache}
                 row |= start(backend, Path(folder), arguments)
-                found.append(row | {"command": " ".join(["python", *sys.argv])})
+                yield row | {"command": " ".join(["python", *sys.argv])}
             if args.keep and (Path(folder) / "coda").exists():
                 shutil.copytree(Path(folder) / "coda", args.keep, dirs_exist_ok=True)
-    return found
 
 
 def main() -> None:
@@ -189,7 +187,7 @@ def main() -> None:
     for name, default in (("layers", 16), ("width", 2048), ("tokens", 2048), ("vocab", 128256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mode", choices=("infer", "train"), default="infer")
-    parser.add_argument("--without-hints", action="store_true")
+    parser.add_argument("--with-hints", action="store_true")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the caches of coda there")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "compile_time.jsonl"))
     parser.add_argument("--only", choices=BACKENDS, help=argparse.SUPPRESS)  # what a process of ours is asked to do

@@ -58,11 +58,13 @@ NANO = (
 )
 TITAN = "TorchTitan's Llama-1B, each block compiled by itself, whole steps with AdamW, 4 x 2048 tokens"
 PHI4 = "two layers of Phi-4-14B (packed gate and up), forward and backward, 4 x 2048 tokens"
+LLAMA = "Llama-1B of transformers, 16 layers, tied head, whole steps with AdamW, 4 x 2048 tokens"
 FP8_STEP = "Llama-1B of transformers, 16 layers, head in bf16, whole steps with AdamW, 4 x 2048 tokens"
 WITHOUT_TUNING = "llama-1b step with AdamW, every Region (tune=off), 4 x 2048 tokens, three processes of each commit"
 STEPS = {
     NANO: "nanochat-like, 20 layers of width 1280, 32768 tokens, autocast, AdamW",
     "the same, scores whole": 'the same, `disable="blocks"`',
+    LLAMA: "Llama-1B of transformers, AdamW",
     TITAN: "TorchTitan's Llama-1B, blocks compiled by themselves, AdamW",
     PHI4: "Phi-4-14B, 2 layers, forward and backward",
     FP8_STEP: "Llama-1B, FP8 rowwise, head in bf16, AdamW",
@@ -72,6 +74,12 @@ STEPS = {
     "the same, the scores' gradient in blocks of 512 MiB": "the same, their gradient in blocks of 512 MiB",
     "the same, the scores' gradient in blocks of 256 MiB": "the same, their gradient in blocks of 256 MiB",
 }  # fmt: skip
+FSDP2 = "FSDP2, blocks by themselves, 8 layers, 2 ranks"
+PARTS = (
+    ("products", "gemm"), ("ours", "ours"), ("attention", "attention"), ("memory-bound", "triton"), ("AdamW", "adam"),
+    ("FSDP2's copies", "fsdp copies"), ("collectives", "nccl"),
+)  # fmt: skip
+"""Of a profiled step: what the page calls its parts, and the rows' keys."""
 RELU = {
     f"2 x (RMSNorm, up, {name}, down, residual), forward and backward": f"2 MLPs of width 2048 with {called}"
     for name, called in (("relu", "ReLU"), ("relu squared", "squared ReLU"), ("leaky relu", "leaky ReLU"))

@@ -36,6 +36,8 @@ FLOAT8_INFERENCE = Source(
     "float8.jsonl", lambda r: r["case"] in PER_TENSOR_OR_ROW, BY_WIDTH, names.FLOAT8, alone=True, numbers="FP8",
     kind="inference",
 )  # fmt: skip
+EXAMPLES = Source("examples.jsonl", alone=True)
+FSDP2 = Source("profile.jsonl", lambda r: r["case"] == names.FSDP2, ("case", "backend"))
 BENCH = Source("bench.jsonl", names=names.BENCH)
 
 
@@ -163,6 +165,17 @@ TABLES = (
             Column("coda, s", "coda/warm/compile_s", "s"),
         ),
     ),
+    Table(
+        "fsdp2-profile",
+        "torch.profiler over three steps",
+        (FSDP2,),
+        (
+            Column("backend", "backend"), Column("a step, ms", "wall_ms", "ms"),
+            *(Column(f"{part}, ms", f"by_kind/{key}", "ms") for part, key in names.PARTS),
+            Column("all but collectives, ms", "compute_ms", "ms"),
+        ),
+    ),
+    Table("examples", "the scripts of examples/", (EXAMPLES,), (CASE, KIND, Column("GPUs", "ranks"), *ALONE, MEMORY)),
     Table(
         "bench",
         "`coda-inductor bench MODULE:FUNCTION`, or `python bench/zoo.py [--body] NAME`",

@@ -108,7 +108,7 @@ def region_of() -> Region:
 
 def compiled(f: Callable[..., Any] = silu, *args: Tensor, **how: Any) -> Ran:
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        return run(f, *(args or (X, T)), **how)
+        return run(f, *(args or (X, T)), **({"options": {"hints": True}} | how))
 
 
 def write(machine: Machine, tmp_path: Path) -> dict[str, Any]:
