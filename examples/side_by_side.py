@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKENDS = ("inductor", "coda")
-TURNS, WARM_UP = 3, 4
+TURNS, WARM_UP, LAST = 3, 4, 50
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels", "transformers", "accelerate", "peft", "torchao")
 
 Step = Callable[[], Tensor]
@@ -39,6 +39,8 @@ def arguments(text: str | None, sizes: dict[str, tuple[int, int]], **words: str)
     parser.add_argument("--small", action="store_true", help="on a CPU in seconds; its times say nothing")
     parser.add_argument("--out", type=Path, help="append a JSON line to this file")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each turn of a backend; default: %(default)s")
+    what = "before any is timed; the loss of the first is printed, and the mean of the last 50; default: %(default)s"
+    parser.add_argument("--steps", type=int, default=WARM_UP, help=what)
     for name, default in words.items():
         parser.add_argument(f"--{name}", default=default, help="default: %(default)s")
     for name, (full, small) in sizes.items():
@@ -105,14 +107,16 @@ def timed(step: Step, count: int) -> float:
     return slowest((time.perf_counter() - start) / count)
 
 
-def prepared(make: Callable[[str], Step], backend: str) -> tuple[Step, dict[str, Any]]:
-    """A step that is compiled, its first losses, seconds to compile, and GiB: what is held and what a step adds."""
+def prepared(make: Callable[[str], Step], backend: str, count: int) -> tuple[Step, dict[str, Any]]:
+    """A step that is compiled, the losses of `count` steps, seconds to the end of the fourth, and GiB: what is held and
+    what a step adds."""
     gc.collect()
     held = allocated()
     start = time.perf_counter()
     step = make(backend)
     losses = [float(step()) for _ in range(WARM_UP)]
     seconds = time.perf_counter() - start
+    losses += [float(step()) for _ in range(count - WARM_UP)]
     if not torch.cuda.is_available():
         return step, {"losses": losses, "compile_s": seconds, "gib": None}
     synchronize()
@@ -129,7 +133,7 @@ def compare(
     torch.manual_seed(0)
     steps, found = dict[str, Step](), dict[str, dict[str, Any]]()
     for backend in BACKENDS:
-        steps[backend], found[backend] = prepared(make, backend)
+        steps[backend], found[backend] = prepared(make, backend, chosen.steps)
     often = {b: max(1, round(chosen.seconds / timed(step, 1))) for b, step in steps.items()}
     turns: dict[str, list[float]] = {b: [] for b in BACKENDS}
     for _ in range(TURNS):
@@ -164,7 +168,8 @@ def table(row: dict[str, Any], found: dict[str, dict[str, Any]], count: int, uni
     for b in BACKENDS:
         side = found[b]
         gib = "-" if side["gib"] is None else f"{side['gib']:.2f}"
-        losses = f"{side['losses'][0]:.4f} -> {side['losses'][-1]:.4f}"
+        few = side["losses"][-min(LAST, len(side["losses"]) // 4) :]
+        losses = f"{side['losses'][0]:.4f} -> {statistics.fmean(few):.4f}"
         speed = f"{1e3 * count / side['ms']:,.{0 if unit == 'tokens' else 2}f}"
         lines.append(f"{b:10}{side['ms']:>10.2f}{speed:>13}{gib:>10}{side['compile_s']:>11.1f}   {losses}")
     memory = "" if row["gib"] is None else f", {row['gib'] / row['baseline_gib']:.3f} of the memory"
