@@ -40,7 +40,7 @@ def arguments(text: str | None, sizes: dict[str, tuple[int, int]], **words: str)
     parser.add_argument("--out", type=Path, help="append a JSON line to this file")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each turn of a backend; default: %(default)s")
     what = "before any is timed; the loss of the first is printed, and the mean of the last 50; default: %(default)s"
-    parser.add_argument("--steps", type=int, default=WARM_UP, help=what)
+    parser.add_argument("--train-steps", type=int, default=WARM_UP, help=what)
     for name, default in words.items():
         parser.add_argument(f"--{name}", default=default, help="default: %(default)s")
     for name, (full, small) in sizes.items():
@@ -133,7 +133,7 @@ def compare(
     torch.manual_seed(0)
     steps, found = dict[str, Step](), dict[str, dict[str, Any]]()
     for backend in BACKENDS:
-        steps[backend], found[backend] = prepared(make, backend, chosen.steps)
+        steps[backend], found[backend] = prepared(make, backend, chosen.train_steps)
     often = {b: max(1, round(chosen.seconds / timed(step, 1))) for b, step in steps.items()}
     turns: dict[str, list[float]] = {b: [] for b in BACKENDS}
     for _ in range(TURNS):

@@ -23,7 +23,6 @@ SIZES = {
     "width": (2048, 64), "inner": (8192, 128), "layers": (8, 2), "heads": (32, 4), "kv": (8, 2),
     "vocabulary": (128256, 256), "batch": (4, 2), "length": (2048, 128),
 }  # fmt: skip
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29541"}
 
 
 class Block(nn.Module):
@@ -74,11 +73,12 @@ class Transformer(nn.Module):
 
 def main() -> dict[str, Any]:
     chosen = side_by_side.arguments(__doc__, SIZES)
-    for name, value in ALONE.items():
-        os.environ.setdefault(name, value)
+    by_torchrun = "RANK" in os.environ
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    alone: dict[str, Any] = {} if by_torchrun else {"store": store, "rank": 0, "world_size": 1}
     if chosen.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo", **alone)
     mesh = init_device_mesh(chosen.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -45,5 +45,8 @@ def users(frame: FrameType | None) -> FrameType | None:
 def called_from() -> FrameType | None:
     """The user's frame that called us. On a thread that none began, as autograd's for a GPU, the one in which the main
     thread waits."""
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    return users(sys._getframe(1)) or users(main)
+    found = users(sys._getframe(1))
+    if found is None and threading.current_thread() is not threading.main_thread():
+        # Not in the main thread itself: there it would be this function's own frame, held by itself until a collection.
+        found = users(sys._current_frames().get(threading.main_thread().ident or 0))
+    return found

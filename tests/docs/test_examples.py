@@ -36,7 +36,6 @@ TRAINED = {
 }
 """By example. Weights and what is between the products are bfloat16, products of FP8 rounder still; the images of
 diffusion are drawn in bfloat16 throughout."""
-RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29543"}
 NUMBER = r"[\d,.]+"
 
 needs_row = pytest.param("float8_llama", marks=by_row)
@@ -57,8 +56,6 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> dict[str
     """What the example's `main` returns."""
     monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", "--small", *arguments])
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    for variable, value in RANK.items() if name == "titan_fsdp2" else ():
-        monkeypatch.setenv(variable, value)
     REPORTS.clear()
     found: dict[str, Any] = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
     return found
@@ -120,7 +117,7 @@ def test_as_a_script(name: str) -> None:
 
 
 def test_two_ranks_by_torchrun() -> None:
-    torchrun = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29544"
+    torchrun = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"
     said = script("titan_fsdp2", *torchrun, TORCH_LOGS="coda_inductor", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     says(said, "tokens")
     assert len(re.findall(r"\[rank\d\].* 8 regions", said)) == 2 and "512 tokens" in said, "of both ranks"
