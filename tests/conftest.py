@@ -81,6 +81,7 @@ SLOW = (
     "test_caches.py::test_kernel_compiled_by_two_processes_and_broken",
     "test_explain_models.py::test_llama_of_16_layers",
     "test_contest.py::test_a_deeper_model",
+    "test_depth.py::test_a_deeper_model",
     "test_generate.py::test_generate[whole]",
     "test_generate.py::test_generate[each_layer]",
     "test_generate.py::test_generate[layer_within]",
