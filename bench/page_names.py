@@ -76,8 +76,8 @@ STEPS = {
 }  # fmt: skip
 FSDP2 = "FSDP2, blocks by themselves, 8 layers, 2 ranks"
 PARTS = (
-    ("products", "gemm"), ("ours", "ours"), ("attention", "attention"), ("memory-bound", "triton"), ("AdamW", "adam"),
-    ("FSDP2's copies", "fsdp copies"), ("collectives", "nccl"),
+    ("products", "gemm"), ("coda's kernels", "ours"), ("attention", "attention"), ("memory-bound", "triton"),
+    ("AdamW", "adam"), ("FSDP2's copies", "fsdp copies"), ("collectives", "nccl"), ("other", "other"),
 )  # fmt: skip
 """Of a profiled step: what the page calls its parts, and the rows' keys."""
 RELU = {
@@ -85,9 +85,14 @@ RELU = {
     for name, called in (("relu", "ReLU"), ("relu squared", "squared ReLU"), ("leaky relu", "leaky ReLU"))
 }
 DISTRIBUTED = {
-    "ddp-llama-1b": "DistributedDataParallel, buckets of 25 MB",
-    "fsdp2-llama-1b": "FSDP2, each layer compiled by itself",
-    "tp-llama-1b": "tensor parallel",
+    "ddp-llama-1b": "DistributedDataParallel, buckets of 25 MB, 2 layers",
+    "tp-llama-1b": "tensor parallel, 2 layers",
+    "fsdp2-llama-1b": "FSDP2, each layer compiled by itself, 2 layers",
+}
+TITAN_FSDP2 = "Llama as TorchTitan compiles it, FSDP2, width 2048, 8 layers, 16384 tokens"
+FSDP2_NAMES = {
+    TITAN_FSDP2: "FSDP2, each layer compiled by itself, 8 layers, AdamW",
+    FSDP2: "the same step, as the profile below has it",
 }
 FLOAT8 = {
     "2 layers of Llama, rowwise": "rowwise",
@@ -105,3 +110,71 @@ BENCH = {
     )
     for part in ("2 layers", "2 layers, disable=parts", "2 blocks", "2 layers and head")
 }  # fmt: skip
+
+EXAMPLES = {
+    "Llama of transformers, width 2048, 4 layers, 8192 tokens, AdamW": "train_llama.py: width 2048, 4 layers",
+    "LoRA of rank 16 on a Llama, width 2048, 4 layers, 8192 tokens": "lora.py: width 2048, 4 layers",
+    "Llama in rowwise, width 2048, 2 layers, 16384 tokens, autocast, AdamW":
+        "float8_llama.py: rowwise, width 2048, 2 layers",
+    "DiT, width 1152, 28 blocks, 10 steps with guidance": "diffusion.py: a DiT, width 1152, 28 blocks",
+    TITAN_FSDP2: "titan_fsdp2.py: width 2048, 8 layers",
+}  # fmt: skip
+HEADS_IN_BLOCKS = {case: f"head of vocabulary {name}, in blocks" for case, name in HEADS.items()}
+CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
+    "inference": {
+        ("layers.jsonl", "inference"): tuple(LAYERS),
+        ("models.jsonl", "inference"): tuple(case for case in MODELS if case != "dit-xl x2"),
+        ("bench.jsonl", "inference"): (
+            "qwen3_8b, 2 layers", "qwen3_8b, 2 layers and head", "phi4_14b, 2 layers", "phi4_14b, 2 layers and head",
+            "gemma3_12b, 2 layers", "glm4_9b, 2 layers", "modernbert_large, 2 layers",
+        ),
+    },
+    "training of width up to 2560": {
+        ("training.jsonl", "training"): (
+            "layer-2048", "rotary-2048", "llama-1b", "autocast-llama-1b", "llama-1b-x16", "gpt2-xl",
+            "autocast-gpt2-xl", "vit-l", "autocast-vit-l", "autocast-vit-l-x24", "bert-large",
+        ),
+        ("steps.jsonl", "training"): (NANO,),
+        ("models.jsonl", "training"): (LLAMA, TITAN),
+        ("bench.jsonl", "training"): ("modernbert_large, 2 layers",),
+        ("examples.jsonl", "training"): tuple(EXAMPLES)[:2],
+    },
+    "training of width 3584 and more": {
+        ("training.jsonl", "training"): ("layer-4096", "layer-8192", "rotary-4096", "rotary-8192", "llama-8b"),
+        ("models.jsonl", "training"): (PHI4,),
+        ("bench.jsonl", "training"): (
+            "qwen3_8b, 2 layers", "phi4_14b, 2 layers", "phi4_14b, 2 layers and head", "gemma3_12b, 2 layers",
+            "glm4_9b, 2 layers",
+        ),
+    },
+    "FSDP2 on two GPUs": {
+        ("distributed.jsonl", "training"): ("fsdp2-llama-1b",),
+        ("examples.jsonl", "training"): (TITAN_FSDP2,),
+    },
+    "DDP or TP on two GPUs": {("distributed.jsonl", "training"): ("ddp-llama-1b", "tp-llama-1b")},
+    "a DiT": {
+        ("models.jsonl", "inference"): ("dit-xl x2",),
+        ("bench.jsonl", "inference"): ("dit_xl, 2 blocks",),
+        ("bench.jsonl", "training"): ("dit_xl, 2 blocks",),
+        ("examples.jsonl", "inference"): tuple(EXAMPLES)[3:4],
+    },
+    "FP8 training": {
+        ("float8.jsonl", "training"): (*tuple(FLOAT8)[:3], FP8_STEP),
+        ("examples.jsonl", "training"): tuple(EXAMPLES)[2:3],
+    },
+    "FP8 inference": {("float8.jsonl", "inference"): tuple(FLOAT8)[3:]},
+    "pieces by themselves": {
+        ("training.jsonl", "forward"): (
+            "layer-2048", "layer-4096", "layer-8192", "rotary-2048", "rotary-4096", "rotary-8192", "llama-1b",
+            "llama-1b-x16", "gpt2-xl",
+        ),
+        ("layers.jsonl", "training"): tuple(RELU),
+        ("heads.jsonl", "training"): tuple(HEADS),
+    },
+}  # fmt: skip
+"""For each class of gains the cases that it has, by their file and kind."""
+SWITCHED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("bench.jsonl", "training"): ("phi4_14b, 2 layers, disable=parts",),
+    ("effects.jsonl", "training"): (WITHOUT_TUNING,),
+}
+"""Cases of no class: a switch of ours is not at its default in them."""

@@ -9,17 +9,19 @@ import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import page_values
 from page_rows import RESULTS, ROOT, loses
-from page_values import GROUPS, Values
+from page_values import Values
 
 PLOTS = ROOT / "docs" / "plots"
 DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 GREY, RED = "#7a7f87", "#d1453b"
 CARDS = {"H100": ("#2f81f7", "o"), "H200": ("#d9822b", "D")}
 OTHER = ("#8957e5", "s")
+TURNS = "x"
 """Colours that stand out on white and on GitHub's dark ground; for each card a colour and a marker."""
 
 STYLE = {
@@ -55,34 +57,40 @@ def levels(ratios: Sequence[float]) -> list[float]:
 
 
 def named(point: Values) -> str:
-    return f"{point['gain']:.3f}x {point['case']}"
+    return f"{point['gain']:.3f}x {point['case']}{'' if point['alone'] else ', by turns'}"
 
 
 def draw_gains(axes: Any, values: Values) -> None:
-    """A dot for each row, in a band for each group. The greatest of a group is named, and so are all that lose."""
+    """A dot for each row, in a band for each class, and a cross where it was timed by turns only. The greatest dot of
+    a class is named, and so are all that lose."""
     every = [point["gain"] for points in values.values() for point in points]
     left, right = min([LEFT, *(gain - 0.02 for gain in every)]), max([RIGHT, *(gain + 0.02 for gain in every)])
-    for band, group in enumerate(reversed(GROUPS)):
-        points = sorted(values[group], key=lambda point: point["gain"])
+    for band, points in enumerate(reversed(values.values())):
+        points = sorted(points, key=lambda point: point["gain"])
+        lost = [point for point in points if loses(point["gain"])]
+        middle = band - 0.14 * max(0, len(lost) - 2)
         for point, level in zip(points, levels([p["gain"] for p in points]), strict=True):
             colour, marker = style(point["card"])
+            if not point["alone"]:
+                axes.scatter(point["gain"], middle + level, 26, color=colour, marker=TURNS, linewidths=1, zorder=3)
+                continue
             face = "none" if loses(point["gain"]) else colour
-            axes.scatter(point["gain"], band + level, 26, facecolors=face, edgecolors=colour, marker=marker, zorder=3)
-        for line, point in enumerate(point for point in points if loses(point["gain"])):
-            axes.text(left + 0.005, band + 0.36 - 0.16 * line, named(point), fontsize=8, va="center", color=RED)
-        if points and not loses(best := points[-1]["gain"]):
+            axes.scatter(point["gain"], middle + level, 26, facecolors=face, edgecolors=colour, marker=marker, zorder=3)
+        for line, point in enumerate(lost):
+            axes.text(left + 0.005, band + 0.38 - 0.15 * line, named(point), fontsize=8, va="center", color=RED)
+        alone = [point for point in points if point["alone"]]
+        if alone and not loses(best := alone[-1]["gain"]):
             room = best < NEAR_RIGHT
-            place = (best + 0.01, band) if room else (best, band + 0.2)
-            axes.text(*place, named(points[-1]), fontsize=8, va="center", ha="left" if room else "right")
+            place = (best + 0.01, middle - (0.22 if points[-1]["gain"] > best else 0)) if room else (best, band + 0.2)
+            axes.text(*place, named(alone[-1]), fontsize=8, va="center", ha="left" if room else "right")
     axes.axvline(1.0, color=GREY, linewidth=1)
-    for band in range(1, len(GROUPS)):
+    for band in range(1, len(values)):
         axes.axhline(band - 0.5, color=GREY, linewidth=0.4, alpha=0.6)
-    axes.set(xlim=(left, right), ylim=(-0.5, len(GROUPS) - 0.5), yticks=range(len(GROUPS)))
-    axes.set_yticklabels([group.replace(" ", "\n") for group in reversed(GROUPS)])
-    axes.set_xlabel("torch.compile's time / coda's, each side alone (hollow: coda is slower)")
+    axes.set(xlim=(left, right), ylim=(-0.5, len(values) - 0.5), yticks=range(len(values)))
+    axes.set_yticklabels([fill(name, 18) for name in reversed(values)])
+    axes.set_xlabel("torch.compile's time / coda's, each side alone (hollow: coda is slower; cross: by turns only)")
     axes.tick_params(axis="y", length=0)
-    cards = sorted({point["card"] for points in values.values() for point in points})
-    legend(axes, cards)
+    legend(axes, sorted({point["card"].split()[-1] for points in values.values() for point in points}), "center right")
 
 
 def draw_memory(axes: Any, values: Values) -> None:
@@ -100,7 +108,7 @@ def draw_memory(axes: Any, values: Values) -> None:
     )
     axes.set_yticklabels([row["case"] for row in rows], fontsize=8)
     axes.set_xlabel("change of the peak beside torch.compile's, %")
-    legend(axes, sorted({row["card"] for row in rows}), "upper right")
+    legend(axes, sorted({row["card"].split()[-1] for row in rows}), "upper right")
 
 
 def draw_width(axes: Any, values: Values) -> None:
@@ -122,7 +130,7 @@ def legend(axes: Any, cards: Sequence[str], place: str = "lower right") -> None:
 
 
 DRAWN: dict[str, tuple[Callable[[Path], Values], Callable[[Any, Values], None], Callable[[Values], float]]] = {
-    "gains": (page_values.gains, draw_gains, lambda values: 5.0),
+    "gains": (page_values.gains, draw_gains, lambda values: 0.8 + 0.8 * len(values)),
     "memory": (page_values.memory, draw_memory, lambda values: 0.9 + 0.24 * len(values["rows"])),
     "width": (page_values.width, draw_width, lambda values: 3.2),
 }

@@ -20,7 +20,7 @@ KINDS = {"infer": "inference", "forward": "forward", "train": "training"}
 """What the rows' "mode" is called."""
 
 FP8 = re.compile("fp8|float8", re.IGNORECASE)
-CARD = re.compile(r"NVIDIA (\w+).*")
+CARD = re.compile(r"(?:(\d+) x )?NVIDIA (\w+).*?(?:, (\d+) of one host)?")
 
 
 RUNS = 5
@@ -34,6 +34,7 @@ class Source:
     The paths say where a row has its milliseconds and GiB, those of torch.compile first; "|" stands between
     alternatives and "/" before a key within. `alone` is true where a row's own milliseconds are of each side repeated
     alone. `spread` names keys whose values become keys of one row: ("backend", "cache") gives row["coda"]["cold"].
+    `how` says how rows were timed that are neither of each side alone nor by turns.
     """
 
     file: str
@@ -42,6 +43,7 @@ class Source:
     names: Mapping[str, str] = field(default_factory=dict)
     alone: bool = False
     spread: tuple[str, ...] = ()
+    how: str = ""
     numbers: str = "bf16"
     kind: str = ""
     baseline_ms: str = "baseline_ms"
@@ -62,13 +64,14 @@ class Column:
 @dataclass(frozen=True)
 class Table:
     """A table: what makes its rows again, where they are, and what is shown of each. Cases with fewer than
-    `least_runs` measurements, each side alone, are left out."""
+    `least_runs` measurements, each side alone, are left out. A `brief` one has only cards and torch below it."""
 
     name: str
     made: str
     sources: tuple[Source, ...]
     columns: tuple[Column, ...]
     least_runs: int = 0
+    brief: bool = False
 
 
 def read(file: str, results: Path = RESULTS) -> list[Row]:
@@ -102,28 +105,39 @@ def shown(source: Source, results: Path = RESULTS) -> list[Row]:
             found[key] = [*found.pop(key, []), facts(row, source)]  # the order is that of the last measurements
     rows = [same[-1] | {"runs": runs(same)} for same in found.values()]
     if source.spread:
-        rows = spread(rows, source.spread)
+        rows = [facts(row, source) for row in spread(rows, source.spread)]
     order = {case: i for i, case in enumerate(source.names)}
     return sorted(rows, key=lambda row: order.get(row["case"], len(order)))
 
 
 def facts(row: Row, source: Source) -> Row:
     """The row, with what every file names in a way of its own under one name."""
-    ms, baseline, again = at(row, source.ms), at(row, source.baseline_ms), at(row, "again_ms")
+    ms, baseline, again = at(row, source.ms), at(row, source.baseline_ms), at(row, "again_ms|ms/null")
     turns, held = {"ms": ms, "baseline_ms": baseline}, row.get("sustained") or {}
     if source.alone and not held:
         turns, held = {}, turns
+    by_turns, alone = with_gain(turns), with_gain(held)
     return row | {
         "file": source.file,
         "what": source.names.get(row["case"], row["case"]),
         "kind": source.kind or KINDS.get(row.get("mode", ""), ""),
         "numbers": "FP8" if FP8.search(row["case"]) else source.numbers,
-        "card": CARD.sub(r"\1", str(at(row, "machine|gpu"))),
+        "card": card(row),
         "torch": str(at(row, "versions/torch|torch")).split("+")[0],
-        "turns": with_gain(turns), "alone": with_gain(held),
+        "turns": by_turns, "alone": alone,
+        "how": source.how or ("alone" if alone["gain"] else "by turns" if by_turns["gain"] else ""),
         "null": baseline / again if baseline and again else row.get("null"),
         "memory": {"before": at(row, source.baseline_gib), "after": at(row, source.gib)},
     }  # fmt: skip
+
+
+def card(row: Row) -> str:
+    """ "H100", or "2 x H100" where a row is of several."""
+    machine = str(at(row, "machine|gpu"))
+    if not (found := CARD.fullmatch(machine)):
+        return machine
+    count = int(found[1] or found[3] or row.get("ranks") or 1)
+    return f"{count} x {found[2]}" if count > 1 else found[2]
 
 
 def runs(rows: Sequence[Row]) -> Row:
@@ -158,8 +172,10 @@ def written_ms(ms: float) -> str:
     return f"{ms:.{3 if ms < 10 else 2 if ms < 100 else 1}f}"
 
 
-def written_gain(gain: float) -> str:
-    return f"**{gain:.3f}x**" if loses(gain) else f"{gain:.3f}x"
+def written_gain(gain: float, null: float | None = None) -> str:
+    """A loss is bold; what lies as near to 1 as two compiles of torch.compile's lie to each other is in italics."""
+    text = f"**{gain:.3f}x**" if loses(gain) else f"{gain:.3f}x"
+    return text if null is None or round(abs(gain - 1), 3) > round(abs(null - 1), 3) else f"*{text}*"
 
 
 def written_memory(memory: Mapping[str, float | None]) -> str:
@@ -180,7 +196,11 @@ SPELLINGS: dict[str, Callable[[Any], str]] = {
 def cell(row: Row, column: Column) -> str:
     """A cell, empty where the row has no such value."""
     value = row.get(column.paths) if column.spelling == "memory" else at(row, column.paths)
-    return "" if value is None else SPELLINGS[column.spelling](value).replace("|", "/")
+    if value is None:
+        return ""
+    if column.spelling == "gain":
+        return written_gain(value, row["null"])
+    return SPELLINGS[column.spelling](value).replace("|", "/")
 
 
 def rendered(table: Table, page: Path, results: Path = RESULTS) -> str:
@@ -205,4 +225,5 @@ def foot(table: Table, rows: Sequence[Row], place: str) -> str:
     """Where the rows were measured, what makes them, and in which files of the folder `place` they are."""
     cards, torches = (" and ".join(sorted({row[name] for row in rows})) for name in ("card", "torch"))
     links = ", ".join(f"[{file}]({place}/{file})" for file in dict.fromkeys(row["file"] for row in rows))
-    return f"{cards}, torch {torches}. Made by {table.made}. Rows, with all versions: {links}."
+    where = f"{cards}, torch {torches}."
+    return where if table.brief else f"{where} Made by {table.made}. Rows, with all versions: {links}."

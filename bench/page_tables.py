@@ -36,8 +36,17 @@ FLOAT8_INFERENCE = Source(
     "float8.jsonl", lambda r: r["case"] in PER_TENSOR_OR_ROW, BY_WIDTH, names.FLOAT8, alone=True, numbers="FP8",
     kind="inference",
 )  # fmt: skip
-EXAMPLES = Source("examples.jsonl", alone=True)
+EXAMPLES = Source("examples.jsonl", names=names.EXAMPLES, alone=True)
+HEADS = Source(
+    "heads.jsonl", key=("case", "gpu"), names=names.HEADS_IN_BLOCKS, alone=True, kind="training", ms="ms/coda-4096",
+    baseline_ms="ms/inductor", gib="gib/coda-4096",
+)  # fmt: skip
+DISTRIBUTED = Source("distributed.jsonl", names=names.DISTRIBUTED)
 FSDP2 = Source("profile.jsonl", lambda r: r["case"] == names.FSDP2, ("case", "backend"))
+PROFILED = Source(
+    "profile.jsonl", FSDP2.where, FSDP2.key, names.FSDP2_NAMES, spread=("backend",), how="under the profiler",
+    ms="coda/wall_ms", baseline_ms="inductor/wall_ms",
+)  # fmt: skip
 BENCH = Source("bench.jsonl", names=names.BENCH)
 
 
@@ -52,33 +61,45 @@ def pick(source: Source, case: str, name: str, **more: object) -> Source:
 
 GAINS = (
     pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers", mode="train"),
-    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, with AdamW"),
-    pick(NANO, names.NANO, "nanochat-like, autocast, with AdamW"),
+    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, AdamW"),
+    pick(NANO, names.NANO, "nanochat-like, autocast, AdamW"),
     pick(BENCH, "gemma3_12b, 2 layers", "Gemma-3-12B, 2 layers", mode="train"),
-    pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, rowwise, with AdamW"),
-    pick(FLOAT8_TRAINING, "2 layers of Llama, tensorwise", "Llama, width 4096, tensorwise, 2 layers", d=4096),
-    pick(FLOAT8_INFERENCE, "2 layers of Llama, per_row", "Llama, width 4096, PerRow, 2 layers", d=4096),
+    pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, FP8 rowwise, AdamW"),
+    pick(FLOAT8_TRAINING, "2 layers of Llama, tensorwise", "Llama, width 4096, FP8 tensorwise, 2 layers", d=4096),
+    pick(FLOAT8_INFERENCE, "2 layers of Llama, per_row", "Llama, width 4096, FP8 PerRow, 2 layers", d=4096),
     pick(INFERENCE, "gpt2-xl", "GPT-2 XL, 4 layers", baseline=DEFAULT),
     pick(MODELS, "qwen2-7b x2", "Qwen2-7B, 2 layers", baseline=DEFAULT),
     pick(TRAINING, "autocast-vit-l", "ViT-L, autocast, 2 layers", mode="train"),
 )
 """The rows of the README's table: both cards, both kinds of numbers, training and inference, and one that loses."""
 
+FP8_STEP = (
+    Column("`torch.compile` bf16, ms", "rows/inductor, bf16/ms", "ms"),
+    Column("`torch.compile` FP8, ms", "alone/baseline_ms", "ms"),
+    Column("coda FP8, ms", "alone/ms", "ms"),
+    Column("gain over FP8", "alone/gain", "gain"),
+    Column("gain over bf16", "against_bf16", "gain"),
+    Column("bf16, GiB", "rows/inductor, bf16/gib", "gib"),
+    Column("FP8 peak, GiB", "memory", "memory"),
+)
 CASE, KIND, MEMORY = Column("case", "what"), Column("", "kind"), Column("peak, GiB", "memory", "memory")
-TIMES = (Column("`torch.compile`, ms", "alone/baseline_ms", "ms"), Column("coda, ms", "alone/ms", "ms"))
-ALONE = (*TIMES, Column("alone", "alone/gain", "gain"))
+TIMES = (
+    Column("`torch.compile` alone, ms", "alone/baseline_ms", "ms"),
+    Column("coda alone, ms", "alone/ms", "ms"),
+)
+ALONE = (*TIMES, Column("gain alone", "alone/gain", "gain"))
 BY_TURNS = (
-    Column("`torch.compile`, ms", "turns/baseline_ms", "ms"),
-    Column("coda, ms", "turns/ms", "ms"),
+    Column("`torch.compile` by turns, ms", "turns/baseline_ms", "ms"),
+    Column("coda by turns, ms", "turns/ms", "ms"),
     Column("floor, ms", "floor_ms", "ms"),
-    Column("by turns", "turns/gain", "gain"),
-    Column("alone", "alone/gain", "gain"),
+    Column("gain by turns", "turns/gain", "gain"),
+    Column("gain alone", "alone/gain", "gain"),
 )
 GRAPHS = (
-    Column("CUDA graphs, by turns", "torch.compile reduce-overhead/turns/gain", "gain"),
-    Column("alone", "torch.compile reduce-overhead/alone/gain", "gain"),
+    Column("CUDA graphs, gain by turns", "torch.compile reduce-overhead/turns/gain", "gain"),
+    Column("gain alone", "torch.compile reduce-overhead/alone/gain", "gain"),
 )
-HEADS = (
+WAYS = (
     ("`torch.compile`", "inductor"), ("again", "null"), ("whole", "whole"), ("blocks", "coda-4096"),
     ("Liger", "liger"),
 )  # fmt: skip
@@ -92,7 +113,8 @@ TABLES = (
         "gains",
         "the commands that docs/benchmarks.md has below its tables",
         GAINS,
-        (CASE, Column("what", "kind"), Column("numbers", "numbers"), Column("card", "card"), *ALONE, MEMORY),
+        (CASE, KIND, Column("card", "card"), *ALONE, MEMORY),
+        brief=True,
     ),
     Table(
         "inference",
@@ -116,27 +138,27 @@ TABLES = (
         "tangents",
         "`python bench/training.py rotary-2048 rotary-4096 rotary-8192 --kinds train`",
         (Source("training.jsonl", lambda r: r.get("as_outputs_ms"), names=names.TRAINING),),
-        (CASE, BY_TURNS[0], Column("its 2.13 default, ms", "as_outputs_ms", "ms"), BY_TURNS[1], BY_TURNS[3]),
+        (CASE, BY_TURNS[0], Column("its 2.13 default by turns, ms", "as_outputs_ms", "ms"), BY_TURNS[1], BY_TURNS[3]),
     ),
     Table("relu", BY_HAND, (RELU,), (CASE, *ALONE, Column("null", "null", "ratio"), MEMORY)),
     Table("steps", BY_HAND, (NANO, STEPS, FLOAT8_STEP, UNTUNED), (CASE, *ALONE, MEMORY)),
     Table(
         "heads",
         "`python bench/heads.py 32000 128256 32000:cap 128256:cap 128256:returned`",
-        (Source("heads.jsonl", key=("case", "gpu"), names=names.HEADS),),
+        (Source(**(vars(HEADS) | {"names": names.HEADS})),),
         (
             Column("vocabulary", "what"),
-            *(Column(f"{head}, ms", f"ms/{key}", "ms") for head, key in HEADS),
+            *(Column(f"{head}, ms", f"ms/{key}", "ms") for head, key in WAYS),
             Column("gain, whole", "ratio/whole", "gain"),
             Column("gain, blocks", "ratio/coda-4096", "gain"),
-            *(Column(f"{head}, GiB", f"gib/{key}", "gib") for head, key in HEADS if key != "null"),
+            *(Column(f"{head}, GiB", f"gib/{key}", "gib") for head, key in WAYS if key != "null"),
         ),
     ),
     Table(
         "head-errors",
         "`python bench/heads.py 32000 128256 32000:cap 128256:cap 128256:returned`",
         (Source("heads.jsonl", lambda r: "error" in r, ("case", "gpu"), names.HEADS),),
-        (Column("vocabulary", "what"), *(Column(head, f"error/{key}/1", "error") for head, key in HEADS)),
+        (Column("vocabulary", "what"), *(Column(head, f"error/{key}/1", "error") for head, key in WAYS)),
     ),
     Table(
         "float8",
@@ -147,11 +169,16 @@ TABLES = (
             Column("tokens", "tokens"), *ALONE, Column("null", "null", "ratio"), MEMORY,
         ),
     ),
+    Table("float8-step", BY_HAND, (FLOAT8_STEP,), (CASE, *FP8_STEP)),
     Table(
         "distributed",
-        "`python bench/distributed.py ddp fsdp2 tp`",
-        (Source("distributed.jsonl", names=names.DISTRIBUTED),),
-        (CASE, BY_TURNS[0], BY_TURNS[1], BY_TURNS[3]),
+        "`python bench/distributed.py ddp fsdp2 tp` and examples/titan_fsdp2.py",
+        (DISTRIBUTED, pick(EXAMPLES, names.TITAN_FSDP2, names.FSDP2_NAMES[names.TITAN_FSDP2]), PROFILED),
+        (
+            CASE, Column("timed", "how"),
+            Column("`torch.compile`, ms", "alone/baseline_ms|turns/baseline_ms", "ms"),
+            Column("coda, ms", "alone/ms|turns/ms", "ms"), Column("gain", "alone/gain|turns/gain", "gain"),
+        ),
     ),
     Table(
         "compile-time",
@@ -175,7 +202,7 @@ TABLES = (
             Column("all but collectives, ms", "compute_ms", "ms"),
         ),
     ),
-    Table("examples", "the scripts of examples/", (EXAMPLES,), (CASE, KIND, Column("GPUs", "ranks"), *ALONE, MEMORY)),
+    Table("examples", "the scripts of examples/", (EXAMPLES,), (CASE, KIND, *ALONE, MEMORY)),
     Table(
         "bench",
         "`coda-inductor bench MODULE:FUNCTION`, or `python bench/zoo.py [--body] NAME`",

@@ -2,10 +2,11 @@
 
     python bench/pages.py [--check] [--no-plots]
 
-What stands between `<!-- table: NAME -->` and `<!-- end -->` becomes the table NAME of page_tables.py. What stands
-between `<!-- figure: NAME -->` and `<!-- end -->`, on one line, becomes the range of gains of that name: "training
-bf16", say. The plots are those of page_plots.py; drawing needs matplotlib. `--check` writes nothing: it prints what
-would differ, and exits with 1 if anything does. Of a plot it compares the values that are kept in the file.
+What stands between `<!-- table: NAME -->` and `<!-- end -->` becomes the table NAME of page_tables.py, or "classes",
+the table of gains by class. What stands between `<!-- figure: NAME -->` and `<!-- end -->`, on one line, becomes the
+figure of that name of page_values.py. The plots are those of page_plots.py; drawing needs matplotlib. `--check` writes
+nothing: it prints what would differ, and exits with 1 if anything does. Of a plot it compares the values that are kept
+in the file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,16 +35,17 @@ class WrongMarker(Exception):
 
 def filled(text: str, page: Path, results: Path = RESULTS) -> str:
     """The page's text, with every table and figure made from the rows. Raises WrongMarker."""
-    tables, ranges = {table.name: table for table in TABLES}, page_values.ranges(results)
+    tables = {table.name: partial(rendered, table) for table in TABLES} | {"classes": page_values.classes}
+    figures = page_values.figures(results)
 
     def replaced(match: re.Match[str]) -> str:
         kind, name, inside = match.groups()
-        known = tables if kind == "table" else ranges
+        known = tables if kind == "table" else figures
         if name not in known:
             raise WrongMarker(f"{page.name}: no {kind} is called {name!r}; there are {', '.join(known)}")
         if OPENED.search(inside):
             raise WrongMarker(f"{page.name}: the {kind} {name!r} has no <!-- end --> before the next marker")
-        made = f"\n{rendered(tables[name], page, results)}\n" if kind == "table" else ranges[name]
+        made = f"\n{tables[name](page, results)}\n" if kind == "table" else figures[name]
         return f"<!-- {kind}: {name} -->{made}<!-- end -->"
 
     done = MARKED.sub(replaced, text)

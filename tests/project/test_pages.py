@@ -57,7 +57,7 @@ def test_a_row_that_changes_is_seen_and_mended(bench: Importer, copy: Path, caps
     assert "-| GPT-2 XL, 2 layers | training | 16.49 | 15.50 | 10.09 | 1.064x | 1.030x | 3.53 → 3.53 |" in said
     assert "docs/plots/gains.svg: was drawn from other rows" in said and "memory.svg: " not in said
     assert [line[:10] for line in said.splitlines() if line.startswith("+|")] == [
-        "+| trainin", "+| GPT-2 X", "+| GPT-2 X",
+        "+| trainin", "+| trainin", "+| GPT-2 X", "+| GPT-2 X",
     ]  # fmt: skip
     assert page.read_text() == before
     assert pages.main(["--no-plots"], copy, results) == 0
@@ -81,7 +81,8 @@ def test_the_last_row_of_a_case_is_shown(bench: Importer, tmp_path: Path) -> Non
     rows, tables = bench("page_rows"), bench("page_tables")
     table = next(table for table in tables.TABLES if table.name == "bench")
     assert rows.rendered(table, tmp_path.parent / "README.md", tmp_path).splitlines() == [
-        "| case | card |  | `torch.compile`, ms | coda, ms | by turns | alone | null | peak, GiB |",
+        "| case | card |  | `torch.compile` by turns, ms | coda by turns, ms | gain by turns | gain alone | null | "
+        "peak, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| a/b | H100 | training | 10.00 | 12.00 | **0.833x** | 1.250x | 0.995x | 1.25 → **1.50** |",
         "| a/b | H100 | inference | 10.00 | 9.000 | 1.111x | 1.250x | 0.995x | 1.25 → 1.00 |",
@@ -92,14 +93,54 @@ def test_the_last_row_of_a_case_is_shown(bench: Importer, tmp_path: Path) -> Non
         " `python bench/zoo.py [--body] NAME`. Rows, with all versions:"
         f" [bench.jsonl]({tmp_path.name}/bench.jsonl).",
     ]
+    assert not any(bench("page_values").gains(tmp_path).values())  # they are cases of no class
+
+
+def test_classes_have_the_cases_that_a_table_names(bench: Importer, tmp_path: Path) -> None:
+    """Examples count, a forward is no training, and what was timed by turns only stands apart."""
+    row: dict[str, Any] = {"machine": "NVIDIA H100 80GB HBM3", "versions": {"torch": "2.13.0"}, "baseline_ms": 10.0}
+    append(
+        tmp_path, "training.jsonl",
+        *(row | {"case": "layer-2048", "mode": mode, "ms": 8.0, "sustained": {"ms": ms, "baseline_ms": 10.0}}
+          for mode, ms in (("forward", 12.5), ("train", 8.0))),
+        row | {"case": "llama-1b", "mode": "train", "ms": 5.0},
+        row | {"case": "vit-l", "mode": "train", "ms": 4.0},
+    )  # fmt: skip
+    lora = "LoRA of rank 16 on a Llama, width 2048, 4 layers, 8192 tokens"
+    append(tmp_path, "examples.jsonl", row | {"case": lora, "mode": "train", "ms": 20.0, "ranks": 1})
     values = bench("page_values")
-    assert values.gains(tmp_path) == {
-        "inference bf16": [{"case": "a|b", "card": "H100", "gain": 1.25}],
-        "inference FP8": [],
-        "training bf16": [{"case": "a|b", "card": "H100", "gain": 1.25}],
-        "training FP8": [{"case": "mine in FP8", "card": "H100", "gain": 0.9}],
-    }
-    assert values.ranges(tmp_path)["training FP8"] == "0.90x to 0.90x (median 0.90x, 1 row)"
+    assert values.classes(tmp_path, tmp_path).splitlines()[2:] == [
+        "| training of width up to 2560 | 2 | **0.500x** | **0.875x** | 1.250x | 2.000x to 2.500x (2) |",
+        "| pieces by themselves | 1 | **0.800x** | **0.800x** | **0.800x** |  |",
+    ]
+    found = values.figures(tmp_path)
+    assert found["losses"] == "2 of 5 rows" and found["torch"] == "2.13.0"
+    assert found["median of training of width up to 2560"] == "0.88x"
+
+
+def test_every_row_has_one_class(bench: Importer) -> None:
+    """All but those of SWITCHED, and each case that is named has a row."""
+    values, names = bench("page_values"), bench("page_names")
+    switched = {(file, kind, case) for (file, kind), cases in names.SWITCHED.items() for case in cases}
+    listed = [(*place, case) for places in names.CLASSES.values() for place, cases in places.items() for case in cases]
+    assert len(listed) == len(set(listed)) and switched.isdisjoint(listed)
+    assert {case for case, *_ in values.gained()} == {*listed, *switched}
+
+
+def test_what_lies_within_the_null_is_in_italics(bench: Importer) -> None:
+    rows = bench("page_rows")
+    found = [rows.written_gain(*pair) for pair in ((1.011, 0.947), (0.997, 0.99), (1.06, 0.947), (1.002, 1.002))]
+    assert found == ["*1.011x*", "***0.997x***", "1.060x", "*1.002x*"]
+    assert rows.written_gain(1.011) == "1.011x"
+
+
+def test_cards_are_counted(bench: Importer) -> None:
+    card = bench("page_rows").card
+    assert (
+        card({"machine": "2 x NVIDIA H200", "ranks": 2}) == card({"machine": "NVIDIA H200", "ranks": 2}) == "2 x H200"
+    )
+    assert card({"machine": "NVIDIA H100 80GB HBM3, 2 of one host"}) == "2 x H100"
+    assert card({"gpu": "NVIDIA H100 80GB HBM3", "ranks": 1}) == "H100" and card({"machine": "mine"}) == "mine"
 
 
 def test_the_last_five_runs_say_how_far_they_lie_apart(bench: Importer) -> None:
@@ -136,7 +177,7 @@ def test_every_table_has_rows(bench: Importer) -> None:
     ("text", "said"),
     [
         ("<!-- table: gain -->\n<!-- end -->", "no table is called 'gain'; there are gains, inference"),
-        ("<!-- figure: training -->x<!-- end -->", "no figure is called 'training'; there are inference bf16"),
+        ("<!-- figure: training -->x<!-- end -->", "no figure is called 'training'; there are median of inference"),
         ("<!-- table: gains -->\n<!-- table: models -->\n<!-- end -->", "'gains' has no <!-- end --> before"),
         ("<!-- table: gains -->\n", "a marker has no <!-- end -->"),
         ("<!-- table: a/b -->\n<!-- end -->", "a marker has no <!-- end -->, or a name that cannot be one"),
@@ -178,7 +219,7 @@ def test_the_same_rows_draw_the_same_bytes(bench: Importer, tmp_path: Path) -> N
 def test_no_row_lies_beyond_the_axis(bench: Importer) -> None:
     pytest.importorskip("matplotlib")
     figure, plots = importlib.import_module("matplotlib.figure").Figure(), bench("page_plots")
-    axes, values = figure.add_subplot(), {group: list[Any]() for group in plots.GROUPS}
-    values["training FP8"] = [{"case": "a", "card": "H100", "gain": gain} for gain in (0.4, 2.5)]
+    axes, values = figure.add_subplot(), {"inference": list[Any](), "FP8 training": list[Any]()}
+    values["FP8 training"] = [{"case": "a", "card": "H100", "gain": gain, "alone": True} for gain in (0.4, 2.5)]
     plots.draw_gains(axes, values)
     assert axes.get_xlim()[0] < 0.4 and axes.get_xlim()[1] > 2.5
