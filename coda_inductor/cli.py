@@ -83,6 +83,7 @@ def bench(arguments: Namespace) -> Answer:
     """The model's times and memory under both backends."""
     chosen = settings(arguments)
     module, progress = behind("coda_inductor.commands.bench"), behind("coda_inductor.commands.progress")
+    module.checked(arguments.seconds, arguments.rounds, arguments.out, arguments.plot)
     with progress.progress("building the model", shown=not arguments.json) as said:
         facts = module.bench(
             *subject(arguments.subject, valued=True), arguments.mode, chosen, arguments.subject,
