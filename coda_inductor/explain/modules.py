@@ -56,7 +56,7 @@ def readable(path: str) -> str:
     """layers.0.mlp of torch's spellings: L['self'].layers.0.mlp, getattr(L['self'].layers, '0').mlp."""
     while (plain := re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", path)) != path:
         path = plain
-    path = re.sub(r"^[LG]\['[^']*'\]", "", path)
+    path = re.sub(r"^[LG]\['[^']*'\]", "", path).replace(".__dict__['_modules']", "._modules")
     path = re.sub(r"(?:\._modules)?\[([^\]]*)\]", lambda found: "." + found[1].strip("'\""), path)
     return path.removeprefix("._orig_mod").strip(".")
 

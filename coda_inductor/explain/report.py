@@ -12,6 +12,7 @@ from coda_inductor.explain.modules import pattern, starred
 Facts = dict[str, Any]
 PASSES = "left to Inductor, with the first condition that failed"
 ESTIMATE = "estimated: bytes over measured bandwidth; says nothing of the step"
+COVERAGE = "the share of the bytes before that no kernel moves any more"
 NAMED = 3  # ids of a group that are printed
 
 
@@ -48,9 +49,9 @@ def _totals(report: Facts) -> list[str]:
     before, after, beside = t["bytes_before"], t["bytes_after"], t["bytes_epilogues"]
     first = f"for {report['target']}: {plural(t['regions'], 'region')}" if "target" in report else ""
     rows = [("memory-bound bytes", changed(before, after))]
-    gone = f"{t['coverage']:.1%} of what moved before is moved by no kernel any more"
-    rows += [("  of kernels", f"{amounts(before, after - beside)}  ({gone})")]
+    rows += [("  of kernels", amounts(before, after - beside))]
     rows += [("  of epilogues", f"{amounts(beside)} beside their products")]
+    rows += [("coverage", f"{t['coverage']:.1%}: {COVERAGE}".replace("%", " %", 1))]
     if report["estimates"]:
         times = ", ".join(f"{ms} on an {card}" for card, ms in estimated(report).items())
         rows.append(("memory-bound time", f"about {times}{percent(before, after)}  ({ESTIMATE})"))

@@ -173,8 +173,9 @@ def test_what_a_region_absorbs_and_what_is_left() -> None:
     assert render(report).splitlines() == [
         "for reference: 1 region",
         "  memory-bound bytes    2.10 MB -> 1.05 MB, -50 %",
-        "    of kernels          2.10 MB -> 1.05 MB  (50.0% of what moved before is moved by no kernel any more)",
+        "    of kernels          2.10 MB -> 1.05 MB",
         "    of epilogues        4.10 kB beside their products",
+        "  coverage              50.0 %: the share of the bytes before that no kernel moves any more",
         "  other kernels         2 -> 1, 1 of them over M x N tensors",
         "",
         "graph 0 (inference)",

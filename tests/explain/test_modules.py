@@ -52,6 +52,7 @@ def deep() -> dict[str, Any]:
         ("L['self'].layers.0.mlp", "layers.0.mlp"),
         ("L['self']._modules['layers']._modules['0'].mlp", "layers.0.mlp"),
         ("L['self'].layers[0].mlp", "layers.0.mlp"),
+        ("L['self'].__dict__['_modules']['layers']._modules['0'].mlp", "layers.0.mlp"),  # as diffusers' models
         ("getattr(getattr(L['self'], 'a-b').layers, '0').mlp", "a-b.layers.0.mlp"),
         ("L['fn'].0", "0"),
         ("L['self']", ""),
