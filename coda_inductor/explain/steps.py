@@ -33,7 +33,7 @@ from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.layout import TRANSPOSES
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.plan.built import Built, Source, Weight
-from coda_inductor.plan.draft import Computed
+from coda_inductor.plan.draft import Computed, Root
 from coda_inductor.rewrite.space import Lane
 from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
@@ -171,10 +171,12 @@ class Listing:
         return self.names.get(node, node.name)
 
     def _input(self, step: Step, built: Built, source: Source) -> str:
-        """What a Region's input is called: the tensor, and the rows of a weight."""
+        """What a Region's input is called: the tensor, and the rows of a weight, or whose root it is."""
         assert step.node
         if isinstance(source, Lane):
             return self.name(source.node) + (f"[{source.index}]" if source.index is not None else "")
+        if isinstance(source, Root):
+            return f"sqrt({self._input(step, built, source.square)})"
         node = step.node.args[0][built.inputs.index(source)]  # type: ignore[index]
         assert isinstance(node, fx.Node)
         rows = f"[{source.start}:{source.stop}]" if isinstance(source, Weight) and source.stop is not None else ""

@@ -118,6 +118,16 @@ def test_text_holds_every_step(before: bool) -> None:
     assert ("laws that fired" in text) is not before
 
 
+def test_a_root_is_named_by_the_square_that_is_read() -> None:
+    def f(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return torch.relu(x @ w).square() @ v
+
+    args = tuple(torch.randn(s, dtype=torch.bfloat16).requires_grad_() for s in ((16, 32), (32, 48), (48, 32)))
+    (graph,) = program(f, args, {}, "train", REFERENCE)["graphs"]
+    (step,) = (s for s in graph["after"] if s["laws"] == ["root"])
+    assert "y0" in step["loads"] and "sqrt(y0)" in step["stores"][0]["formula"]
+
+
 def test_opaque_operations_and_passes_around_attention() -> None:
     def attend(q: Tensor, w: Tensor) -> Tensor:
         heads = (q @ w).view(2, 8, 2, 16).transpose(1, 2)
