@@ -1,4 +1,4 @@
-"""The worked example of architecture.md: attention's output projection and residual, RMSNorm, gate and up."""
+"""The worked examples of architecture.md: attention's output, residual, RMSNorm, gate and up; and squared ReLU."""
 
 from __future__ import annotations
 
@@ -28,3 +28,27 @@ def build(tokens: int = 4096, device: str = "cpu") -> tuple[nn.Module, tuple[Ten
     torch.manual_seed(0)
     x = torch.randn(2, tokens, 1024, dtype=torch.bfloat16, device=device)
     return Half().to(device, torch.bfloat16), (x[0], x[1])
+
+
+def small() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """(model, args) for `coda-inductor diff docs.norm:small`, which runs both backends: seconds on a CPU."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 512, 64, dtype=torch.bfloat16)
+    return Half(64, 192).bfloat16(), (x[0], x[1])
+
+
+class Squared(nn.Module):
+    """[M, 512] bfloat16 to the same, with squared ReLU between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*widths, bias=False) for widths in ((512, 1024), (1024, 512)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.relu(self.up(x)).square())
+        return out
+
+
+def squared() -> tuple[nn.Module, tuple[Tensor]]:
+    """(model, args) for `coda-inductor graph docs.norm:squared --mode train`."""
+    return Squared().bfloat16(), (torch.randn(4096, 512, dtype=torch.bfloat16),)

@@ -5,6 +5,8 @@
 
 A quotation is a comment that holds the command, and the block of code below it. With " | TEXT" behind the command only
 the paragraph is quoted that begins with TEXT. The commands run in this process, in the repository's root.
+
+What `diff` prints are errors, whose digits are the machine's: of that a quotation need only have the words.
 """
 
 from __future__ import annotations
@@ -48,17 +50,34 @@ def wanted(command: str, start: str | None) -> str:
     return f"```text\n{text}\n```\n"
 
 
+def right(found: re.Match[str], block: str) -> bool:
+    """Is what is quoted what should be?"""
+    if found["command"].startswith("diff "):
+        return words(found["block"]) == words(block)
+    return found["block"] == block
+
+
+def words(block: str) -> list[str]:
+    """Its lines in any order, as numbers decide it, without their numbers and spaces."""
+    return sorted(re.sub(r"\d+(\.\d+)?(e[+-]\d+)?|\s+", " ", line).strip() for line in block.splitlines())
+
+
 def stale(text: str) -> Iterator[tuple[str, str, str]]:
     """(command, what is quoted, what should be) of each quotation of a page that is not right."""
     for found in QUOTED.finditer(text):
         block = wanted(found["command"], found["start"])
-        if block != found["block"]:
+        if not right(found, block):
             yield found["command"], found["block"], block
 
 
 def written(text: str) -> str:
-    """The page with every quotation as it should be."""
-    return QUOTED.sub(lambda m: m[1] + wanted(m["command"], m["start"]), text)
+    """The page with every quotation as it should be; one that is right stays as it is."""
+
+    def mended(found: re.Match[str]) -> str:
+        block = wanted(found["command"], found["start"])
+        return found[1] + (found["block"] if right(found, block) else block)
+
+    return QUOTED.sub(mended, text)
 
 
 if __name__ == "__main__":

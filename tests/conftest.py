@@ -100,6 +100,7 @@ SLOW = (
     "test_determinism.py::test_processes_give_the_same_bits",
     "test_float8.py::test_gradients_are_about_as_exact_as_inductors[tensorwise-gpt",
     "test_float8.py::test_gradients_are_about_as_exact_as_inductors[rowwise_with_gw_hp",
+    "test_docs.py::test_outputs_that_are_quoted[numerics.md]",
     "test_examples.py::test_it_runs[trainer",
     "test_examples.py::test_it_runs[lora",
     "test_examples.py::test_it_runs[float8",

@@ -17,7 +17,7 @@ from evaluate import strict_reference
 from torch import nn
 
 from coda_inductor.codegen import target
-from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.errors import QUIETLY, Unsupported
 from coda_inductor.core.settings import KINDS, VARIABLES, Settings
 from coda_inductor.explain.listing import render
 from coda_inductor.explain.steps import program
@@ -93,12 +93,17 @@ def test_outputs_that_are_quoted(page: Path, outputs: ModuleType) -> None:
 
 
 def test_outputs_are_looked_for(outputs: ModuleType) -> None:
-    """In README and in explain.md; a quotation that is wrong is found, and mended."""
+    """A quotation that is wrong is found, and mended. Of errors the words count."""
     text = README.read_text()
     assert len(outputs.QUOTED.findall(text)) == text.count("<!-- output:") == 1
-    assert len(outputs.QUOTED.findall((ROOT / "docs" / "explain.md").read_text())) == 2
+    for name, count in {"explain": 2, "numerics": 1, "architecture": 1}.items():
+        assert len(outputs.QUOTED.findall((ROOT / "docs" / f"{name}.md").read_text())) == count
     wrong = text.replace("[4096, 2816]", "[4096, 2817]", 1)
     assert len(list(outputs.stale(wrong))) == 1 and outputs.written(wrong) == text
+    (errors,) = outputs.QUOTED.finditer((ROOT / "docs" / "numerics.md").read_text())
+    block = errors["block"]
+    assert outputs.right(errors, block.replace("0.8", "0.9").replace("e-03", "e-04")) and "gradient of" in block
+    assert not outputs.right(errors, block.replace("gradient of gate", "gradient of up"))
 
 
 def test_the_picture_counts_as_the_commands_do(outputs: ModuleType) -> None:
@@ -155,7 +160,7 @@ def test_the_tables_of_laws_name_them_all() -> None:
     laws = [law.name for law in LAWS]
     assert [row[0] for row in cells(README, "## How it works")] == laws
     told = {name for row in cells(ROOT / "docs" / "numerics.md", "## `default`") for name in row[0].split(", ")}
-    assert told == {*laws, "autocast"}
+    assert told == {*laws, "autocast", "float32"}
     assert laws_of(Settings(numerics="strict")) == frozenset()  # "uses no law"
 
 
@@ -166,10 +171,15 @@ def test_bounds_of_errors_are_those_of_the_tests() -> None:
         assert re.search(rf"<=? {factor} \*|WORSE = {factor} ", file), (factor, held)
 
 
-def test_the_line_of_doctor_about_another_card() -> None:
+def test_the_lines_about_another_card() -> None:
+    """Of doctor, and of the warning."""
     with pytest.raises(Unsupported) as error:
         target.available((10, 0))
-    assert f"    kernels   no: {error.value.what}\n" in (ROOT / "docs" / "faq.md").read_text()
+    page = (ROOT / "docs" / "faq.md").read_text()
+    assert f"    kernels   no: {error.value.what}\n" in page
+    with pytest.raises(Unsupported) as error:
+        target.available((8, 0))
+    assert f"    coda_inductor: every graph is left to Inductor: {error.value.what} ({QUIETLY})\n" in page
 
 
 def test_reasons_are_said_somewhere() -> None:
