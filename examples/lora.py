@@ -13,7 +13,7 @@ from typing import Any
 import side_by_side
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 SIZES = {
     "width": (2048, 64), "inner": (8192, 128), "layers": (4, 1), "heads": (32, 4), "vocabulary": (128256, 256),
@@ -33,7 +33,7 @@ def main() -> dict[str, Any]:
     def make(backend: str) -> side_by_side.Step:
         torch.manual_seed(0)
         with torch.device(chosen.device):
-            base = LlamaForCausalLM(config).bfloat16()
+            base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             model = get_peft_model(base, adapters, autocast_adapter_dtype=False)
         compiled: Any = torch.compile(model, backend=backend)
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -13,7 +13,7 @@ from typing import Any
 
 import side_by_side
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 SIZES = {
     "width": (2048, 64), "inner": (8192, 128), "layers": (4, 1), "heads": (32, 4), "vocabulary": (128256, 256),
@@ -32,7 +32,7 @@ def main() -> dict[str, Any]:
     def make(backend: str) -> side_by_side.Step:
         torch.manual_seed(0)
         with torch.device(chosen.device):
-            model = LlamaForCausalLM(config).bfloat16()
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         compiled: Any = torch.compile(model, backend=backend)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         text = side_by_side.batches(chosen.batch, chosen.length, chosen.device)

@@ -102,17 +102,12 @@ SLOW = (
     "test_float8.py::test_gradients_are_about_as_exact_as_inductors[rowwise_with_gw_hp",
     "test_docs.py::test_outputs_that_are_quoted[numerics.md]",
     "test_examples.py::test_it_runs[trainer",
-    "test_examples.py::test_it_runs[lora",
     "test_examples.py::test_it_runs[float8",
     "test_examples.py::test_as_a_script",
     "test_examples.py::test_two_ranks",
     "test_using.py::test_with_inductors_code",
     "test_using.py::test_a_command",
-    "test_using.py::test_of_two_ranks",
     "test_using.py::test_two_ranks_by_torchrun",
-    "test_using.py::test_a_snippet[Dynamic shapes",
-    "test_using.py::test_a_snippet[transformers' Trainer",
-    "test_using.py::test_a_snippet[LoRA",
 )
 """Tests of 5 to 40 seconds of which others are the short form: `-m slow` runs them, for who changes what they are about
 and before a release. Without it they are left out, so that the suite takes less than 15 minutes on two cores."""
