@@ -5,6 +5,7 @@ A comment before a fenced block says where it runs: `<!-- run: cpu, compare=NAME
     needs=PACKAGE   it is skipped where this is missing
     compare=NAME    the variable that is compared with the same program's by the backend `against`, eager if not given
     tolerance=X     how far it may be from that, relative (1e-6 if not given), and gradients a hundred times as far
+                    (AdamW's first steps are signs of gradients, which flip where one is nothing but rounding)
     regions=0       none are derived; else some are
     ranks=2         in the place of cpu: by two processes, gloo's on a CPU, with the variables that torchrun sets
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,6 +139,17 @@ def held(snippet: Snippet, ports: Iterator[str]) -> dict[str, Any]:
         "error": apart(*(names[snippet.told["compare"]] for names in found)),
         "gradients": max((apart(g, theirs[n]) for n, g in ours.items()), default=0.0), "count": len(ours),
     }  # fmt: skip
+
+
+def free(count: int) -> list[str]:
+    """Ports that nobody listens to."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("localhost", 0))
+    found = [str(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return found
 
 
 def main(*ports: str) -> None:

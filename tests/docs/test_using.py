@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from processes import Script
 from quick import quick
-from snippets import BLOCK, PAGE, RANKS, ROOT, Snippet, held, interpreted, snippets
+from snippets import BLOCK, PAGE, RANKS, ROOT, Snippet, free, held, interpreted, snippets
 
 from coda_inductor import cli
 
@@ -64,17 +63,6 @@ def test_with_inductors_code(snippet: Snippet, monkeypatch: pytest.MonkeyPatch, 
     prepare(snippet, monkeypatch, tmp_path)
     with evaluate.strict_reference():
         is_right(snippet, held(snippet, iter(())))
-
-
-def free(count: int) -> list[str]:
-    """Ports that nobody listens to."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("localhost", 0))
-    found = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return found
 
 
 @functools.cache
