@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from processes import Script
 from quick import quick
-from snippets import BLOCK, PAGE, RANKS, ROOT, Snippet, free, held, interpreted, snippets
+from snippets import BLOCK, PAGE, RANKS, ROOT, Snippet, held, interpreted, snippets
 
 from coda_inductor import cli
 
@@ -55,24 +56,24 @@ def prepare(snippet: Snippet, monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
 def test_a_snippet(snippet: Snippet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prepare(snippet, monkeypatch, tmp_path)
     with interpreted():
-        is_right(snippet, held(snippet, iter(())))
+        is_right(snippet, held(snippet))
 
 
 @on_cpu
 def test_with_inductors_code(snippet: Snippet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prepare(snippet, monkeypatch, tmp_path)
     with evaluate.strict_reference():
-        is_right(snippet, held(snippet, iter(())))
+        is_right(snippet, held(snippet))
 
 
 @functools.cache
 def ranks() -> list[dict[str, Any]]:
     """What two ranks say, a row for each snippet and rank: forks, with what torchrun sets."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import snippets; snippets.main(*sys.argv[2:])"
-    ports = free(2 * len(RANKED))
-    told = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": str(RANKS)}
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import snippets; snippets.main(sys.argv[2])"
+    place = tempfile.mkdtemp()
+    told = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     scripts = [
-        Script(code, str(HERE), *ports, environment={**told, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Script(code, str(HERE), place, environment={**told, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(RANKS)
     ]
     ends = [script.done() for script in scripts]
@@ -93,11 +94,11 @@ def test_of_two_ranks(snippet: Snippet) -> None:
 
 
 @needs_ranks
-def test_two_ranks_by_torchrun() -> None:
+def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
     """The same, launched as the page says."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-port", *free(1)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     found = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command += [str(HERE / "snippets.py"), *free(2 * len(RANKED))]
+    command += [str(HERE / "snippets.py"), str(tmp_path)]
     ended = subprocess.run(command, env=found, capture_output=True, text=True, timeout=500)
     rows = [json.loads(row) for row in re.findall(r"\{.*?\}", ended.stdout)]
     assert ended.returncode == 0 and len(rows) == RANKS * len(RANKED), ended.stderr[-3000:]
