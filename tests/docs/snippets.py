@@ -151,7 +151,7 @@ def main(place: str) -> None:
     ranks meet by a file in that folder, as a port that is free may be taken until then."""
     quick()
     torch.set_num_threads(1)
-    who = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"]), "timeout": PATIENCE}
+    who: Any = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"]), "timeout": PATIENCE}
     start, files = dist.init_process_group, (f"file://{place}/{i}" for i in count())
     for snippet in (s for s in snippets() if s.kind == "ranks"):
         with interpreted(), pytest.MonkeyPatch.context() as patch:
