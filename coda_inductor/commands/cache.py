@@ -10,7 +10,7 @@ import json
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.explain.report import plural
 from coda_inductor.kernels import limit
+from coda_inductor.kernels.entries import ARTIFACTS, inside
 from coda_inductor.kernels.store import HINT, open_store
 
 Facts = dict[str, Any]
@@ -70,19 +71,13 @@ def possible(cache_dir: str | None) -> Path | None:
 def entries(store: Path) -> list[Entry]:
     """Everything of ours in the store: kernels, then records, by name."""
     modules: dict[str, list[Path]] = {}
-    for path in _inside(store / "epilogues"):
+    for path in inside(store, "epilogues"):
         modules.setdefault(path.stem if path.suffix == ".py" else path.name, []).append(path)
-    for path in _inside(store / "objects"):
+    for path in inside(store, "objects"):
         modules.setdefault(path.name.partition("-")[0], []).append(path)
     found = [_kernel(name, paths) for name, paths in modules.items()]
-    found += [Entry("torch", (path.stem,), (path,), {}) for path in _inside(store / "torch")]
-    return [*found, *(_record(path) for path in _inside(store / "tuning"))]
-
-
-def _inside(folder: Path) -> Iterator[Path]:
-    """What lies in a folder of the store; nothing if it is a link, whose target is not ours."""
-    if folder.is_dir() and not folder.is_symlink():
-        yield from sorted(folder.iterdir())
+    found += [Entry(ARTIFACTS, (path.stem,), (path,), {}) for path in inside(store, ARTIFACTS)]
+    return [*found, *(_record(path) for path in inside(store, "tuning"))]
 
 
 def _kernel(name: str, paths: list[Path]) -> Entry:
@@ -143,16 +138,24 @@ def cache(settings: Settings, action: str, digests: Sequence[str], everything: b
         for entry in chosen:
             for path in entry.paths:
                 _remove(path)
+        if everything and store:
+            try:
+                limit.remove_leftovers(store)
+            except OSError as error:
+                raise Unsupported(f"cannot remove all of {store}: {error}") from error
     return facts
 
 
 def trim(settings: Settings) -> Facts:
     """Removes what was used least recently until the limit holds; nothing that a running process uses, or that is new.
-    Raises Unsupported without a limit."""
+    Raises Unsupported without a limit, or if it cannot."""
     if not settings.cache_limit:
         raise Unsupported("there is no limit", hint="CODA_INDUCTOR_CACHE_LIMIT says how many GB")
     store = existing(settings.cache_dir)
-    gone = limit.make_room(store, settings.cache_limit * limit.GB) if store else []
+    try:
+        gone = limit.make_room(store, settings.cache_limit * limit.GB) if store else []
+    except OSError as error:
+        raise Unsupported(f"no room can be made in {store}: {error}") from error
     facts: Facts = {"schema": 1, "path": settings.cache_dir or default_cache(), "action": "trim"}
     return {
         **facts,
@@ -183,7 +186,7 @@ def render(facts: Facts) -> str:
         ]
     )
     words = {"kernel": "kernel", "pass": "elementwise pass", "tuning": "tuning record", "contest": "measurement"}
-    words["torch"] = "file of torch's artifacts"
+    words[ARTIFACTS] = "file of torch's artifacts"
     words["part"] = "entry"
     words["leftover"] = "leftover file"
     kinds = {kind: [r for r in rows if r["kind"] == kind] for kind in words}
@@ -199,7 +202,7 @@ def _what(row: Facts) -> str:
         return " ".join(row["tiles"]) or "not compiled"
     if row["kind"] == "pass":
         return "compiled and kept by Triton"
-    if row["kind"] == "torch":
+    if row["kind"] == ARTIFACTS:
         return "for torch.compiler.load_cache_artifacts"
     if row["kind"] == "tuning":
         ms = "as a hint said" if row["hinted"] else _ms(row["ms"])

@@ -141,8 +141,10 @@ def blocks(b: Facts) -> str:
 
 
 def plural(count: int, what: str) -> str:
-    """ "1 kernel", "2 kernels"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    """ "1 kernel", "2 kernels", "2 entries"."""
+    if count == 1:
+        return f"{count} {what}"
+    return f"{count} {what[:-1]}ies" if what.endswith("ry") else f"{count} {what}s"
 
 
 def place(source: str) -> str:

@@ -2,7 +2,7 @@
 
 A process notes what it uses in a file of its own, which it keeps locked until it ends. Whoever makes room reads these
 files; one that is not locked is of a process that has ended. What is younger than an hour stays as well: it may be
-being written.
+being written. What has no name of ours (entries.py) is not touched.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -19,16 +20,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from coda_inductor.kernels.entries import NAMES, inside
+
 log = logging.getLogger("coda_inductor.store")
 
 GB = 10**9
 FRESH_S = 3600.0
 RUNNING = "running"  # folder of the files that say what processes use
-KINDS = ("objects", "epilogues", "torch", "tuning")
-"""Folders of the store, in the order in which they are emptied: a record is small, and costs a second of timing or
-more. In `torch` lies what torch.compiler.save_cache_artifacts gave."""
+TURN = ".making_room"
+NOTED = re.compile(r"\d+-[a-z0-9_]{8}")  # a process's file, by its id
+LEFT = re.compile(r"\.(import|gone|\d+)-[a-z0-9_]{8}")
 
-_noted: dict[Path, tuple[int, set[str]]] = {}  # by store: this process's file, open and locked, and what is in it
+_noted: dict[Path, tuple[int | None, set[str]]] = {}
+"""By store: this process's file, open and locked, and what is in it. None where there are no locks."""
 MOST_STORES = 64  # whose files one process keeps open; it uses one, but for tests
 _looked: set[Path] = set()  # stores in which room was made
 
@@ -40,24 +44,33 @@ def using(directory: Path, *names: str) -> None:
         if directory not in _noted:
             _noted[directory] = _opened(directory), set()
             for old in [*_noted][:-MOST_STORES]:
-                os.close(_noted.pop(old)[0])
+                if (before := _noted.pop(old)[0]) is not None:
+                    os.close(before)
         file, said = _noted[directory]
         for name in names:
             if name not in said:
-                os.write(file, f"{name}\n".encode())
+                if file is not None:
+                    os.write(file, f"{name}\n".encode())
                 said.add(name)
-                for kind in KINDS[:2]:
+                for kind in ("objects", "epilogues"):
                     with contextlib.suppress(FileNotFoundError):
                         os.utime(directory / kind / name)
 
 
-def _opened(directory: Path) -> int:
-    """This process's file, empty and locked. (A fork keeps it open, and so locked, as long as it runs.)"""
+def _opened(directory: Path) -> int | None:
+    """This process's file, empty and locked; None where there are no locks. (A fork keeps it open, and so locked, as
+    long as it runs.)"""
     folder = directory / RUNNING
     folder.mkdir(mode=0o700, exist_ok=True)
     file, path = tempfile.mkstemp(dir=folder, prefix=f".{os.getpid()}-")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.rename(path, folder / Path(path).name.removeprefix("."))  # under its name it was always locked
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(path, folder / Path(path).name.removeprefix("."))  # under its name it was always locked
+    except OSError as error:
+        os.close(file)
+        os.unlink(path)
+        log.info("what this process uses of %s cannot be noted: %s", directory, error)
+        return None
     return file
 
 
@@ -71,27 +84,43 @@ class Part:
 
 
 def keep_within(directory: Path, limit_gb: int) -> None:
-    """Makes room once in a process, if there is a limit (0: none)."""
+    """Makes room once in a process, if there is a limit (0: none). What went is said."""
     if limit_gb and directory not in _looked:
         _looked.add(directory)
         try:
-            make_room(directory, limit_gb * GB)
+            removed = make_room(directory, limit_gb * GB)
         except OSError as error:
             log.info("no room was made in %s: %s", directory, error)
+            return
+        if removed:
+            said = "%s held more than %d GB (CODA_INDUCTOR_CACHE_LIMIT): entries that were removed from it: %d, %.2f GB"
+            log.warning(said, directory, limit_gb, len(removed), sum(part.bytes for part in removed) / GB)
+
+
+@contextlib.contextmanager
+def _turn(directory: Path) -> Iterator[bool]:
+    """Is it this process that removes something within? Not while another does, or where there are no locks."""
+    folder = directory / RUNNING
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / TURN).open("w") as turn:
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def make_room(directory: Path, limit: int) -> list[Part]:
-    """Removes what was used least recently until the rest holds `limit` bytes at most, or nothing more may go. What was
-    removed."""
+    """Removes what was used least recently until the rest holds `limit` bytes at most, or nothing more may go, and what
+    a crash left. The entries that were removed. Raises OSError."""
     folder, removed = directory / RUNNING, list[Part]()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / ".making_room").open("w") as turn:
-        try:
-            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process is at it, or locks are not to be had here
+    with _turn(directory) as ours:
+        if not ours:
             return []
+        _remove_leftovers(folder)
         in_use, now = used(directory), time.time()
-        found = [part for kind in KINDS for part in sorted(parts(directory / kind), key=lambda part: part.used)]
+        found = [part for kind in NAMES for part in sorted(parts(directory, kind), key=lambda part: part.used)]
         total = sum(part.bytes for part in found)
         for part in found:
             if total <= limit:
@@ -99,15 +128,35 @@ def make_room(directory: Path, limit: int) -> list[Part]:
             if part.path.name not in in_use and now - part.used > FRESH_S and _remove(part.path, folder):
                 removed.append(part)
                 total -= part.bytes
-    if removed:
-        log.info("%d entries of %s went, %.2f GB are left", len(removed), directory, total / GB)
     return removed
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes what a crash left where processes note what they use. Raises OSError."""
+    if (directory / RUNNING).is_dir():
+        with _turn(directory) as ours:
+            if ours:
+                _remove_leftovers(directory / RUNNING)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """An archive that was being unpacked, an entry that was being removed, the file of a process that was about to lock
+    it."""
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if LEFT.fullmatch(path.name) and time.time() - _used(path) > FRESH_S:
+                if stat.S_ISDIR(path.lstat().st_mode):
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
 
 
 def used(directory: Path) -> set[str]:
     """What running processes use. Their files go with them."""
     found = set[str]()
-    for path in sorted((directory / RUNNING).glob("[0-9]*")):
+    for path in sorted((directory / RUNNING).iterdir()):
+        if not NOTED.fullmatch(path.name):
+            continue
         with contextlib.suppress(FileNotFoundError), path.open("r+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,15 +167,22 @@ def used(directory: Path) -> set[str]:
     return found
 
 
-def parts(folder: Path) -> Iterator[Part]:
-    """What lies in a folder of the store; links, and what is behind one, are left alone."""
-    if not folder.is_dir() or folder.is_symlink():
-        return
-    for path in folder.iterdir():
+def parts(directory: Path, kind: str) -> Iterator[Part]:
+    """Our entries in a folder of the store; links, and what is behind one, are left alone."""
+    for path in inside(directory, kind):
         with contextlib.suppress(FileNotFoundError):
-            found = path.lstat()
-            if not stat.S_ISLNK(found.st_mode):
-                yield Part(path, _bytes(path), found.st_mtime)
+            if not path.is_symlink():
+                yield Part(path, _bytes(path), _used(path))
+
+
+def _used(path: Path) -> float:
+    """When it was used. What says that it will be, by a clock that was ahead, is used now, and from now on older."""
+    found = path.lstat().st_mtime
+    if found <= (now := time.time()):
+        return found
+    with contextlib.suppress(OSError):
+        os.utime(path, (now, now), follow_symlinks=False)
+    return now
 
 
 def _bytes(path: Path) -> int:

@@ -5,6 +5,7 @@ What lies here is imported and executed, so the directory must be the user's own
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -67,12 +68,18 @@ Record = dict[str, Any]
 
 
 def read_record(store: Path, key: str, good: Callable[[Record], bool] = bool) -> Record | None:
-    """The record stored under `key`, None if there is none, or if it cannot be read or is not `good`."""
+    """The record stored under `key`, None if there is none, or if it cannot be read or is not `good`. Reading it is use
+    (limit.py)."""
+    path = store / "tuning" / f"{key}.json"
     try:
-        record = json.loads((store / "tuning" / f"{key}.json").read_text())
+        record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and good(record) else None
+    if not isinstance(record, dict) or not good(record):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return record
 
 
 def write_record(store: Path, key: str, record: Record, good: Callable[[Record], bool] = bool) -> Record:

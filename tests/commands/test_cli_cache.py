@@ -12,7 +12,7 @@ from asking import folder as folder
 
 from coda_inductor.codegen.target import SM_90A
 from coda_inductor.commands import cache
-from coda_inductor.kernels import store
+from coda_inductor.kernels import entries, limit, store
 from coda_inductor.tuning import outcome
 
 
@@ -33,7 +33,7 @@ def full(folder: Path) -> Path:
     store.write_record(made, "cccc3333-8192-0123", fields)
     times = dict(zip(outcome.TIMED, (0.5, 0.625, 0.75, 0.6), strict=True))
     store.write_record(made, "contest-dddd4444", {"regions": ["cccc3333"], **times}, outcome.timed)
-    store.write(made / "tuning" / ".cccc.json.x1", "{")
+    store.write(made / "tuning" / ".cccc3333-64-01.json.x1", "{")
     (made / "notes.txt").write_text("mine")
     return made
 
@@ -59,7 +59,7 @@ def test_cache_ls_of_a_contest_that_was_timed_in_one_way(ask: Ask, full: Path) -
 def test_cache_ls(ask: Ask, full: Path) -> None:
     status, facts, _ = ask("cache", "ls", "--json")
     kinds = [(e["kind"], e["digest"]) for e in facts["entries"]]
-    names = [("kernel", "aaaa1111"), ("kernel", "bbbb2222"), ("leftover", ".cccc.json.x1")]
+    names = [("kernel", "aaaa1111"), ("kernel", "bbbb2222"), ("leftover", ".cccc3333-64-01.json.x1")]
     assert status == 0 and kinds == [*names, ("tuning", "cccc3333"), ("contest", "dddd4444")]
     assert facts["entries"][0]["bytes"] == len("# text") + len("code")
     said = ask("cache", "ls")[1]
@@ -95,6 +95,31 @@ def test_cache_rm_all_leaves_what_is_not_ours(ask: Ask, full: Path) -> None:
     assert ask("cache", "rm", "--all")[0] == 0
     assert files(full) == {"notes.txt"}
     assert "nothing in" in ask("cache", "ls")[1]
+
+
+def test_what_others_keep_in_folders_of_such_names_is_neither_listed_nor_removed(ask: Ask, full: Path) -> None:
+    theirs = {f"{kind}/{name}" for kind in (*entries.NAMES, "torch") for name in ("hub/m.bin", "a.py", "a.json", "x")}
+    for name in theirs:
+        store.write(full / name, "theirs")
+    left = full / "running" / ".gone-abcdefgh"
+    store.write(left / "big", "x")
+    os.utime(left, (0, 0))
+    said = ask("cache", "ls")[1]
+    assert "hub" not in said and "2 kernels, 1 tuning record, 1 measurement, 1 leftover file, " in said
+    assert ask("cache", "rm", "--all")[0] == 0
+    assert files(full) == {"notes.txt", "running/.making_room", *theirs}
+
+
+def test_trim_where_it_cannot(ask: Ask, full: Path) -> None:
+    (full / "running").write_text("")
+    status, _, error = ask("cache", "trim")
+    assert status == 2 and f"no room can be made in {full}" in error and error.count("\n") == 1
+
+
+def test_trim_of_several(ask: Ask, full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("GB", 1), ("FRESH_S", -1.0)):
+        monkeypatch.setattr(limit, name, value)
+    assert "6 entries, " in ask("cache", "trim")[1].splitlines()[-1]
 
 
 @pytest.mark.parametrize("linked", ["epilogues", "objects", "tuning"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coda_inductor.kernels import limit, store
+from coda_inductor.kernels import entries, limit, store
 
 NAMES = ("coda_epilogue_a-1", "coda_epilogue_b-1", "coda_epilogue_c-1")
 
@@ -116,8 +118,88 @@ def test_two_do_not_make_room_at_once(full: Path) -> None:
 
 def test_room_is_made_once_in_a_process_and_never_without_a_limit(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[Path, int]]()
-    monkeypatch.setattr(limit, "make_room", lambda directory, bytes_: asked.append((directory, bytes_)))
+    monkeypatch.setattr(limit, "make_room", lambda directory, bytes_: asked.append((directory, bytes_)) or [])
     limit.keep_within(full, 0)
     limit.keep_within(full, 3)
     limit.keep_within(full, 3)
     assert asked == [(full, 3 * 10**9)]
+
+
+def foreign(store_: Path) -> list[Path]:
+    """Files and folders of others in all of the store's folders, old and huge; some are nearly called as ours are."""
+    names = ["hub", "notes.txt", ".hidden", "kernel.py", "settings.json", "model.bin", "coda_epilogue", "1-a", ".gone"]
+    names += ["coda_epilogue_a.txt", ".x.json.aaaaaaaa", "contest-mine.json", "0123456789abcdef.pt", "my-64-0.json"]
+    made = [store_ / kind / name for kind in (*entries.NAMES, limit.RUNNING) for name in names]
+    made += [store_ / "torch" / "0123456789abcdef.bin", store_ / "objects" / "hub2" / "a" / "k.o"]
+    made += [store_ / "epilogues" / "coda_epilogue_f.py" / "k.o", store_ / "tuning" / "b-64-0.json" / "k.o"]
+    made += [store_ / "objects" / "coda_epilogue_file-128x128co1x1"]
+    for path in made:
+        store.write(path, "")
+        os.truncate(path, 20 * limit.GB)
+    for path in store_.rglob("*"):
+        aged(path, 400)
+    return made
+
+
+def test_what_has_no_name_of_ours_is_never_touched(full: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = foreign(full)
+    assert len(limit.make_room(full, 10**6)) == 0  # nor counted
+    for name, days in ((NAMES[0], 0), (NAMES[2], 500)):
+        aged(full / "objects" / name, days)
+    os.truncate(full / "objects" / NAMES[1] / "form" / "k.o", 2 * limit.GB)
+    with caplog.at_level(logging.WARNING):
+        limit.keep_within(full, 1)
+        limit.keep_within(full, 1)
+    said = f"{full} held more than 1 GB (CODA_INDUCTOR_CACHE_LIMIT): entries that were removed from it: 2, 2.00 GB"
+    assert [r.getMessage() for r in caplog.records] == [said]
+    assert kept(full) == [NAMES[0]]
+    limit.make_room(full, 0)
+    assert all(path.stat().st_size == 20 * limit.GB for path in theirs)
+
+
+def test_without_locks_nothing_is_left_behind(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither open files nor files; what is used is younger all the same."""
+
+    def none(*given: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    before = os.listdir("/proc/self/fd")
+    for name in (*NAMES, "coda_epilogue_d-1"):
+        limit.using(full, name)
+    assert len(os.listdir("/proc/self/fd")) == len(before) and [*(full / limit.RUNNING).iterdir()] == []
+    assert time.time() - (full / "objects" / NAMES[2]).stat().st_mtime < 60
+    assert limit.make_room(full, 0) == []
+
+
+def test_what_a_crash_left_goes(full: Path) -> None:
+    """After an hour: it may be in use."""
+    running = full / limit.RUNNING
+    for name in (".import-abcdefgh", ".gone-abcdefgh", ".import-new_0000"):
+        store.write(running / name / "big", "x")
+    store.write(running / ".77-abcdefgh", "")
+    for path in running.iterdir():
+        aged(path, "new" not in path.name)
+    limit.make_room(full, 10**6)
+    assert sorted(p.name for p in running.iterdir()) == [".import-new_0000", limit.TURN]
+    aged(running / ".import-new_0000", 1)
+    limit.remove_leftovers(full)
+    assert [p.name for p in running.iterdir()] == [limit.TURN]
+
+
+def test_what_a_clock_that_was_ahead_wrote_goes_in_its_turn(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aged(full / "objects" / NAMES[0], -100)
+    limit.make_room(full, 0)
+    assert kept(full) == [NAMES[0]]
+    later = time.time() + 2 * limit.FRESH_S
+    monkeypatch.setattr(time, "time", lambda: later)
+    limit.make_room(full, 0)
+    assert kept(full) == []
+
+
+def test_reading_a_record_is_use(full: Path) -> None:
+    store.write(full / "tuning" / "b-64-0.json", '{"ms": 1}')
+    aged(full / "tuning" / "b-64-0.json", 100)
+    assert store.read_record(full, "b-64-0") == {"ms": 1}
+    assert limit.make_room(full, 10) and (full / "tuning" / "b-64-0.json").exists()
+    assert not (full / "tuning" / "a-64-0.json").exists()

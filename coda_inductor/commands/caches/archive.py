@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import stat
 import sys
@@ -30,15 +29,12 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.report import plural
 from coda_inductor.kernels import library, limit, record
+from coda_inductor.kernels.entries import ARTIFACTS, NAMES, PATHS
 from coda_inductor.kernels.store import open_store
 
 Facts = dict[str, Any]
 
 SCHEMA, MANIFEST = 1, "manifest.json"
-NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"  # no dot first, so that none is "..", and no folder besides those of the pattern
-PATHS = re.compile(
-    rf"(epilogues/{NAME}\.py|tuning/{NAME}\.json|torch/{NAME}\.bin|objects/{NAME}/{NAME}(/{NAME}){{1,3}})"
-)
 MOST_MANIFEST = 64 << 20  # bytes
 
 
@@ -74,7 +70,7 @@ def export(settings: Settings, out: str) -> Facts:
 
 def _files(store: Path) -> Iterator[str]:
     """The files of ours in the store that an archive may hold; nothing behind a link."""
-    for kind in limit.KINDS:
+    for kind in NAMES:
         todo = [store / kind]
         while todo:
             path = todo.pop()
@@ -89,7 +85,7 @@ def _files(store: Path) -> Iterator[str]:
 def _counts(names: list[str]) -> Facts:
     """How many of each kind."""
     kernels = {tuple(name.split("/")[:3]) for name in names if name.startswith("objects/")}
-    return {"kernels": len(kernels)} | {k: sum(n.startswith(f"{k}/") for n in names) for k in ("tuning", "torch")}
+    return {"kernels": len(kernels)} | {k: sum(n.startswith(f"{k}/") for n in names) for k in ("tuning", ARTIFACTS)}
 
 
 def bring_in(settings: Settings, archive: str, trusted: bool) -> Facts:
@@ -115,7 +111,7 @@ def bring_in(settings: Settings, archive: str, trusted: bool) -> Facts:
         raise Unsupported(f"{archive} cannot be imported: {error}") from error
     facts: Facts = {"schema": 1, "action": "import", "path": archive, **_counts(new)}
     facts["left_out"] = len(manifest["files"]) - len(usable)
-    facts["torch_artifacts"] = sum(map(_into_torch, (store / n for n in usable if n.startswith("torch/"))))
+    facts["torch_artifacts"] = sum(map(_into_torch, (store / n for n in usable if n.startswith(f"{ARTIFACTS}/"))))
     return facts
 
 
@@ -193,7 +189,7 @@ def render(facts: Facts) -> str:
     """What was written or read."""
     counts = f"{plural(facts['kernels'], 'kernel')} and {plural(facts['tuning'], 'record')}"
     if facts["action"] == "export":
-        told = f"and {plural(facts['torch'], 'file')} of torch's artifacts, {size(facts['bytes'])} in {facts['path']}"
+        told = f"and {plural(facts[ARTIFACTS], 'file')} of torch's artifacts, {size(facts['bytes'])} in {facts['path']}"
         return f"{counts}, {told}"
     lines = [f"{counts} are new; torch took {plural(facts['torch_artifacts'], 'artifact')}"]
     if facts["left_out"]:

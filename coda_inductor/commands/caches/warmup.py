@@ -22,6 +22,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain.report import plural
 from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint_pass import REPORTS, machine, require_options
+from coda_inductor.kernels.entries import ARTIFACTS
 from coda_inductor.kernels.store import open_store, write
 
 Facts = dict[str, Any]
@@ -85,7 +86,7 @@ def _torchs(store: Path) -> int:
     if found is None:
         return 0
     content, info = found
-    write(store / "torch" / f"{hashlib.sha256(content).hexdigest()[:16]}.bin", content)
+    write(store / ARTIFACTS / f"{hashlib.sha256(content).hexdigest()[:16]}.bin", content)
     return sum(map(len, info.artifacts.values()))
 
 
