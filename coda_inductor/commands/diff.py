@@ -63,8 +63,9 @@ class Compared:
         if theirs.value.shape != wanted.value.shape:
             return facts | {"wrong": False, "rank": 0.0, "verdict": "another shape than eager's, as Inductor's"}
         device = self.subject.device()
-        our, least = off(found.value, wanted.value, device), floor(found.value, self.narrowest)
+        our = off(found.value, wanted.value, device)
         their = off(theirs.value, wanted.value, device) if self.reference else None
+        least = floor(found.value, self.narrowest, their)
         same = torch.equal(found.value, theirs.value)
         said = verdict(our, their, least, same)
         facts |= {"coda": number(our.error), "inductor": number(their.error) if their else None}
@@ -159,7 +160,8 @@ def judged(compared: Compared, ours: Run) -> Facts:
         "regions": sum(len(report.sites) for report in ours.reports),
         "warnings": ours.warnings,
         "tensors": [{**row, "rank": number(row["rank"])} for row in rows],
-        "problems": problems,
+        "not_compared": list(dict.fromkeys([*wanted.unseen, *inductor.unseen, *ours.unseen])),
+        "problems": problems or ([] if rows else ["the model leaves no tensor that could be compared"]),
     }
 
 
@@ -219,10 +221,12 @@ def render(facts: Facts) -> str:
     lines.append("")
     named = {row["tensor"] for row in rows if row["wrong"]}
     lines += [p for p in problems if p.partition(": ")[0] not in named]
+    lines += [f"not compared: {name}" for name in facts["not_compared"]]
     if problems:
         lines.append(f"{plural(len(problems), 'problem')}; coda's error may be {facts['factor']} times Inductor's")
     else:
-        lines.append(f"nothing is wrong: every error is at most {facts['factor']} times Inductor's, or below the floor")
+        said = "nothing that was compared is wrong" if facts["not_compared"] else "nothing is wrong"
+        lines.append(f"{said}: every error is at most {facts['factor']} times Inductor's, or below the floor")
     if "bisect" in facts:
         lines += ["", *say_culprit(facts["bisect"])]
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """How far a tensor is off, of both backends, and what is allowed: one record for each tensor, and its verdict.
 
-An error is the Frobenius norm of the difference over that of the reference, in float64. Coda's may be FACTOR times
+An error is the Frobenius norm of the difference over that of the reference, in float64; the norm itself where the
+reference is 0. Coda's may be FACTOR times
 Inductor's. Chance decides where Inductor's is less than a rounding, or a tensor has few numbers: so much is always
 allowed, the floor.
 """
@@ -15,7 +16,8 @@ from torch import Tensor
 
 FACTOR = 1.5  # of Inductor's error, which coda's may be
 ROUNDINGS = 1  # as much as so many roundings of the tensor's dtype is always allowed; normal numbers rounded once: 0.43
-FEW, ROUNDINGS_OF_FEW = 64, 8  # of fewer numbers: so many roundings of the narrowest dtype of the model
+FEW, ROUNDINGS_OF_FEW = 64, 8  # of fewer numbers: so many roundings of the narrowest dtype of the model, but no more
+LUCK = 16  # than so many times Inductor's error, which of few numbers may be small by chance, or one rounding
 NOISE = 10.0  # the factor where Inductor's own error exceeds the value: a gradient that is 0 but for roundings
 LABELS = 0.01  # of integers and booleans: the part that may differ, as where two scores are nearly equal
 ALONE = 16  # roundings, where coda is compared with Inductor alone
@@ -49,7 +51,7 @@ def off(found: Tensor, wanted: Tensor, device: torch.device) -> Off:
     difference = torch.where(finite, found - wanted, 0.0).abs()
     size = float(torch.linalg.vector_norm(torch.where(finite, wanted, 0.0)))
     norm = float(torch.linalg.vector_norm(difference))
-    error = norm / size if size else math.inf if norm else 0.0
+    error = norm / size if size else norm
     place = int((difference if not lost else (~finite & wanted.isfinite()).to(torch.uint8)).argmax())
     return Off(error, float(difference.max()), lost, _place(place, wanted))
 
@@ -63,11 +65,13 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def floor(like: Tensor, narrowest: torch.dtype) -> float:
-    """The error that is always allowed to a tensor of this dtype and size."""
+def floor(like: Tensor, narrowest: torch.dtype, theirs: Off | None = None) -> float:
+    """The error that is always allowed to a tensor of this dtype and size, of which Inductor's is off by `theirs`."""
     if not (like.is_floating_point() or like.is_complex()):
         return LABELS
-    few = ROUNDINGS_OF_FEW * rounding(narrowest) if like.numel() < FEW else 0.0
+    one, few = rounding(narrowest), 0.0
+    if like.numel() < FEW:
+        few = ROUNDINGS_OF_FEW * one if theirs is None else max(one, min(ROUNDINGS_OF_FEW * one, LUCK * theirs.error))
     return max(ROUNDINGS * rounding(like.dtype), few)
 
 

@@ -6,7 +6,9 @@ Tensors that share memory share it again when they are put back, also in another
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -65,11 +67,18 @@ class Subject:
     layouts: dict[str, Layout] = field(default_factory=dict)
     """How each of them lay."""
     states: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    contents: list[tuple[Any, Any]] = field(default_factory=list)
+    """The containers that a run may grow or refill, each with a copy of what it held."""
 
     def __post_init__(self) -> None:
         self.args, self.kwargs = tree_map_only(Tensor, _leaf, (self.args, self.kwargs))
         for module in self.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise Unsupported("the model is a ScriptModule, which torch.compile does not read")
             self.states.append((module, dict(vars(module)), dict(module._parameters), dict(module._buffers)))
+        seen = set[int]()
+        for held in (self.args, self.kwargs, *(own(module) for module in self.modules())):
+            self.contents += [(c, copy.copy(c)) for c in containers(held, seen)]
         self.first = dict(self.reached())
         for name, t in self.first.items():
             if t.is_meta:
@@ -116,8 +125,7 @@ class Subject:
                     for name, t in (*module._parameters.items(), *module._buffers.items()):
                         if t is not None:
                             yield f"{dot}{name}", t
-                    others = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-                    yield from ((f"{dot}{name}", t) for name, t in tensors(others))
+                    yield from ((f"{dot}{name}", t) for name, t in tensors(own(module)))
 
     def device(self) -> torch.device:
         """The first GPU that a tensor lies on, else the CPU."""
@@ -135,6 +143,8 @@ class Subject:
             for now, then in ((vars(module), state), (module._parameters, parameters), (module._buffers, buffers)):
                 now.clear()
                 now.update(then)
+        for now, then in self.contents:
+            refill(now, then)
         for t, value in self.whole.items():
             if dtype is not None and t.is_floating_point():
                 raise Unsupported(f"a tensor of the class {type(t).__name__} has no other dtype")
@@ -185,8 +195,56 @@ def _leaf(t: Tensor) -> Tensor:
 DEEP = 16  # containers within containers, at most: one may hold itself
 
 
+MODULES_OWN = frozenset(vars(nn.Module()))
+"""The attributes that each module has; the others are its author's, also those that begin with "_"."""
+
+
+def own(module: nn.Module) -> dict[str, Any]:
+    """The attributes that a module's author gave it, but for parameters, buffers and modules."""
+    return {name: value for name, value in vars(module).items() if name not in MODULES_OWN}
+
+
+def plain(value: Any) -> bool:
+    """Is it an object of a class written in Python, which is nothing but what it holds?"""
+    known = nn.Module | Tensor | type | torch.Generator
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, known)
+
+
+def containers(value: Any, seen: set[int], depth: int = DEEP) -> Iterator[Any]:
+    """The lists, dicts, sets and plain objects in a value, each once."""
+    if id(value) in seen or not depth:
+        return
+    if isinstance(value, list | dict | set | collections.deque) or plain(value):
+        seen.add(id(value))
+        yield value
+    within: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        within = list(value.values())
+    elif isinstance(value, list | tuple | collections.deque):
+        within = list(value)
+    elif plain(value):
+        within = list(vars(value).values())
+    for x in within:
+        yield from containers(x, seen, depth - 1)
+
+
+def refill(now: Any, then: Any) -> None:
+    """Gives a container the contents of its copy."""
+    if isinstance(now, list):
+        now[:] = then
+    elif isinstance(now, dict | set):
+        now.clear()
+        now.update(then)
+    elif isinstance(now, collections.deque):
+        now.clear()
+        now.extend(then)
+    else:
+        vars(now).clear()
+        vars(now).update(vars(then))
+
+
 def leaves(name: str, value: Any, depth: int = DEEP) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that mappings, sequences and dataclasses hold: "past.keys[0]" """
+    """(name, value) of all that mappings, sequences, dataclasses and plain objects hold: "past.keys[0]" """
     within: Iterable[tuple[str, Any]]
     if isinstance(value, Mapping):
         within = [(f"{name}.{key}" if name else str(key), x) for key, x in value.items()]
@@ -196,6 +254,8 @@ def leaves(name: str, value: Any, depth: int = DEEP) -> Iterator[tuple[str, Any]
         within = [(f"{name}[{i}]", x) for i, x in enumerate(value)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         within = [(f"{name}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+    elif plain(value) and vars(value):
+        within = [(f"{name}.{key}", x) for key, x in vars(value).items()]
     else:
         yield name, value
         return

@@ -54,6 +54,8 @@ class Run:
     loss: str = ""
     reports: list[Report] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    """What could not be compared, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,11 @@ def observed(
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    for module in subject.modules():
-        module.training = mode == "train"
+    if isinstance(subject.model, torch.nn.Module):
+        subject.model.train(mode == "train")  # as its author has it: some freeze a norm there
+    else:
+        for module in subject.modules():
+            module.training = mode == "train"
     torch.manual_seed(SEED)
     np.random.seed(SEED)
     random.seed(SEED)
@@ -162,7 +167,13 @@ def observed(
         made = call(*subject.args, **subject.kwargs)
         run = _outputs(subject, made)
         if mode == "train":
+            unknown = unreached(subject, made)
+            run.unseen += [
+                f"the gradient of a weight {list(t.shape)} that no module or argument holds" for t in unknown
+            ]
             run.loss = _backward(made)
+            for t in unknown:
+                t.grad = None
     del made
     if mode == "train":
         for name, t in subject.first.items():
@@ -179,6 +190,8 @@ def _outputs(subject: Subject, made: Any) -> Run:
     for name, leaf in leaves("output", made):
         if not isinstance(leaf, Tensor):
             run.others[name] = repr(leaf) if isinstance(leaf, _SAID) else type(leaf).__name__
+            if not isinstance(leaf, _SAID):
+                run.unseen.append(f"{name}, of {type(leaf).__name__}")
             continue
         run.found[name] = _found(OUTPUT, leaf)
         if type(leaf) in PLAIN and leaf.layout == torch.strided and leaf.numel():
@@ -204,6 +217,22 @@ def _found(kind: str, t: Tensor) -> Found:
         t = t.dequantize()
     strides = tuple(step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1)
     return Found(kind, t.to("cpu", copy=True), strides if t.numel() else ())
+
+
+def unreached(subject: Subject, made: Any) -> list[Tensor]:
+    """The leaves that the outputs are differentiable by, and that were not found by name, in the order of the graph."""
+    known, found = {id(t) for t in subject.first.values()}, dict[int, Tensor]()
+    left = [x.grad_fn for _, x in leaves("", made) if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set[Any](left)
+    while left:
+        node = left.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in known:
+            found[id(variable)] = variable
+        fresh = [step for step, _ in node.next_functions if step is not None and step not in seen]
+        seen.update(fresh)
+        left += fresh
+    return list(found.values())
 
 
 def _backward(made: Any) -> str:

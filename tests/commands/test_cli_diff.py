@@ -301,7 +301,8 @@ def test_few_numbers_are_judged_by_the_narrowest_dtype(command: Ask) -> None:
     status, facts, _ = command("diff", "models:autocast", "--json")
     (row,) = facts["tensors"]
     assert status == 0 and row["dtype"] == "float32" and row["shape"] == []
-    assert row["allowed"] == pytest.approx(max(8 * 2**-8, 1.5 * row["inductor"]))
+    lucky = min(8 * 2**-8, 16 * row["inductor"])  # of one number an error may be small by chance
+    assert row["allowed"] == pytest.approx(max(2**-8, lucky, 1.5 * row["inductor"]))
 
 
 def test_a_region_is_left_out_by_its_digest(command: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
