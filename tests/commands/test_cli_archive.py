@@ -177,6 +177,38 @@ def test_more_than_the_limit_is_refused(ask: Ask, packed: Path, folder: Path) ->
     assert "more than the limit of 10 GB" in ask("cache", "import", str(packed), "--yes")[2] and files(folder) == set()
 
 
+@pytest.mark.parametrize("limit_gb", ["10", "0"])
+@pytest.mark.parametrize("count", [float("inf"), float("nan"), 10**30, 2**40, -1, "many"])
+def test_a_number_that_is_none_is_refused_in_a_line(
+    ask: Ask, packed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, count: object, limit_gb: str
+) -> None:
+    def change(content: dict[str, bytes]) -> dict[str, bytes]:
+        found = json.loads(content[archive.MANIFEST])
+        found["files"][f"{KERNEL}/quack/k.so"]["bytes"] = count
+        return {**content, archive.MANIFEST: json.dumps(found).encode()}
+
+    changed(packed, change)
+    monkeypatch.setenv("CODA_INDUCTOR_CACHE_LIMIT", limit_gb)
+    status, _, error = ask("cache", "import", str(packed), "--yes")
+    assert status == 2 and error.startswith(f"{TRUST}\n") and error.count("\n") == 2 and files(folder) == set()
+
+
+def test_what_a_manifest_says_does_nothing_to_a_terminal(ask: Ask, packed: Path) -> None:
+    changed(packed, another(device="\x1b[31mred\n\ud800" + "x" * 10**6))
+    error = ask("cache", "import", str(packed), "--yes")[2]
+    assert "another device: '\\x1b[31mred\\n\\ud800xxx" in error and len(error) < 1000 and error.count("\n") == 2
+
+
+def test_artifacts_that_torch_cannot_read_are_left_out(ask: Ask, packed: Path, folder: Path) -> None:
+    """Whatever is wrong with them. The rest is imported."""
+    names = [f"artifacts/{i:016x}.bin" for i in range(2)]
+    changed(packed, lambda content: manifest({**content, names[0]: b"junk", names[1]: b""}))
+    status, said, _ = ask("cache", "import", str(packed), "--yes")
+    assert status == 0 and "1 kernel and 1 record are new; torch took 0 artifacts" in said
+    assert "of torch's artifacts left out: torch cannot read" in said and names[0] not in files(folder)
+    assert record.remembered(folder, REGION, 1024) == TILE
+
+
 @pytest.mark.parametrize("content", [b"", b"PK", b"no archive at all"])
 def test_what_is_no_archive(ask: Ask, folder: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "b.zip").write_bytes(content)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -32,10 +33,13 @@ from coda_inductor.kernels import library, limit, record
 from coda_inductor.kernels.entries import ARTIFACTS, NAMES, PATHS
 from coda_inductor.kernels.store import open_store
 
+log = logging.getLogger("coda_inductor.store")
+
 Facts = dict[str, Any]
 
 SCHEMA, MANIFEST = 1, "manifest.json"
 MOST_MANIFEST = 64 << 20  # bytes
+MOST_SHOWN = 200  # characters
 
 
 def made_on() -> Facts:
@@ -104,14 +108,18 @@ def bring_in(settings: Settings, archive: str, trusted: bool) -> Facts:
                 for name, said in manifest["files"].items():
                     _verified(opened, name, said, aside / name)
                 usable = [n for n in manifest["files"] if _usable(n, manifest)]
-                new = _moved(usable, aside, store)
+                taken = {n: _into_torch(aside / n) for n in usable if n.startswith(f"{ARTIFACTS}/")}
+                unread = [n for n, count in taken.items() if count is None]
+                new = _moved([n for n in usable if n not in unread], aside, store)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
         raise Unsupported(f"{archive} cannot be imported: {error}") from error
     facts: Facts = {"schema": 1, "action": "import", "path": archive, **_counts(new)}
     facts["left_out"] = len(manifest["files"]) - len(usable)
-    facts["torch_artifacts"] = sum(map(_into_torch, (store / n for n in usable if n.startswith(f"{ARTIFACTS}/"))))
+    facts |= {"torch_artifacts": sum(count or 0 for count in taken.values()), "unread": len(unread)}
+    for name in taken.keys() - unread:
+        os.utime(store / name)  # it was used, also if it was there (kernels/limit.py)
     return facts
 
 
@@ -131,11 +139,12 @@ def _manifest(archive: zipfile.ZipFile, path: str, settings: Settings) -> Facts:
     try:
         found = json.loads(archive.read(MANIFEST))
         files = {str(name): (str(said["sha256"]), int(said["bytes"])) for name, said in found["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError) as error:
         raise Unsupported(f"{path} is no archive of `cache export`") from error
     for what, mine in made_on().items():
         if found.get(what) != mine:
-            raise Unsupported(f"{path} is of another {what}: {found.get(what)}, here {mine}", hint="tune here instead")
+            other = _printable(found.get(what))
+            raise Unsupported(f"{path} is of another {what}: {other}, here {mine}", hint="tune here instead")
     if len(infos) != len(archive.infolist()) or infos.keys() != files.keys() | {MANIFEST}:
         raise Unsupported(f"{path} does not hold what its manifest names")
     for name in files:
@@ -146,7 +155,16 @@ def _manifest(archive: zipfile.ZipFile, path: str, settings: Settings) -> Facts:
     if any(count < 0 for _, count in files.values()) or (0 < settings.cache_limit * limit.GB < total):
         hint = "CODA_INDUCTOR_CACHE_LIMIT says how many GB may be kept"
         raise Unsupported(f"{path} holds {size(total)}, more than the limit of {settings.cache_limit} GB", hint=hint)
+    for name, (_, count) in files.items():
+        if infos[name].file_size != count:
+            raise Unsupported(f"{name} is not what the archive's manifest says")
     return {**found, "files": files}
+
+
+def _printable(value: Any) -> str:
+    """What somebody else wrote, in part, and so that a terminal shows it and does nothing else."""
+    text = value[:MOST_SHOWN] if isinstance(value, str) else repr(value)
+    return text if text.isprintable() and len(text) <= MOST_SHOWN else ascii(text[:MOST_SHOWN])
 
 
 def _verified(archive: zipfile.ZipFile, name: str, said: tuple[str, int], path: Path) -> None:
@@ -178,11 +196,18 @@ def _moved(names: list[str], aside: Path, store: Path) -> list[str]:
     return new
 
 
-def _into_torch(path: Path) -> int:
-    """Gives torch its artifacts; how many it took. None where this torch has no such function."""
+def _into_torch(path: Path) -> int | None:
+    """Gives torch its artifacts; how many it took, None if it cannot read them. 0 where this torch has no such
+    function."""
     load = getattr(torch.compiler, "load_cache_artifacts", None)
-    info = load(path.read_bytes()) if load is not None else None
-    return sum(map(len, info.artifacts.values())) if info is not None else 0
+    if load is None:
+        return 0
+    try:
+        info = load(path.read_bytes())
+    except Exception as error:  # what a file can do to torch's reader has no one class
+        log.info("%s: %s: %s", path.name, type(error).__name__, error)
+        return None
+    return sum(map(len, info.artifacts.values())) if info is not None else None
 
 
 def render(facts: Facts) -> str:
@@ -195,4 +220,8 @@ def render(facts: Facts) -> str:
     if facts["left_out"]:
         why = "their compiler or driver is another, or lies elsewhere"
         lines.append(f"{plural(facts['left_out'], 'file')} of kernels left out: {why}")
+    if facts["unread"]:
+        lines.append(
+            f"{plural(facts['unread'], 'file')} of torch's artifacts left out: torch cannot read what is in it"
+        )
     return "\n".join(lines)
