@@ -70,6 +70,11 @@ class Settings:
         """Is what is kept, and in which kernel it runs, decided by timings?"""
         return self.tune != "off" and not self.deterministic
 
+    @property
+    def hinted(self) -> bool:
+        """Does tuning start from hints?"""
+        return self.measures and self.hints
+
     @classmethod
     def read(
         cls, environ: Mapping[str, str] = os.environ, options: Mapping[str, Any] | None = None
@@ -104,7 +109,7 @@ class Settings:
         """What a cached result depends on: everything except the folders and how much one may hold, in the same order
         in every process."""
         names = (f.name for f in dataclasses.fields(self) if f.name not in ELSEWHERE)
-        values = ((name, getattr(self, name)) for name in names)
+        values = ((name, self.hinted if name == "hints" else getattr(self, name)) for name in names)
         return tuple((name, ",".join(sorted(v)) if isinstance(v, frozenset) else str(v)) for name, v in values)
 
     def check_kinds(self, known: Collection[str]) -> None:

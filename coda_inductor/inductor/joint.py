@@ -7,6 +7,7 @@ the graph overwrites, draws and shares.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from coda_inductor.core.errors import BrokenInvariant
-from coda_inductor.core.settings import Settings
+from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.blocks import Blocks, write_blocks
@@ -53,6 +54,8 @@ from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, but
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.verifying import Before, verify, verify_kept
+
+log = logging.getLogger("coda_inductor")
 
 
 class SplitInVain(Exception):
@@ -246,7 +249,7 @@ def rewrite(
     assert module is not None
     backup, guards, operations = g.copied(graph), _guards(graph), _operations(graph)
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
-    decisions = but(decisions, settings.disable)
+    decisions = but(decisions, settings.disable, met := set[str]())
     work = Work(module, settings, target, decisions, Before.of(graph), device)
     try:
         while (vain := _run(stages, work)) is not None:
@@ -259,6 +262,8 @@ def rewrite(
     except BaseException:
         module.graph = backup
         raise
+    for digest in sorted(name for name in settings.disable - met if DIGEST.fullmatch(name)):
+        log.info("disable: there is no Region %s in this graph; it may be in another", digest)
     rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
     done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise, work.blocks
     return Report(*done, rewrote, seconds)

@@ -39,13 +39,14 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import notes
 from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, rewrite
 from coda_inductor.inductor.records import Report
-from coda_inductor.kernels import store
+from coda_inductor.kernels import record, store
 from coda_inductor.measure import free_memory
 from coda_inductor.ops import elementwise, lowering
 from coda_inductor.passes.switches import NAMES
 from coda_inductor.passes.tracing import passes, uuids
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
+from coda_inductor.tuning import shipped
 from coda_inductor.tuning.plain_products import PlainTuner
 from coda_inductor.tuning.tuner import Tuner
 from coda_inductor.tuning.verdicts import Decisions, Legal
@@ -164,7 +165,8 @@ class JointPass(CustomGraphPass):
         theirs = uuids(self.chained)
         if self.unsettled or self.settings.debug_dir or theirs is None:
             return None
-        return (sources_digest(), tuple(target.versions().items()), self.settings.key(), theirs)
+        told = shipped.digest(record.device_name()) if self.settings.hinted else ""
+        return (sources_digest(), tuple(target.versions().items()), self.settings.key(), told, theirs)
 
 
 @contextlib.contextmanager

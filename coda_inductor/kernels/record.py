@@ -1,4 +1,5 @@
-"""What tuning found, on disk: one JSON record by region, bucket, device and versions, never changed once stored."""
+"""What tuning found, on disk: one JSON record by region, bucket, device and versions, never changed once stored. (Only
+what a hint spared is replaced, when it is searched after all.)"""
 
 from __future__ import annotations
 
@@ -43,10 +44,10 @@ def remember(
 ) -> Config:
     """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
     of processes that measure at once, the first's. Without `ms` it was hinted (tuning/shipped.py): no other was
-    tried."""
+    tried, and one that won a search replaces it."""
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
     made = {**found, "text": region.text, **({} if ms is not None else {"hinted": True}), **where()}
-    standing = store.write_record(directory, key(region, size), made, lambda r: _config(r, region) is not None)
+    standing = store.write_record(directory, key(region, size), made, lambda r: _stands(r, region, hints=ms is None))
     return _config(standing, region) or config
 
 
@@ -55,10 +56,16 @@ def where() -> dict[str, Any]:
     return {"device": device_name(), "versions": target.versions(), "sources": sources_digest()}
 
 
-def remembered(directory: Path, region: Region, size: int) -> Config | None:
-    """The configuration that won at bucket `size`, None if there is no readable record of a legal one."""
-    found = store.read_record(directory, key(region, size))
+def remembered(directory: Path, region: Region, size: int, *, hints: bool = True) -> Config | None:
+    """The configuration that won at bucket `size`, None if there is no readable record of a legal one, or without
+    `hints` only of one that was hinted."""
+    found = store.read_record(directory, key(region, size), lambda r: _stands(r, region, hints=hints))
     return _config(found, region) if found else None
+
+
+def _stands(found: dict[str, Any], region: Region, *, hints: bool) -> bool:
+    """Is it the record of a legal configuration, and one that counts?"""
+    return _config(found, region) is not None and (hints or found.get("hinted") is not True)
 
 
 def _config(found: dict[str, Any], region: Region) -> Config | None:

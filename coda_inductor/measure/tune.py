@@ -65,10 +65,11 @@ def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None,
     return Tuned(config, best["ms"], rows)
 
 
-def tuned(region: Region, inputs: Sequence[Tensor], cache_dir: str | None) -> launch.Kernel:
-    """The Region's kernel, tuned at the inputs' M unless that is remembered. Raises Unsupported as `tune` does."""
+def tuned(region: Region, inputs: Sequence[Tensor], cache_dir: str | None, *, hints: bool) -> launch.Kernel:
+    """The Region's kernel, tuned at the inputs' M unless that is remembered (with `hints`, also from a hint). Raises
+    Unsupported as `tune` does."""
     kernel = launch.kernel(region.text, cache_dir)
-    if record.remembered(kernel.directory, region, legality.bucket(region.m(inputs))) is None:
+    if record.remembered(kernel.directory, region, legality.bucket(region.m(inputs)), hints=hints) is None:
         tune(region, inputs, cache_dir)
     return kernel
 

@@ -78,7 +78,7 @@ class WithoutLaw:
         parts += [described(*made[0].nodes) if made else "" for made in self.pieces]
         return "contest-" + hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
 
-    def steps(self, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
+    def steps(self, programs: Programs, settings: Settings) -> list[Callable[[], object]]:
         """All in running order, on the tensors that the group has. Each reads the tiles that those before it made (of
         small computations, which are vectors, and of views what was made first)."""
         values, late = self.rival.values, functools.partial(waits, self.plan, self.group.mask)
@@ -92,5 +92,5 @@ class WithoutLaw:
                 break
             built = self.rival.builts[i]
             steps += programs.computations(self.other, self.rival, built)
-            steps.append(benchmarked(self.rival, built, cache_dir, anew=made))
+            steps.append(benchmarked(self.rival, built, settings, anew=made))
         return steps

@@ -142,7 +142,7 @@ def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
 def benchmarked(
     group: Group,
     built: Built,
-    cache_dir: str | None,
+    settings: Settings,
     anew: AbstractSet[fx.Node] = frozenset(),
     tile: Config | None = None,
 ) -> Callable[[], None]:
@@ -150,9 +150,9 @@ def benchmarked(
     the nodes that they replace, returns its launch. The nodes `anew` have another value each time."""
     inputs = group.inputs(built)
     if tile is None:
-        kernel = tune.tuned(built.region, inputs, cache_dir)
+        kernel = tune.tuned(built.region, inputs, settings.cache_dir, hints=settings.hinted)
     else:
-        kernel = tune.hinted(built.region, inputs, cache_dir, tile)
+        kernel = tune.hinted(built.region, inputs, settings.cache_dir, tile)
     outs = tune.outputs(built.region, inputs)
     kernel(inputs, outs)
     group.values |= dict(zip(outputs(built), outs, strict=True))

@@ -45,6 +45,7 @@ from coda_inductor.tuning.outcome import (
     Outcome,
     compared_with,
     foreseen,
+    hinted,
     in_bursts,
     outcome_of,
     passing_over,
@@ -57,6 +58,7 @@ from coda_inductor.tuning.outcome import (
 log = logging.getLogger("coda_inductor.tuning")
 
 ROUNDS = 25
+Record = dict[str, Any]
 NO_TILES: Mapping[Region, Config] = {}
 
 
@@ -73,8 +75,7 @@ class Measurements:
         self._plans = list[Known]()
         self._said = set[str]()  # the keys of the groups whose times were
         self._programs = Programs(settings)
-        asked = settings.measures and settings.hints
-        self.hints = shipped.hints(record.device_name()) if asked else shipped.Hints({})
+        self.hints = shipped.hints(record.device_name()) if settings.hinted else shipped.Hints({})
         if settings.measures:
             prebuild.warm_up()
 
@@ -113,14 +114,28 @@ class Measurements:
 
     def jobs(self, plan: Plan, builts: Iterable[Built]) -> list[prebuild.Job]:
         """The kernels of Regions that are not tuned: of one with a hint, that of its tile."""
-        directory = store.open_store(self.settings.cache_dir)
-        new = [found for found in sizes(plan, builts) if record.remembered(directory, *found) is None]
+        new = self.untuned(plan, builts)
 
         def configs(region: Region, size: int) -> Sequence[Config]:
             tile = self.hints.tile(region, size)
             return legality.candidates(region, size) if tile is None else (tile,)
 
         return [prebuild.Job(found[0], config) for found in new for config in configs(*found)]
+
+    def untuned(self, plan: Plan, builts: Iterable[Built], *, hints: bool | None = None) -> list[tuple[Region, int]]:
+        """The Regions of which no tile is remembered at their buckets; whether one from a hint counts, the settings say
+        by default."""
+        directory, hints = store.open_store(self.settings.cache_dir), self.settings.hinted if hints is None else hints
+        return [found for found in sizes(plan, builts) if record.remembered(directory, *found, hints=hints) is None]
+
+    def marked(self, found: Record, *sides: tuple[Plan, list[Built]]) -> Record:
+        """The record of a measurement, as hinted if the tile of a Region that ran is."""
+        by_hint = self.settings.hinted and any(self.untuned(*side, hints=False) for side in sides)
+        return {**found, "hinted": True} if by_hint else found
+
+    def counts(self, good: Callable[[Record], bool]) -> Callable[[Record], bool]:
+        """Which of the records that are `good` count: those that a hint spared only where hints are on."""
+        return good if self.settings.hinted else lambda found: good(found) and not hinted(found)
 
     def require_room(self, *sides: tuple[Group, Plan]) -> None:
         """Raises Unsupported if measuring these groups would take more memory than is free beside the model."""
@@ -177,7 +192,7 @@ class Measurements:
 
     def found(self, plan: Plan, group: Group) -> dict[str, Any] | None:
         """What was measured before."""
-        return store.read_record(store.open_store(self.settings.cache_dir), self.key(plan, group), timed)
+        return store.read_record(store.open_store(self.settings.cache_dir), self.key(plan, group), self.counts(timed))
 
     def known(self, plan: Plan, members: list[Built]) -> bool:
         """Was the group measured for an earlier plan?"""
@@ -199,12 +214,13 @@ class Measurements:
             self.ahead.wait(self.jobs(plan, members))
             built_s = time.perf_counter()
             measured = self.by_hint(plan, members) or self.searched(plan, members)
+            measured = self.marked(measured, (plan, members))
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
-            found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, timed)
+            found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, self.counts(timed))
         self.say(key, found)
         return outcome_of(group.mask, found)
 
-    def say(self, key: str, found: dict[str, Any]) -> None:
+    def say(self, key: str, found: Record) -> None:
         """Reports a record, and logs it once."""
         self.rows.append(found)
         if key not in self._said:
@@ -226,7 +242,7 @@ class Measurements:
         size, directory = legality.bucket(tokens(plan, members[0])), store.open_store(self.settings.cache_dir)
         group = self.group(plan, members)
         expected = self.hints.group([b.region for b in members], size)
-        new = [found for found in sizes(plan, members) if record.remembered(directory, *found) is None]
+        new = self.untuned(plan, members)
         tiles = {found: tile for found in new if (tile := self.hints.tile(*found)) is not None}
         if not tiles and expected is None:
             return None
@@ -285,20 +301,22 @@ class Measurements:
         )
         without = WithoutLaw(group, plan, rival, other)
         key = without.key(self.settings)
-        found = store.read_record(store.open_store(self.settings.cache_dir), key, compared_with)
+        found = store.read_record(store.open_store(self.settings.cache_dir), key, self.counts(compared_with))
         if found is None:
             self.require_room((group, plan), (rival, other))
             margin, size = self.margin(plan, members), legality.bucket(group.tokens)
             undone = self.hints.law([b.region for b in members], [b.region for b in parts], size)
             with self.real_tensors():
-                calls = [self.fused(group, plan), in_order(without.steps(self._programs, self.settings.cache_dir))]
+                calls = [self.fused(group, plan), in_order(without.steps(self._programs, self.settings))]
                 turns = timing.by_turns(calls, ROUNDS, timing.launching(calls)) if undone else []
                 holds = undone is not None and undone.holds(turns, margin)
                 burst = lambda: timing.compared(calls, ROUNDS)  # noqa: E731
                 times = [Times(ms, math.inf) for ms in turns] if holds else in_bursts(burst, margin)
             found = {"against": rival.digests, "margin": margin, **self.row(group, times)}
-            found |= {"hinted": True} if holds else {}
-            found = store.write_record(store.open_store(self.settings.cache_dir), key, found, compared_with)
+            found = {**found, "hinted": True} if holds else self.marked(found, (plan, members), (other, parts))
+            found = store.write_record(
+                store.open_store(self.settings.cache_dir), key, found, self.counts(compared_with)
+            )
         self.say(key, found)
         return outcome_of(group.mask, found)
 
@@ -329,7 +347,7 @@ class Measurements:
         steps = self._programs.passes(group, first, before)
         for built in group.builts:
             steps += self._programs.computations(plan, group, built)
-            steps.append(benchmarked(group, built, self.settings.cache_dir, {*first}, tiles.get(built.region)))
+            steps.append(benchmarked(group, built, self.settings, {*first}, tiles.get(built.region)))
         steps += self._programs.passes(group, last, after)
         # What the forward is spared is written by a pass of the backward that reads the same anyway.
         return in_order([*steps, *(group.like(node).zero_ for node in put_off(group, plan))])

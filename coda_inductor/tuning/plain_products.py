@@ -61,7 +61,7 @@ class PlainTuner:
         free_memory.require(self.tuner.measurements.device, of_nodes(inputs) + 2 * stored(region, tokens))
         with self.tuner.measurements.real_tensors():
             given = [sample(n, self.tuner.measurements.device) for n in inputs]
-            kernel = tune.tuned(region, given, self.settings.cache_dir)
+            kernel = tune.tuned(region, given, self.settings.cache_dir, hints=False)
             outs = tune.outputs(region, given)
             calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]
             decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731

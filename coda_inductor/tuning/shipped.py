@@ -130,6 +130,12 @@ def hints(card: str, folder: Path | None = None) -> Hints:
 
 
 @functools.cache
+def digest(card: str) -> str:
+    """Names what the hints for a card say."""
+    return hashlib.sha256(json.dumps(_rows(card, FOLDER), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
 def _rows(card: str, folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / file_of(card)).read_text())

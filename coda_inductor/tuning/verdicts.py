@@ -27,11 +27,12 @@ class Decisions:
     slower_plain: plain.Slower = plain.NONE_SLOWER
 
 
-def but(decisions: Decisions, names: Set[str]) -> Decisions:
-    """The decisions, by which no Region is legal whose digest is among these names."""
+def but(decisions: Decisions, names: Set[str], met: set[str]) -> Decisions:
+    """The decisions, by which no Region is legal whose digest is among these names; those that there were are `met`."""
 
     def legal(region: Region) -> None:
         if region.digest in names:
+            met.add(region.digest)
             raise Unsupported(f"region {region.digest} is switched off")
         decisions.legal(region)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -312,3 +313,13 @@ def test_a_region_is_left_out_by_its_digest(command: Ask, monkeypatch: pytest.Mo
     (graph,) = facts["graphs"]
     assert digest not in [r["digest"] for r in graph["regions"]]
     assert f"region {digest} is switched off" in [r["reason"] for r in graph["refused"]]
+
+
+def test_a_digest_that_no_region_has_is_logged(
+    command: Ask, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CODA_INDUCTOR_DISABLE", f"{digest_at(command, LINE_OF_O)},{'0' * 16},casts")
+    caplog.set_level(logging.INFO, "coda_inductor")
+    command("explain", "models:block", "--mode", "train", "--target", "reference", "--json")
+    said = [r.getMessage() for r in caplog.records if "disable:" in r.getMessage()]
+    assert said == [f"disable: there is no Region {'0' * 16} in this graph; it may be in another"]

@@ -118,7 +118,12 @@ def test_two_do_not_make_room_at_once(full: Path) -> None:
 
 def test_room_is_made_once_in_a_process_and_never_without_a_limit(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[Path, int]]()
-    monkeypatch.setattr(limit, "make_room", lambda directory, bytes_: asked.append((directory, bytes_)))
+
+    def make_room(directory: Path, bytes_: int) -> list[limit.Part]:
+        asked.append((directory, bytes_))
+        return []
+
+    monkeypatch.setattr(limit, "make_room", make_room)
     limit.keep_within(full, 0)
     limit.keep_within(full, 3)
     limit.keep_within(full, 3)

@@ -146,8 +146,8 @@ def test_it_makes_what_the_group_stands_for(name: str, monkeypatch: pytest.Monke
     narrow(monkeypatch, tmp_path, 1.0, inductor=name in ("half", "llama"))
     seen, whole = list[int](), WithoutLaw.steps
 
-    def steps(self: WithoutLaw, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
-        made = whole(self, programs, cache_dir)
+    def steps(self: WithoutLaw, programs: Programs, settings: Settings) -> list[Callable[[], object]]:
+        made = whole(self, programs, settings)
         seen.append(checked(self, programs, made, exact=name != "bert"))
         return made
 
@@ -180,7 +180,7 @@ def test_what_one_program_makes_another_reads(monkeypatch: pytest.MonkeyPatch, t
             with torch.no_grad(), unset_fake_temporarily():
                 self.fused(group, plan)
                 without = WithoutLaw(group, plan, self.group(other, some), other)
-                steps = without.steps(self._programs, self.settings.cache_dir)
+                steps = without.steps(self._programs, self.settings)
                 seen.append(checked(without, self._programs, steps))
         return whole(self, plan, members, other, parts)
 
@@ -235,7 +235,7 @@ def test_without_it_the_law_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     narrow(monkeypatch, tmp_path, 0.5)
     assert deferred(inferred()) == 0
 
-    def full(self: WithoutLaw, programs: Programs, cache_dir: str | None) -> list[Callable[[], object]]:
+    def full(self: WithoutLaw, programs: Programs, settings: Settings) -> list[Callable[[], object]]:
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch:
