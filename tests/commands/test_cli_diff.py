@@ -131,8 +131,8 @@ def loss():
 def command(ask: Ask, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     """`ask`, beside a module `models`. Graphs are interpreted as Inductor would compile them, which is most of the time
     of a compile; random numbers are eager's all the same."""
-    (folder.parent / "models.py").write_text(MODELS)
-    monkeypatch.delitem(sys.modules, "models", raising=False)
+    (folder.parent / "diff_models.py").write_text(MODELS)
+    monkeypatch.delitem(sys.modules, "diff_models", raising=False)
     quickly = partial(compile_fx.compile_fx, inner_compile=_interpreted)  # type: ignore[arg-type]
     monkeypatch.setattr(coda_inductor.inductor.compile, "compile_fx", quickly)
     monkeypatch.setattr(compile_fx, "compile_fx", quickly)
@@ -144,7 +144,7 @@ def rows(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_nothing_is_wrong(command: Ask) -> None:
-    status, facts, _ = command("diff", "models:narrow", "--mode", "train", "--json")
+    status, facts, _ = command("diff", "diff_models:narrow", "--mode", "train", "--json")
     assert status == 0 and facts["problems"] == [] and facts["regions"] == 5 and facts["reference"] == "float64"
     weights = {f"gradient of {name}.weight" for name in ("o", "norm", "gate", "up", "down")}
     assert rows(facts).keys() == {"output", "gradient of x", *weights}
@@ -161,7 +161,7 @@ def test_draws_effects_and_outputs_of_all_kinds(command: Ask, monkeypatch: pytes
     """Dropout's masks and noise are the same in all runs, or errors would be of the size of the values. In the end the
     model is what it was."""
     monkeypatch.syspath_prepend(".")
-    model, args, kwargs = importlib.import_module("models").odd()
+    model, args, kwargs = importlib.import_module("diff_models").odd()
     before = {name: t.clone() for name, t in (*model.state_dict().items(), ("given", args[1]))}
     facts = diff.diff(model, args, kwargs, "train", Settings(target="reference"))
     after = {**model.state_dict(), "given": args[1]}
@@ -181,7 +181,7 @@ def test_draws_effects_and_outputs_of_all_kinds(command: Ask, monkeypatch: pytes
 
 def test_a_scalar_is_the_loss(command: Ask) -> None:
     """Of a function around a model, whose parameters are named by the function's variable."""
-    status, facts, _ = command("diff", "models:loss", "--mode", "train", "--json")
+    status, facts, _ = command("diff", "diff_models:loss", "--mode", "train", "--json")
     assert status == 0 and facts["loss"] == "output[0]"
     assert "gradient of model.embed.weight" in rows(facts) and "model.seen, overwritten" in rows(facts)
 
@@ -201,8 +201,8 @@ def wrong_kernel(patch: pytest.MonkeyPatch, digest: str) -> None:
 
 def digest_at(ask: Ask, line: int) -> str:
     """Of the Region of this line of the model's."""
-    _, facts, _ = ask("explain", "models:block", "--mode", "train", "--target", "reference", "--json")
-    found = [r["digest"] for r in facts["graphs"][0]["regions"] if r["source"].endswith(f"models.py:{line}")]
+    _, facts, _ = ask("explain", "diff_models:block", "--mode", "train", "--target", "reference", "--json")
+    found = [r["digest"] for r in facts["graphs"][0]["regions"] if r["source"].endswith(f"diff_models.py:{line}")]
     return str(found[0])
 
 
@@ -212,11 +212,11 @@ LINE_OF_O = MODELS.splitlines().index("        h = stream + self.o(x)") + 1
 def test_a_wrong_kernel_is_named(command: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = digest_at(command, LINE_OF_O)
     wrong_kernel(monkeypatch, digest)
-    status, facts, _ = command("diff", "models:block", "--mode", "train", "--bisect", "--json")
+    status, facts, _ = command("diff", "diff_models:block", "--mode", "train", "--bisect", "--json")
     assert status == 1 and facts["tensors"][0]["wrong"] and facts["tensors"][0]["verdict"].startswith("WRONG")
     found = facts["bisect"]
     (region,) = found["regions"]
-    assert region["digest"] == digest and region["source"].endswith(f"models.py:{LINE_OF_O}")
+    assert region["digest"] == digest and region["source"].endswith(f"diff_models.py:{LINE_OF_O}")
     assert region["mends"] and region["differs"] and region["error"] == pytest.approx(0.01, rel=0.1)
     assert "acc0[48, 64] = in0 @ in1.T" in region["formulas"][0]
     assert found["said"].startswith(f"the kernel of {region['id']} ({digest}) is wrong")
@@ -232,7 +232,7 @@ def test_a_wrong_law_is_named(command: Ask, monkeypatch: pytest.MonkeyPatch) -> 
         return after if after is before else terms.mul(terms.const(1.1), after)
 
     monkeypatch.setattr(derive, "triangle", off_by_a_tenth)
-    status, facts, _ = command("diff", "models:block", "--mode", "train", "--bisect", "--json")
+    status, facts, _ = command("diff", "diff_models:block", "--mode", "train", "--bisect", "--json")
     assert status == 1
     found = facts["bisect"]
     assert found["laws"] == ["triangle"] and found["switches"] == ["triangle"]
@@ -256,13 +256,13 @@ def test_inductor_may_be_the_worse_one(command: Ask, monkeypatch: pytest.MonkeyP
         return run
 
     monkeypatch.setattr(diff, "compiled", worse)
-    status, facts, _ = command("diff", "models:block", "--json")
+    status, facts, _ = command("diff", "diff_models:block", "--json")
     (row,) = facts["tensors"]
     assert status == 0 and row["inductor"] == pytest.approx(0.02, rel=1e-4) and row["ratio"] < 1e-4
 
 
 def test_what_is_infinite_for_both_is_not_ours(command: Ask) -> None:
-    status, facts, _ = command("diff", "models:overflow", "--json")
+    status, facts, _ = command("diff", "diff_models:overflow", "--json")
     (row,) = facts["tensors"]
     assert row["not_finite"] == row["inductor_not_finite"] > 0 and status == 0
     assert row["verdict"].endswith("not finite, as Inductor's")
@@ -275,12 +275,12 @@ def test_what_only_coda_makes_infinite_is_wrong(command: Ask, monkeypatch: pytes
         return outs
 
     monkeypatch.setattr(custom, "interpret", run)
-    status, said, _ = command("diff", "models:block")
+    status, said, _ = command("diff", "diff_models:block")
     assert status == 1 and "WRONG: 64 not finite" in said  # a row, of the last product
 
 
 def test_against_inductor_alone(command: Ask) -> None:
-    status, facts, _ = command("diff", "models:narrow", "--against", "inductor", "--json")
+    status, facts, _ = command("diff", "diff_models:narrow", "--against", "inductor", "--json")
     (row,) = facts["tensors"]
     assert status == 0 and facts["reference"] == "inductor" and row["ratio"] is None
     assert 1e-3 < row["coda"] < 1e-2
@@ -288,18 +288,18 @@ def test_against_inductor_alone(command: Ask) -> None:
 
 def test_what_float64_cannot_do_is_said(command: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "Wide", lambda dtype, drawn: 1 / (dtype != torch.float64) and Wide(dtype, drawn))
-    status, said, _ = command("diff", "models:narrow")
+    status, said, _ = command("diff", "diff_models:narrow")
     assert status == 0 and "against float32" in said and "no float64: ZeroDivisionError" in said
 
 
 def test_a_target_that_the_tensors_are_not_on(command: Ask) -> None:
-    status, _, error = command("diff", "models:block", "--target", "sm_90a")
+    status, _, error = command("diff", "diff_models:block", "--target", "sm_90a")
     assert status == 2 and "the model's tensors lie on the CPU, where sm_90a does not run" in error
 
 
 def test_few_numbers_are_judged_by_the_narrowest_dtype(command: Ask) -> None:
     """A loss by autocast is float32, and as exact as bfloat16: which of two is nearer is chance."""
-    status, facts, _ = command("diff", "models:autocast", "--json")
+    status, facts, _ = command("diff", "diff_models:autocast", "--json")
     (row,) = facts["tensors"]
     assert status == 0 and row["dtype"] == "float32" and row["shape"] == []
     lucky = min(8 * 2**-8, 16 * row["inductor"])  # of one number an error may be small by chance
@@ -309,7 +309,7 @@ def test_few_numbers_are_judged_by_the_narrowest_dtype(command: Ask) -> None:
 def test_a_region_is_left_out_by_its_digest(command: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = digest_at(command, LINE_OF_O)
     monkeypatch.setenv("CODA_INDUCTOR_DISABLE", digest)
-    _, facts, _ = command("explain", "models:block", "--mode", "train", "--target", "reference", "--json")
+    _, facts, _ = command("explain", "diff_models:block", "--mode", "train", "--target", "reference", "--json")
     (graph,) = facts["graphs"]
     assert digest not in [r["digest"] for r in graph["regions"]]
     assert f"region {digest} is switched off" in [r["reason"] for r in graph["refused"]]
@@ -320,6 +320,6 @@ def test_a_digest_that_no_region_has_is_logged(
 ) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_DISABLE", f"{digest_at(command, LINE_OF_O)},{'0' * 16},casts")
     caplog.set_level(logging.INFO, "coda_inductor")
-    command("explain", "models:block", "--mode", "train", "--target", "reference", "--json")
+    command("explain", "diff_models:block", "--mode", "train", "--target", "reference", "--json")
     said = [r.getMessage() for r in caplog.records if "disable:" in r.getMessage()]
     assert said == [f"disable: there is no Region {'0' * 16} in this graph; it may be in another"]
