@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from coda_inductor.codegen import target
+from coda_inductor.commands.backward import differentiable, gradient
+from coda_inductor.commands.walk import leaves
 from coda_inductor.commands.words import table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
@@ -55,7 +57,6 @@ def bench(
     if torch_mode and settings.target == "reference":
         raise Unsupported("torch.compile takes a mode or options, not both", hint="leave out --torch-mode or --target")
     model, args, kwargs = placed(model, args, kwargs, mode)
-    started(settings)
     work = Work(model, args, kwargs, mode)
     steps = {}
     REPORTS.clear()
@@ -104,24 +105,14 @@ def options(backend: str, settings: Settings) -> dict[str, str | int | bool | Ca
     return {"target": settings.target} if backend == "coda" else None
 
 
-def started(settings: Settings) -> None:
-    """What the first compile of a process loads is not counted to either side."""
-
-    def small(x: Tensor) -> Tensor:
-        return x + 1
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for backend in BACKENDS:
-        torch.compile(small, backend=backend, options=options(backend, settings))(torch.ones(8, device=device))
-
-
 class Work:
     """What is repeated: a forward, a forward and backward, or a whole step, of one set of inputs."""
 
     def __init__(self, model: Model, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Mode) -> None:
         self.args, self.kwargs, self.mode = args, kwargs, mode
         own = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-        self.wanting = [t for t in (*own, *tensors((args, kwargs))) if t.requires_grad]
+        given = [x for _, x in leaves("", (args, kwargs)) if isinstance(x, Tensor)]
+        self.wanting = [t for t in (*own, *given) if t.requires_grad]
         if mode != "infer" and not self.wanting:
             raise Unsupported(f"--mode {mode}: nothing of the model requires a gradient")
         learnt = [t for t in own if t.requires_grad]
@@ -131,39 +122,30 @@ class Work:
         self.optimizer = torch.optim.AdamW(learnt, lr=1e-5, fused=fused) if mode == "step" else None
         self.gradients: list[Tensor] | None = None
 
-    def step(self, compiled: Model) -> Callable[[], list[Tensor]]:
-        """One call of the compiled model and what follows it. It returns the outputs that are tensors."""
+    def step(self, compiled: Model) -> Callable[[], Any]:
+        """One call of the compiled model and what follows it. It returns what the model does."""
 
-        def run() -> list[Tensor]:
+        def run() -> Any:
             with torch.set_grad_enabled(self.mode != "infer"):
-                outputs = tensors(compiled(*self.args, **self.kwargs))
+                made = compiled(*self.args, **self.kwargs)
             if self.mode != "infer":
-                self.backward([out for out in outputs if out.requires_grad])
+                self.backward(made)
                 if self.optimizer is not None:
                     self.optimizer.step()
                 for t in self.wanting:
                     t.grad = None
-            return outputs
+            return made
 
         return run
 
-    def backward(self, outputs: list[Tensor]) -> None:
-        """From the first output if it is a number, the loss; else from all, with random gradients, the same each
-        time."""
+    def backward(self, made: Any) -> None:
+        """As `backward.backward`, but the gradients are drawn once."""
+        outputs = list(differentiable(made).values())
         if not outputs:
             raise Unsupported(f"--mode {self.mode}: no output of the model has a gradient")
-        if outputs[0].numel() == 1:
-            outputs[0].backward()
-            return
         if self.gradients is None:
-            self.gradients = [torch.randn_like(out) for out in outputs]
+            self.gradients = [gradient(i, out) for i, out in enumerate(outputs)]
         torch.autograd.backward(outputs, self.gradients)
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    """The tensors in what a model takes or returns; of a model's output class its values count."""
-    values = tuple(tree.values()) if isinstance(tree, Mapping) else tree
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 FORMATS = (".svg", ".png", ".pdf")

@@ -14,11 +14,20 @@ from typing import Any
 
 import torch
 
-from coda_inductor.commands.bisect import bisect, say_culprit
-from coda_inductor.commands.off import FACTOR, Off, allowed, floor, off, times, verdict
+from coda_inductor.commands.differences.bisect import bisect, say_culprit
+from coda_inductor.commands.differences.off import FACTOR, Off, allowed, floor, lost, off, times, verdict
+from coda_inductor.commands.differences.reached import Subject
+from coda_inductor.commands.differences.runs import (
+    OVERWRITTEN,
+    Against,
+    Found,
+    Mode,
+    Reference,
+    Run,
+    compiled,
+    reference,
+)
 from coda_inductor.commands.progress import Say, progress
-from coda_inductor.commands.reached import Subject
-from coda_inductor.commands.runs import OVERWRITTEN, Against, Found, Mode, Reference, Run, compiled, reference
 from coda_inductor.commands.words import table
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
@@ -27,6 +36,7 @@ from coda_inductor.explain.report import plural
 
 Facts = dict[str, Any]
 ROWS = 20  # of tensors, in the text
+NOT_COMPARED = "not compared: "
 HEAD = ("tensor", "shape", "coda", "Inductor", "ratio", "largest", "")
 
 
@@ -56,18 +66,25 @@ class Compared:
         facts: Facts = {"tensor": name, "kind": some.kind, "shape": list(some.value.shape), "dtype": dtype}
         if not (found and theirs and wanted):
             wrong = (found is None) != (theirs is None)
-            said = f"{'WRONG: ' if wrong else ''}{' and '.join(lacking)} gave none"
+            said = f"{'WRONG: ' if wrong else NOT_COMPARED}{' and '.join(lacking)} gave none"
             return facts | {"wrong": wrong, "rank": math.inf if wrong else 0.0, "verdict": said}
         if other := unlike(found, theirs, wanted):
             return facts | {"wrong": True, "rank": math.inf, "verdict": f"WRONG: {other}"}
         if theirs.value.shape != wanted.value.shape:
-            return facts | {"wrong": False, "rank": 0.0, "verdict": "another shape than eager's, as Inductor's"}
+            return facts | {
+                "wrong": False,
+                "rank": 0.0,
+                "verdict": f"{NOT_COMPARED}another shape than eager's, as Inductor's",
+            }
         device = self.subject.device()
         our = off(found.value, wanted.value, device)
         their = off(theirs.value, wanted.value, device) if self.reference else None
-        least = floor(found.value, self.narrowest, their)
+        least = floor(found.value, self.narrowest, our, their)
         same = torch.equal(found.value, theirs.value)
-        said = verdict(our, their, least, same)
+        by_us = lost(found.value, wanted.value)
+        if self.reference:
+            by_us &= ~lost(theirs.value, wanted.value)
+        said = verdict(our, their, least, same, int(by_us.sum()))
         facts |= {"coda": number(our.error), "inductor": number(their.error) if their else None}
         facts |= {"allowed": number(allowed(their, least)), "largest": our.largest, "at": list(our.at)}
         facts |= {"not_finite": our.lost, "inductor_not_finite": their.lost if their else None}
@@ -140,6 +157,10 @@ def judged(compared: Compared, ours: Run) -> Facts:
     names = dict.fromkeys([*wanted.found, *inductor.found, *ours.found])
     rows = [compared.row(name, ours) for name in names]
     rows.sort(key=lambda row: (not row["wrong"], -row["rank"]))
+    unjudged = [
+        f"{row['tensor']}: {row['verdict'].removeprefix(NOT_COMPARED)}"
+        for row in rows if row["verdict"].startswith(NOT_COMPARED)
+    ]  # fmt: skip
     problems = [f"{row['tensor']}: {row['verdict'].removeprefix('WRONG: ')}" for row in rows if row["wrong"]]
     keys = dict.fromkeys([*inductor.others, *ours.others])
     other = {key: (inductor.others.get(key, "nothing"), ours.others.get(key, "nothing")) for key in keys}
@@ -160,7 +181,7 @@ def judged(compared: Compared, ours: Run) -> Facts:
         "regions": sum(len(report.sites) for report in ours.reports),
         "warnings": ours.warnings,
         "tensors": [{**row, "rank": number(row["rank"])} for row in rows],
-        "not_compared": list(dict.fromkeys([*wanted.unseen, *inductor.unseen, *ours.unseen])),
+        "not_compared": list(dict.fromkeys([*unjudged, *wanted.unseen, *inductor.unseen, *ours.unseen])),
         "problems": problems or ([] if rows else ["the model leaves no tensor that could be compared"]),
     }
 

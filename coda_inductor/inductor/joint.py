@@ -50,7 +50,7 @@ from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.laws import ROOT
 from coda_inductor.rewrite.rotate_half import OF_HEADS
 from coda_inductor.rewrite.sources import statistics
-from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, but
+from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.verifying import Before, verify, verify_kept
@@ -249,7 +249,8 @@ def rewrite(
     assert module is not None
     backup, guards, operations = g.copied(graph), _guards(graph), _operations(graph)
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
-    decisions = but(decisions, settings.disable, met := set[str]())
+    met = set[str]()
+    decisions = without_regions(decisions, settings.disable, met)
     work = Work(module, settings, target, decisions, Before.of(graph), device)
     try:
         while (vain := _run(stages, work)) is not None:

@@ -27,7 +27,7 @@ class Decisions:
     slower_plain: plain.Slower = plain.NONE_SLOWER
 
 
-def but(decisions: Decisions, names: Set[str], met: set[str]) -> Decisions:
+def without_regions(decisions: Decisions, names: Set[str], met: set[str]) -> Decisions:
     """The decisions, by which no Region is legal whose digest is among these names; those that there were are `met`."""
 
     def legal(region: Region) -> None:

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._inductor import compile_fx
 
 import coda_inductor.inductor.compile
-from coda_inductor.commands import diff, runs
-from coda_inductor.commands.wide import Wide
+from coda_inductor.commands import diff
+from coda_inductor.commands.differences import runs
+from coda_inductor.commands.differences.wide import Wide
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from coda_inductor.commands import diff
-from coda_inductor.commands.off import Off, floor, off, verdict
+from coda_inductor.commands.differences.reached import Subject
+from coda_inductor.commands.differences.runs import Found, Reference, Run, observed
 from coda_inductor.commands.progress import progress
-from coda_inductor.commands.reached import Subject
-from coda_inductor.commands.runs import Found, Reference, Run, observed
+from coda_inductor.commands.walk import leaves
 from coda_inductor.core.settings import Settings
 
 
@@ -93,8 +97,8 @@ def test_twenty_rows_and_the_count_of_the_others() -> None:
 def test_memory_that_is_shared_stays_shared() -> None:
     base = torch.arange(12.0)
     subject = Subject(lambda x, y: None, (base[2:8].view(2, 3), base[::2]), {})
-    (_, x), (_, y) = subject.inputs()
-    assert [name for name, _ in subject.inputs()] == ["x", "y"]
+    x, y = subject.first.values()
+    assert [*subject.first] == ["x", "y"]
     for dtype, wanted in ((torch.float64, torch.float64), (None, torch.float32)):
         x.add_(5)
         subject.put_back(dtype)
@@ -117,18 +121,41 @@ def test_a_line_on_a_terminal_alone(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_few_numbers_may_be_lucky_but_not_wrong() -> None:
-    """A loss whose error is 59 times Inductor's: 1.5 % for 0.026 %."""
-    loss = torch.tensor(3.0)
-    theirs, ours = Off(2.6e-4, 0.0, 0, ()), Off(1.5e-2, 0.0, 0, ())
-    least = floor(loss, torch.bfloat16, theirs)
-    assert verdict(ours, theirs, least, False).startswith("WRONG")
-    assert not verdict(Off(3.5e-3, 0.0, 0, ()), theirs, least, False).startswith("WRONG")
+    """A loss whose error is 59 times Inductor's: 1.5 % for 0.026 %. With 0.35 % it may be chance."""
+    loss = torch.tensor(3.0, dtype=torch.float64)
+    one = replace(compared((loss * (1 + 2.6e-4)).float(), loss), narrowest=torch.bfloat16)
+    rows = [one.row("x", Run({"x": found((loss * (1 + error)).float())})) for error in (1.5e-2, 3.5e-3)]
+    assert [row["wrong"] for row in rows] == [True, False]
 
 
-def test_where_the_reference_is_zero_the_difference_counts() -> None:
+def test_where_the_reference_is_zero_inductor_says_how_much_is_noise() -> None:
     zero = torch.zeros(100, dtype=torch.float64)
-    theirs, ours = (off(zero + x, zero, torch.device("cpu")) for x in (1e-9, 1e3))
-    assert verdict(ours, theirs, floor(zero, torch.float32, theirs), False).startswith("WRONG")
+    noise = [judged(zero + x, zero + 1e-9, zero)[0] for x in (0.0, 5e-9, 2e-8, 1e3)]
+    assert noise == [False, False, True, True]
+
+
+def test_numbers_whose_squares_are_not_finite() -> None:
+    assert judged(X * 2e200, X * 1e200, X * 1e200)[0] and not judged(X * 1e200, X * 1e200, X * 1e200)[0]
+
+
+def test_what_is_lost_is_looked_at_place_by_place() -> None:
+    theirs, ours = X.clone(), X.clone()
+    theirs[0, 0], ours[5, 5] = torch.inf, torch.nan
+    assert judged(ours, theirs, X) == (True, "WRONG: 1 not finite, 1 of Inductor's")
+
+
+def test_a_scalar_against_inductor_alone() -> None:
+    one = torch.tensor(1.0, dtype=torch.bfloat16)
+    alone = replace(compared(one, one), reference=None, narrowest=torch.bfloat16)
+    rows = [alone.row("x", Run({"x": found(one * factor)})) for factor in (1.4, 1.05)]
+    assert [row["wrong"] for row in rows] == [True, False]
+
+
+def test_what_only_the_reference_gave_is_not_called_right() -> None:
+    facts = diff.judged(compared(X, X), Run({"x": found(X)}))
+    assert facts["not_compared"] == []
+    none = replace(compared(X, X), inductor=Run())
+    assert diff.judged(none, Run())["not_compared"] == ["x: coda and Inductor gave none"]
 
 
 class Past:
@@ -171,15 +198,69 @@ def test_what_a_run_leaves_is_put_back_before_the_next() -> None:
     assert float(model._step) == 0 and model.seen == [1] and not model.table and not past.keys
 
 
-def test_a_weight_that_nobody_names_is_said() -> None:
-    weights = {"w": [torch.randn(3, 3, requires_grad=True)]}
+class Slots:
+    """An object without a dict."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self) -> None:
+        self.keys = [torch.zeros(3)]
+
+
+class Uncounted(nn.Module):
+    """Layers in a plain list, state in an object with slots, and a counter that nobody can set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.count, self.state = [nn.Linear(3, 3)], itertools.count(), Slots()
+
+    def forward(self, x: Tensor) -> Tensor:
+        next(self.count)
+        self.state.keys = [self.state.keys[0] + 1]
+        out: Tensor = self.layers[0](x) * self.state.keys[0]
+        return out
+
+
+def test_lists_of_layers_and_slots_are_reached_and_what_cannot_be_put_back_is_said() -> None:
+    model = Uncounted()
+    subject = Subject(model, (torch.randn(2, 3),), {})
+    assert {"layers[0].weight", "layers[0].bias", "state.keys[0]"} <= subject.first.keys()
+    first, second = (observed(subject, "train", model) for _ in range(2))
+    assert torch.equal(first.found["output"].value, second.found["output"].value)
+    assert "gradient of layers[0].weight" in second.found
+    assert second.unseen == ["count, whose state cannot be put back between runs"] and not first.unseen
+
+
+def test_what_a_function_reads_through_containers_and_functions_is_reached() -> None:
+    held = {"w": [torch.randn(3, 3, requires_grad=True)]}
 
     def read() -> Tensor:
-        return weights["w"][0]
+        return held["w"][0]
 
-    run = observed(Subject(lambda x: x @ read(), (torch.randn(2, 3),), {}), "train", lambda x: x @ read())
+    subject = Subject(lambda x: x @ read(), (torch.randn(2, 3),), {})
+    assert [*subject.first] == ["x", "held.w[0]"]
+    run = observed(subject, "train", subject.model)
+    assert "gradient of held.w[0]" in run.found and not run.unseen
+
+
+def test_a_weight_that_nobody_names_is_said() -> None:
+    hidden = torch.randn(3, 3, requires_grad=True)
+    call = functools.partial(torch.mm, mat2=hidden)
+    run = observed(Subject(torch.mm, (torch.randn(2, 3),), {}), "train", call)
     assert run.unseen == ["the gradient of a weight [3, 3] that no module or argument holds"]
-    assert weights["w"][0].grad is None
+    assert hidden.grad is None
+
+
+def test_what_holds_itself_ends() -> None:
+    loop: list[object] = [torch.ones(2)]
+    loop.append(loop)
+    assert [name for name, _ in leaves("output", loop)] == ["output[0]"]
+
+
+def test_complex_numbers_are_widened() -> None:
+    model = nn.Identity()
+    run = observed(Subject(model, (torch.ones(2, dtype=torch.complex64),), {}), "infer", model, torch.float64)
+    assert run.found["output"].value.dtype == torch.complex128
 
 
 def test_what_cannot_be_compared_is_not_called_right() -> None:

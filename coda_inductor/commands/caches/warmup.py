@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor.commands.backward import backward
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.report import plural
@@ -46,7 +47,7 @@ def warmup(
         said = f"the model and its inputs are on {' and '.join(sorted(devices)) or 'no device'}"
         raise Unsupported(said, hint=f"let the function put them on {joint_pass.DEVICE}")
     store, start_s = open_store(settings.cache_dir), time.perf_counter()
-    before = _held(store)
+    before = counts(store)
     REPORTS.clear()
     torch._dynamo.reset()
     train = mode == "train"
@@ -54,31 +55,23 @@ def warmup(
         model.train(train)
     with torch.set_grad_enabled(train):
         out = torch.compile(model, backend="coda")(*args, **kwargs)
-        if train:
-            _backward(out)
+        if train and not backward(out):
+            raise Unsupported("no output of the model has a gradient", hint="--mode infer, or parameters that want one")
     if joint_pass.DEVICE in devices and torch.cuda.is_available():
         torch.cuda.synchronize()
-    seconds, kept = time.perf_counter() - start_s, _torchs(store)
+    seconds, kept = time.perf_counter() - start_s, keep_artifacts(store)
     facts: Facts = {"schema": 1, "action": "warmup", "mode": mode, "path": str(store), "target": settings.target}
     facts |= {"seconds": seconds, "regions": sum(len(report.sites) for report in REPORTS)}
-    facts |= {name: count - before[name] for name, count in _held(store).items()}
+    facts |= {name: count - before[name] for name, count in counts(store).items()}
     return {**facts, "torch_artifacts": kept, "cache_hits": _hits()}
 
 
-def _backward(out: Any) -> None:
-    """The backward of all outputs that have one. Raises Unsupported if none has."""
-    total = [t.float().sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-    if not total:
-        raise Unsupported("no output of the model has a gradient", hint="--mode infer, or parameters that want one")
-    torch.stack(total).sum().backward()
-
-
-def _held(store: Path) -> dict[str, int]:
+def counts(store: Path) -> dict[str, int]:
     """How many kernels and records there are."""
     return {"kernels": len([*store.glob("objects/*/*")]), "records": len([*store.glob("tuning/*.json")])}
 
 
-def _torchs(store: Path) -> int:
+def keep_artifacts(store: Path) -> int:
     """Keeps torch's artifacts of this process, for `cache export`; how many. 0 where its caches are off, or this torch
     has no such function."""
     save = getattr(torch.compiler, "save_cache_artifacts", None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from coda_inductor.commands.reached import widened
+from coda_inductor.commands.differences.reached import widened
 from coda_inductor.core.errors import Unsupported
 
 aten = torch.ops.aten

@@ -7,14 +7,16 @@ inputs, beside the interpreter: if the two differ, its kernel is wrong, else wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coda_inductor.commands.differences.off import off
+from coda_inductor.commands.differences.runs import Run
 from coda_inductor.commands.progress import Say
-from coda_inductor.commands.runs import Run
 from coda_inductor.core.blocks import into
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import CodaError
@@ -171,17 +173,9 @@ def alone(site: Site, settings: Settings, device: torch.device) -> Facts:
             into(region, given, wanted)
     except (CodaError, torch.OutOfMemoryError) as why:
         return {"error": None, "differs": None, "why": str(why).partition("\n")[0]}
-    error = max(relative(*pair) for pair in zip(outs, wanted, strict=True))
+    found = [off(*pair, device) for pair in zip(outs, wanted, strict=True)]
+    error = max(math.inf if x.lost or not x.error < math.inf else x.error for x in found)
     return {"error": error if error < float("inf") else str(error), "differs": not error <= allowed, "allowed": allowed}
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """Frobenius; infinite where only one of them is finite."""
-    found, wanted = found.double(), wanted.double()
-    if not torch.equal(found.isfinite(), wanted.isfinite()):
-        return float("inf")
-    found, wanted = (torch.where(x.isfinite(), x, 0.0) for x in (found, wanted))
-    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def inputs(region: Region, m: int, device: torch.device) -> list[Tensor]:

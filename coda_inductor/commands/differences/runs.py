@@ -6,7 +6,7 @@ import contextlib
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,8 +16,10 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor
 
-from coda_inductor.commands.reached import PLAIN, Subject, leaves
-from coda_inductor.commands.wide import Draws, Recorder, Wide
+from coda_inductor.commands.backward import backward
+from coda_inductor.commands.differences.reached import PLAIN, Subject
+from coda_inductor.commands.differences.wide import Draws, Recorder, Wide
+from coda_inductor.commands.walk import SAID, leaves
 from coda_inductor.core import errors
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.settings import Settings
@@ -145,14 +147,11 @@ def observed(
 ) -> Run:
     """One run from the state before all runs; `dtype` and `within`, a dispatch mode, of a reference."""
     subject.put_back(dtype)
+    lost = subject.changed_for_good()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    if isinstance(subject.model, torch.nn.Module):
-        subject.model.train(mode == "train")  # as its author has it: some freeze a norm there
-    else:
-        for module in subject.modules():
-            module.training = mode == "train"
+    subject.train(mode == "train")
     torch.manual_seed(SEED)
     np.random.seed(SEED)
     random.seed(SEED)
@@ -166,12 +165,13 @@ def observed(
             stack.enter_context(within)
         made = call(*subject.args, **subject.kwargs)
         run = _outputs(subject, made)
+        run.unseen += [f"{name}, whose state cannot be put back between runs" for name in lost]
         if mode == "train":
             unknown = unreached(subject, made)
             run.unseen += [
                 f"the gradient of a weight {list(t.shape)} that no module or argument holds" for t in unknown
             ]
-            run.loss = _backward(made)
+            run.loss = backward(made)
             for t in unknown:
                 t.grad = None
     del made
@@ -189,8 +189,8 @@ def _outputs(subject: Subject, made: Any) -> Run:
     run, at = Run(), dict[int, set[str]]()
     for name, leaf in leaves("output", made):
         if not isinstance(leaf, Tensor):
-            run.others[name] = repr(leaf) if isinstance(leaf, _SAID) else type(leaf).__name__
-            if not isinstance(leaf, _SAID):
+            run.others[name] = repr(leaf) if isinstance(leaf, SAID) else type(leaf).__name__
+            if not isinstance(leaf, SAID):
                 run.unseen.append(f"{name}, of {type(leaf).__name__}")
             continue
         run.found[name] = _found(OUTPUT, leaf)
@@ -201,9 +201,6 @@ def _outputs(subject: Subject, made: Any) -> Run:
             at[t.untyped_storage().data_ptr()].add(name)
     run.sharing = {frozenset(names) for names in at.values() if len(names) > 1}
     return run
-
-
-_SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def _found(kind: str, t: Tensor) -> Found:
@@ -233,27 +230,3 @@ def unreached(subject: Subject, made: Any) -> list[Tensor]:
         seen.update(fresh)
         left += fresh
     return list(found.values())
-
-
-def _backward(made: Any) -> str:
-    """Runs the backward, and says of what. The loss is the sum of the scalars that the model returns; without one, of
-    everything differentiable times fixed random weights."""
-    outs = {name: x for name, x in leaves("output", made) if isinstance(x, Tensor) and x.requires_grad}
-    outs = {name: x for name, x in outs.items() if x.is_floating_point()}
-    scalars = {name: x for name, x in outs.items() if x.dim() == 0}
-    given: Mapping[str, Tensor] = scalars or outs
-    if not given:
-        return ""
-    torch.autograd.backward(list(given.values()), [_weights(i, x, bool(scalars)) for i, x in enumerate(given.values())])
-    names = " + ".join(given)
-    return names if scalars else f"the sum of {names}, times fixed random weights"
-
-
-def _weights(i: int, out: Tensor, scalar: bool) -> Tensor:
-    """A tensor's gradient: 1 of a loss, else normal numbers of bfloat16, the same in every dtype."""
-    if scalar:
-        return torch.ones_like(out)
-    generator = torch.Generator().manual_seed(SEED + i)
-    with torch._C._DisableTorchDispatch():
-        drawn = torch.randn(out.shape, generator=generator, dtype=torch.float32).bfloat16()
-    return drawn.to(out.device, out.dtype)
