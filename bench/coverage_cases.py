@@ -82,21 +82,25 @@ class Called(nn.Module):
         return out if isinstance(out, Tensor) else out[0]
 
 
-def build(case: Case) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """(model, args). Raises ModuleNotFoundError where a package is missing that the model is of."""
+def made(case: Case) -> Any:
+    """The model itself. Raises ModuleNotFoundError where a package is missing that it is of."""
     package = importlib.import_module(case.package)
+    if case.package == "timm":
+        model = package.create_model(case.model, **case.sizes)
+    elif case.config:
+        config = getattr(package, case.config)(**case.sizes)
+        model = getattr(package, case.model)(config if case.dropout else without_dropout(config))
+    else:
+        model = getattr(package, case.model)(**case.sizes)
+    model = case.change(model)
+    return model if case.autocast else model.to(torch.bfloat16)
+
+
+def build(case: Case) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """(model, args). Raises ModuleNotFoundError as `made` does."""
     with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
-        if case.package == "timm":
-            model = package.create_model(case.model, **case.sizes)
-        elif case.config:
-            config = getattr(package, case.config)(**case.sizes)
-            model = getattr(package, case.model)(config if case.dropout else without_dropout(config))
-        else:
-            model = getattr(package, case.model)(**case.sizes)
-        model = case.change(model)
-        model = model if case.autocast else model.to(torch.bfloat16)
         args = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in case.inputs.values())
-    return Called(model, case), args
+        return Called(made(case), case), args
 
 
 def without_dropout(config: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import sys
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 
 import models
 import torch
-from coverage_cases import Called, Case, decoder, sizes, without_dropout
+from coverage_cases import Called, Case, decoder, made, sizes
 from coverage_zoo import ALTERNATE, MODELS
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ from coda_inductor.core.settings import Settings
 
 GEMMA = sizes(3840, 15360, 16, 8, 262208, head_dim=256, sliding_window=1024, layer_types=ALTERNATE)
 CASES = MODELS | {"gemma3_12b": decoder("Gemma3", GEMMA, config="Gemma3TextConfig")}
-OWN = {"dit_xl": models.MODELS["dit-xl"]}
+OWN = {"dit_xl_blocks": models.MODELS["dit-xl"]}
 """Models of our own, which no package makes, with two blocks each."""
 SMALL = 1024  # tokens of an embedding that is not to be measured
 
@@ -40,18 +39,11 @@ def body(case: Case) -> Case:
     return replace(case, model=name, loss=False, sizes={**case.sizes, "vocab_size": SMALL})
 
 
-def made(case: Case) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def built(case: Case) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """(model, args) on the GPU, with random weights and inputs."""
-    package = importlib.import_module(case.package)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        if case.config:
-            config = getattr(package, case.config)(**case.sizes)
-            model = getattr(package, case.model)(config if case.dropout else without_dropout(config))
-        else:
-            model = getattr(package, case.model)(**case.sizes)
-    model = case.change(model)
-    model = model if case.autocast else model.to(torch.bfloat16)
+        model = made(case)
     return Called(model, case), tuple(drawn(x, case) for x in case.inputs.values())
 
 
@@ -93,10 +85,14 @@ def measured(name: str, mode: Any, given: argparse.Namespace) -> dict[str, Any]:
     try:
         if name in OWN:
             build, inputs = OWN[name]
-            model, args, said = build().to("cuda", torch.bfloat16), inputs(), f"{name}, 2 blocks"
+            model, args, said = (
+                build().to("cuda", torch.bfloat16),
+                inputs(),
+                f"{name.removesuffix('_blocks')}, 2 blocks",
+            )
         else:
             case = body(CASES[name]) if given.body else CASES[name]
-            model, args = made(case)
+            model, args = built(case)
             said = f"{name}, {case.layers} layers" + " and head" * (not given.body)
         timed = {"seconds": given.seconds, "rounds": given.rounds}
         return bench(model, args, {}, mode, Settings.read()[0], said, **timed)
