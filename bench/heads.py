@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coda_inductor.measure.sides import peak_gib
+
 TOKENS, WIDTH = 32768, 2048
 CASES = ("32000", "128256", "32000:cap", "128256:cap", "32000:returned")
 Call = Callable[[], Any]
@@ -88,16 +90,6 @@ def gradients(call: Callable[..., tuple[Tensor, ...]], x: Tensor, weight: Tensor
     return step
 
 
-def peak(step: Call) -> float:
-    """GiB over what lies there before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
 def alone(step: Call, seconds: float) -> float:
     """Milliseconds of a call, repeated for a while."""
     step()
@@ -150,7 +142,7 @@ def measure(case: str, chunks: list[int], seconds: float, rounds: int = 3) -> di
         error[name] = [round(float((a - b).norm() / b.norm()), 5) for a, b in zip(found, want, strict=True)]
         del found
         taken[name] = round(time.perf_counter() - start, 1)
-        gib[name] = round(peak(steps[name]), 3)
+        gib[name] = round(peak_gib(steps[name]) or 0.0, 3)
     del want
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
