@@ -109,16 +109,25 @@ def summary(rows: Sequence[Row]) -> list[str]:
             lines.append(f"- Mean coverage of {word} over the {len(dense)} dense transformers: {mean(dense):.3f}.")
     kept = [row for row in counted if row["saved_bytes_inductor"]]
     more, keep = list(filter(moves_more, counted)), list(filter(keeps_more, kept))
-    lines.append(f"- Of {len(counted)} runs {len(more)} move more bytes than before{named(more)}.")
-    lines.append(
-        f"- Of {len(kept)} training runs {len(keep)} keep more than {KEPT_LIMIT} times Inductor's bytes{named(keep)}."
+    lines += named(f"- Of {len(counted)} runs {len(more)} move more bytes than before", more)
+    lines += named(
+        f"- Of {len(kept)} training runs {len(keep)} keep more than {KEPT_LIMIT} times Inductor's bytes", keep
     )
     for key, what in (("error", "ended with an error"), ("skipped", "were skipped")):
         if missed := [row for row in rows if key in row]:
-            lines.append(f"- Of {len(rows)} runs {len(missed)} {what}{named(missed)}.")
-    return [textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
+            lines += named(f"- Of {len(rows)} runs {len(missed)} {what}", missed)
+    return [filled(line) for line in lines]
 
 
-def named(rows: Sequence[Row]) -> str:
-    """ ": llama (training), ..." or nothing."""
-    return ": " * bool(rows) + ", ".join(f"{row['model']} ({MODES[row['mode']]})" for row in rows)
+def filled(line: str) -> str:
+    """An item of a list in lines of at most 120 characters."""
+    indent = "  " if line.startswith("-") else "    "
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def named(line: str, rows: Sequence[Row]) -> list[str]:
+    """The line, and below it for each family "  - decoder: llama (training), ..."."""
+    families: dict[str, list[str]] = {}
+    for row in rows:
+        families.setdefault(row["family"], []).append(f"{row['model']} ({MODES[row['mode']]})")
+    return [line + (":" if rows else "."), *(f"  - {family}: {', '.join(names)}" for family, names in families.items())]

@@ -78,12 +78,15 @@ def test_page_of_coverage(bench: Callable[[str], ModuleType]) -> None:
         "| vision | eva * | inference | 0.250 | 9 → 4 | 1.5 | 2.00 → **3.00** |  | 3 |",
         "| vision | eva * | training | skipped: No module named 'timm' | | | | | |",
     ]
-    assert lines[-5:] == [
+    assert lines[-8:] == [
         "- Mean coverage of inference over the 2 dense transformers: 0.500.",
         "- Mean coverage of training over the 1 dense transformers: 0.750.",
-        "- Of 4 runs 1 move more bytes than before: eva (inference).",
-        "- Of 1 training runs 1 keep more than 1.02 times Inductor's bytes: llama (training).",
-        "- Of 5 runs 1 were skipped: eva (training).",
+        "- Of 4 runs 1 move more bytes than before:",
+        "  - vision: eva (inference)",
+        "- Of 1 training runs 1 keep more than 1.02 times Inductor's bytes:",
+        "  - decoder: llama (training)",
+        "- Of 5 runs 1 were skipped:",
+        "  - vision: eva (training)",
     ]
 
 
