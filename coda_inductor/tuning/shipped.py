@@ -3,7 +3,7 @@
 A hint is found by the Region's structure (not by sources, versions or names), the card and the bucket of tokens. It
 spares a search and decides nothing by itself: a tile must be one that the search would time, its kernel's results are
 compared with the interpreter's, and one timing must show what the hint says. Where it does not, the ordinary search
-follows. What cannot be read is no hint. `coda-inductor cache hints` writes these files (commands/hints.py).
+follows. What cannot be read is no hint. `coda-inductor cache hints` writes these files (commands/caches/hints.py).
 """
 
 from __future__ import annotations
