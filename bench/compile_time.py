@@ -1,10 +1,10 @@
 """Seconds to compile a model with nothing on disk (cold) and a second time (warm): backend="coda" and torch.compile's
 default, each in a fresh process.
 
-    python bench/compile_time.py [--mode train] [--with-hints] [--layers N] [--width WIDTH] [--tokens N] [--vocab N]
-        [--out FILE]
+    python bench/compile_time.py [--mode train] [--backends inductor coda hinted] [--layers N] [--width WIDTH]
+        [--tokens N] [--vocab N] [--out FILE]
 
-With --with-hints there are two more rows, of "coda, hinted": tuning starts from what is shipped (tuning/shipped.py).
+Of "hinted" the rows say "coda, hinted": tuning starts from what is shipped (tuning/shipped.py); "coda" is without.
 --keep FOLDER leaves the caches of the last coda there, for `coda-inductor cache hints`.
 
 One JSON line for each backend and start, as bench/layers.py writes them. The model is Llama's, by default in the sizes
@@ -13,7 +13,8 @@ of its 1B, with random weights. "compile_s" is the first call, its run included,
 added to its own: in a warm start all three are to be 0. (torch.compile's own adds three of 33, in every row.)
 "split" says where the seconds of ours go: "rewriting" is all of our pass; of it "programs" compiles the other side's
 programs while kernels are compiled, "kernels" waits for those, "contests" searches tiles and times groups, "laws" times
-groups against programs without their law, and the rest is "derivation". "hinted" of the "groups" took one timing.
+groups against programs without their law, "plain" products with cuBLAS, and the rest is "derivation". "hinted" of the
+"groups" took one timing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from coda_inductor.inductor import joint_pass
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.kernels import launch
 from coda_inductor.tuning.measurements import Measurements
+from coda_inductor.tuning.plain_products import PlainTuner
 
 BACKENDS = ("inductor", "coda")
 HINTED = "coda, hinted"
@@ -78,12 +80,15 @@ class Split(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.seconds = dict.fromkeys(("rewriting", "programs", "kernels", "contests", "laws"), 0.0)
+        self.seconds = dict.fromkeys(("rewriting", "programs", "kernels", "contests", "laws", "plain"), 0.0)
         log = logging.getLogger("coda_inductor.tuning")
         log.setLevel(logging.INFO)
         log.propagate = False
         log.addHandler(self)
-        for owner, name, part in ((joint_pass, "rewrite", "rewriting"), (Measurements, "against", "laws")):
+        timed = (
+            (joint_pass, "rewrite", "rewriting"), (Measurements, "against", "laws"), (PlainTuner, "__call__", "plain")
+        )  # fmt: skip
+        for owner, name, part in timed:
             setattr(owner, name, self.counted(getattr(owner, name), part))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -160,7 +165,7 @@ def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
         "QUACK_CACHE_DIR": "quack", "CUTE_DSL_CACHE_DIR": "cutlass",
     }  # fmt: skip
     environment = os.environ | {name: str(folder / place) for name, place in places.items()}
-    environment |= {"CODA_INDUCTOR_HINTS": "1"} if backend == HINTED else {}
+    environment |= {"CODA_INDUCTOR_HINTS": "1" if backend == HINTED else "0"}
     before = made(folder)
     command = [sys.executable, __file__, *arguments, "--only", "inductor" if backend == "inductor" else "coda"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -171,7 +176,7 @@ def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
 def rows(args: argparse.Namespace, arguments: list[str]) -> Iterator[dict[str, Any]]:
     """Cold and warm, of each backend, as they are measured."""
     case = f"llama {args.layers} x {args.width}, {args.tokens} tokens, vocabulary {args.vocab}"
-    for backend in (*BACKENDS, *([HINTED] if args.with_hints else ())):
+    for backend in (HINTED if name == "hinted" else name for name in args.backends):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("cold", "warm"):
                 row = {"case": case, "mode": args.mode, "backend": backend, "cache": cache}
@@ -187,7 +192,7 @@ def main() -> None:
     for name, default in (("layers", 16), ("width", 2048), ("tokens", 2048), ("vocab", 128256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mode", choices=("infer", "train"), default="infer")
-    parser.add_argument("--with-hints", action="store_true")
+    parser.add_argument("--backends", nargs="+", choices=(*BACKENDS, "hinted"), default=BACKENDS)
     parser.add_argument("--keep", metavar="FOLDER", help="leave the caches of coda there")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "compile_time.jsonl"))
     parser.add_argument("--only", choices=BACKENDS, help=argparse.SUPPRESS)  # what a process of ours is asked to do

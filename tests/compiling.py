@@ -189,6 +189,8 @@ def pretend(
     monkeypatch.setattr(prebuild, "begin", begun)
     monkeypatch.setattr(prebuild, "warm_up", lambda: None)
     monkeypatch.setattr(timing, "compared", timed)
+    monkeypatch.setattr(timing, "launching", lambda calls: [0.0] * len(calls))
+    monkeypatch.setattr(timing, "by_turns", lambda calls, rounds, launching: [1.0] * len(calls))
     if not inductor:
         uncompiled(monkeypatch)
     monkeypatch.setattr(launch, "KERNELS", {})

@@ -103,7 +103,8 @@ def _record(path: Path) -> Entry:
     ours = {key: found.get(key) for key in ("device", "versions", "ms")}
     if path.name.startswith("contest-"):
         regions = [str(r) for r in found.get("regions") or ()]
-        facts = {**ours, "regions": regions, **{key: found.get(key) for key in ("baseline_ms", *BUSY, "against")}}
+        keys = ("baseline_ms", *BUSY, "against", "wins")
+        facts = {**ours, "regions": regions, **{key: found.get(key) for key in keys}}
         return Entry("contest", (path.stem.removeprefix("contest-"), *regions), (path,), facts)
     facts = {**ours, "bucket": found.get("bucket"), "config": found.get("config"), "hinted": found.get("hinted", False)}
     return Entry("tuning", (path.stem.partition("-")[0],), (path,), facts)
@@ -209,7 +210,9 @@ def _what(row: Facts) -> str:
         return f"up to {row['bucket']} rows: {_tile(row['config'])} {ms}"
     if row["kind"] == "contest":
         other = "without the law" if row["against"] else "Inductor"
-        times = f"fused {_ms(row['ms'])}, {other} {_ms(row['baseline_ms'])}"
+        times = (
+            f"fused {_ms(row['ms'])}, {other} {_ms(row['baseline_ms'])}{', as a hint said' * (row['wins'] is not None)}"
+        )
         timed = [_ms(row[key]) for key in BUSY if row[key] is not None]
         once = [row[key] for key in BUSY] == [row["ms"], row["baseline_ms"]]  # long calls, or a slow host
         busy = f"; in a busy GPU {', '.join(timed)}" if timed and not once else ""

@@ -132,6 +132,7 @@ def timings(digests: Iterable[str], made: Sequence[Facts], settings: Settings) -
         regions = [str(r) for r in facts["regions"]]
         if known.issuperset(regions):
             what = "against the program without its law" if facts.get("against") else "against Inductor"
+            what += ", whose time a hint said" * (facts.get("wins") is not None)
             row = {"regions": regions, "what": what, "ms": facts["ms"], "baseline_ms": facts["baseline_ms"]}
             if not any(row.items() <= other.items() for other in found):
                 found.append({**row, "device": device})

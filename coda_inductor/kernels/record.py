@@ -40,13 +40,20 @@ def key(region: Region, size: int) -> str:
 
 
 def remember(
-    directory: Path, region: Region, size: int, config: Config, ms: float | None, rows: list[dict[str, Any]]
+    directory: Path,
+    region: Region,
+    size: int,
+    config: Config,
+    ms: float | None,
+    rows: list[dict[str, Any]],
+    share: float | None = None,
 ) -> Config:
     """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
     of processes that measure at once, the first's. Without `ms` it was hinted (tuning/shipped.py): no other was
-    tried, and one that won a search replaces it."""
+    tried, and one that won a search replaces it. `share` is its time over that of plain products."""
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
-    made = {**found, "text": region.text, **({} if ms is not None else {"hinted": True}), **where()}
+    found |= {"share": share, "text": region.text}
+    made = {**found, **({} if ms is not None else {"hinted": True}), **where()}
     standing = store.write_record(directory, key(region, size), made, lambda r: _stands(r, region, hints=ms is None))
     return _config(standing, region) or config
 

@@ -22,6 +22,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, record
 from coda_inductor.measure import timing
+from coda_inductor.measure.products import beside_products
 
 TOLERANCE = 4e-3  # relative Frobenius: one rounding to bf16 is 2e-3, and an output may be rounded twice
 FAST_TOLERANCE = 1.6e-2  # SwiGLU of two products in the tensor cores' own accumulators was 2e-3 to 6.4e-3 off (H100)
@@ -60,9 +61,20 @@ def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None,
     if not right:
         raise Unsupported(f"no configuration of region {region.digest} is right: {rows[0]['why'] if rows else 'none'}")
     best = min(right, key=lambda row: float(row["ms"]))
-    config = record.remember(Path(kernel.directory), region, size, Config(*best["fields"]), best["ms"], rows)
+    won = Config(*best["fields"])
+    config = record.remember(
+        Path(kernel.directory), region, size, won, best["ms"], rows, share_of_products(kernel, won, inputs)
+    )
     kernel.use(size, config)
     return Tuned(config, best["ms"], rows)
+
+
+def share_of_products(kernel: launch.Kernel, config: Config, inputs: Sequence[Tensor]) -> float | None:
+    """The kernel's time in a configuration over that of plain products of the same matrices, by turns: what a hint
+    says of it on other machines (tuning/shipped.py)."""
+    outs = outputs(kernel.region, inputs)
+    times = beside_products(lambda: kernel.run_in(config, inputs, outs), kernel.region, inputs)
+    return times[0] / times[1] if times else None
 
 
 def tuned(region: Region, inputs: Sequence[Tensor], cache_dir: str | None, *, hints: bool) -> launch.Kernel:

@@ -101,6 +101,12 @@ class Group:
             self.values |= zip(roots, sorted(drawn, key=Tensor.data_ptr) if same(drawn) else drawn, strict=True)
         return [self.input(built, i, s) for i, s in enumerate(built.inputs)]
 
+    def draw(self, built: Built) -> None:
+        """Draws what is computed for a Region beside it, where nothing computed it."""
+        for c in self.computed(built):
+            if c.extent == "token":
+                self.values.setdefault(c, self.made(c))
+
     def input(self, built: Built, i: int, source: Source) -> Tensor:
         """The real tensor of one input of a Region."""
         r = built.region

@@ -25,6 +25,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import launch, library, limit, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.measure import free_memory, timing
+from coda_inductor.measure.products import beside_products
 from coda_inductor.measure.timing import Times
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.plan.built import Built
@@ -36,7 +37,7 @@ from coda_inductor.tuning.baseline import WithoutLaw
 from coda_inductor.tuning.benchmark import Programs, benchmarked
 from coda_inductor.tuning.extract import put_off
 from coda_inductor.tuning.footprint import footprint
-from coda_inductor.tuning.group import Group, sizes, tokens
+from coda_inductor.tuning.group import Group, mask, sizes, tokens
 from coda_inductor.tuning.key import key_of
 from coda_inductor.tuning.known import Known
 from coda_inductor.tuning.outcome import (
@@ -89,8 +90,9 @@ class Measurements:
         begun = self.begin(plan, candidates) + self.begin(plan, later, idle=True)
         unknown = self.unknown(plan, candidates)
         for members in unknown.values():
-            with passing_over():  # said where the group is measured
-                self.compile(plan, self.group(plan, members))
+            if self.told(plan, members) is None:
+                with passing_over():  # said where the group is measured
+                    self.compile(plan, self.group(plan, members))
         seconds = time.perf_counter() - start_s
         said = "%d groups to measure, %d kernels to compile; meanwhile programs for the other side, %.1f s"
         log.info(said, len(unknown), begun, seconds)
@@ -118,7 +120,7 @@ class Measurements:
 
         def configs(region: Region, size: int) -> Sequence[Config]:
             tile = self.hints.tile(region, size)
-            return legality.candidates(region, size) if tile is None else (tile,)
+            return legality.candidates(region, size) if tile is None else (tile.config,)
 
         return [prebuild.Job(found[0], config) for found in new for config in configs(*found)]
 
@@ -236,18 +238,35 @@ class Measurements:
         self.ahead.wait(jobs)
         return self.measure(self.group(plan, members), plan)
 
+    def told(self, plan: Plan, members: list[Built]) -> shipped.Expected | None:
+        """How hints say that a group fares, if they know of each of its Regions how fast it is; None without hints."""
+        if not self.settings.hinted:
+            return None
+        with contextlib.suppress(Unsupported):  # of a size that is not known
+            size = legality.bucket(tokens(plan, members[0]))
+            expected = self.hints.group([b.region for b in members], size)
+            tiles = (self.hints.tile(*found) for found in self.untuned(plan, members))
+            if expected is not None and all(tile is not None and tile.share is not None for tile in tiles):
+                return expected
+        return None
+
     def by_hint(self, plan: Plan, members: list[Built]) -> dict[str, Any] | None:
-        """The record of a group of which hints tell, if one timing shows what they say: its tiles are remembered then.
-        None if there are no hints, or they do not hold; then these are refused, and nothing is remembered."""
-        size, directory = legality.bucket(tokens(plan, members[0])), store.open_store(self.settings.cache_dir)
-        group = self.group(plan, members)
-        expected = self.hints.group([b.region for b in members], size)
+        """The record of a group of which hints tell, if one timing shows that its kernels are as they say: its tiles
+        are remembered then. None if there are no hints, or they do not hold; then these are refused, and nothing is
+        remembered."""
+        directory, group = store.open_store(self.settings.cache_dir), self.group(plan, members)
+        expected = self.told(plan, members)
         new = self.untuned(plan, members)
         tiles = {found: tile for found in new if (tile := self.hints.tile(*found)) is not None}
         if not tiles and expected is None:
             return None
+        of = {region: tile for (region, _), tile in tiles.items()}
         try:
-            found, holds = self.check(group, plan, {region: tile for (region, _), tile in tiles.items()}, expected)
+            if expected is not None:
+                found = self.check(group, plan, of, expected)
+            else:
+                found = self.measure(group, plan, {region: tile.config for region, tile in of.items()})
+            holds = expected is not None or not outcome_of(group.mask, found).loses
         except Exception as error:
             if not foreseen(error):
                 raise
@@ -258,25 +277,35 @@ class Measurements:
             log.info("searched: %s", "+".join(group.digests))
             self.hints.refused.update(tiles)
             return None
-        for (region, of), tile in tiles.items():
-            standing = record.remember(directory, region, of, tile, None, [])  # of another process, perhaps
-            launch.kernel(region.text, self.settings.cache_dir).use(of, standing)
+        for (region, size), tile in tiles.items():
+            standing = record.remember(directory, region, size, tile.config, None, [], tile.share)
+            launch.kernel(region.text, self.settings.cache_dir).use(size, standing)
         return found
 
     def check(
-        self, group: Group, plan: Plan, tiles: dict[Region, Config], expected: shipped.Expected | None
-    ) -> tuple[dict[str, Any], bool]:
-        """A group's record with some Regions in these tiles, and whether it shows what is expected: to win, if nothing
-        is said; then it is timed as any group. Raises Unsupported if a tile's kernel is wrong or cannot be built."""
-        if expected is None:
-            found = self.measure(group, plan, tiles)
-            return found, not outcome_of(group.mask, found).loses
+        self, group: Group, plan: Plan, tiles: Mapping[Region, shipped.Tile], expected: shipped.Expected
+    ) -> dict[str, Any]:
+        """A group's record as hints say it, each of whose kernels is right and as fast as they say, beside plain
+        products. Its other side's time is what they say. Raises Unsupported otherwise."""
         self.require_room((group, plan))
         with self.real_tensors():
-            calls = [self.fused(group, plan, tiles), self._programs.baseline(group, plan)]
-            turns = timing.by_turns(calls, ROUNDS, timing.launching(calls))
-        said = {"hinted": True} if expected.stands is None else {"hinted": True, "stands": expected.stands}
-        return {**self.row(group, [Times(ms, math.inf) for ms in turns]), **said}, expected.holds(turns)
+            times = dict[Region, float]()
+            for built in group.builts:
+                region, tile = built.region, tiles.get(built.region)
+                group.draw(built)
+                run = benchmarked(group, built, self.settings, tile=tile.config if tile else None)
+                if region not in times:
+                    found = beside_products(run, region, group.inputs(built))
+                    if found is None:
+                        raise Unsupported(f"region {region.digest} cannot be compared with plain products")
+                    times[region] = found[0]
+                    if tile is not None and not tile.holds(found[0] / found[1]):
+                        share = f"{found[0] / found[1]:.3f} of the time of plain products, {tile.share} was said"
+                        raise Unsupported(f"region {region.digest} in {tile.config} takes {share}")
+        ms = sum(times[b.region] for b in group.builts)
+        row = self.row(group, [Times(ms, math.inf), Times(ms * expected.ratio, math.inf)])
+        stands = {} if expected.stands is None else {"stands": expected.stands}
+        return {**row, "hinted": True, "wins": expected.wins, **stands}
 
     def row(self, group: Group, times: Sequence[Times]) -> dict[str, Any]:
         """The record of a measurement of both sides."""
@@ -295,6 +324,10 @@ class Measurements:
     def against(self, plan: Plan, members: list[Built], other: Plan, parts: list[Built]) -> Outcome:
         """How a group fares against the program that is derived without its law, in the same burst: the Regions of that
         which win alone, and what Inductor makes of the rest."""
+        size = legality.bucket(tokens(plan, members[0]))
+        if (ratio := self.hints.law([b.region for b in members], [b.region for b in parts], size)) is not None:
+            log.info("a law that falls, as a hint says: %s", "+".join(b.region.digest for b in members))
+            return Outcome(mask(members), Times(1.0, 1.0), Times(ratio, ratio))
         group, rival = (
             self.group(plan, members),
             dataclasses.replace(self.group(other, parts), taken=[], loops=set(), after=set()),
@@ -304,16 +337,12 @@ class Measurements:
         found = store.read_record(store.open_store(self.settings.cache_dir), key, self.counts(compared_with))
         if found is None:
             self.require_room((group, plan), (rival, other))
-            margin, size = self.margin(plan, members), legality.bucket(group.tokens)
-            undone = self.hints.law([b.region for b in members], [b.region for b in parts], size)
+            margin = self.margin(plan, members)
             with self.real_tensors():
                 calls = [self.fused(group, plan), in_order(without.steps(self._programs, self.settings))]
-                turns = timing.by_turns(calls, ROUNDS, timing.launching(calls)) if undone else []
-                holds = undone is not None and undone.holds(turns, margin)
-                burst = lambda: timing.compared(calls, ROUNDS)  # noqa: E731
-                times = [Times(ms, math.inf) for ms in turns] if holds else in_bursts(burst, margin)
+                times = in_bursts(lambda: timing.compared(calls, ROUNDS), margin)
             found = {"against": rival.digests, "margin": margin, **self.row(group, times)}
-            found = {**found, "hinted": True} if holds else self.marked(found, (plan, members), (other, parts))
+            found = self.marked(found, (plan, members), (other, parts))
             found = store.write_record(
                 store.open_store(self.settings.cache_dir), key, found, self.counts(compared_with)
             )

@@ -51,11 +51,16 @@ class Outcome:
     fused: Times = FREE
     baseline: Times = SLOW
     stands: bool = False
-    """Is it known from a hint that a law is worth it, and held in one timing?"""
+    """Is it known from a hint that a law is worth it?"""
+    said: bool | None = None
+    """What a hint says, if that decides: does the group win? Then the times of the other side are the hint's."""
 
     @property
     def loses(self) -> str:
         """Why the group is not kept; empty if it wins: interleaved, and under load it may cost hardly more."""
+        if self.said is not None:
+            ours = self.fused.turns / self.baseline.turns
+            return "" if self.said else f"measured slower on another such card: {ours:.2f} of Inductor's time"
         fused, baseline, where = self.fused.turns, self.baseline.turns, ""
         if wins((fused, baseline)):
             fused, baseline, where = self.fused.busy, self.baseline.busy, " in a busy GPU"
@@ -139,7 +144,7 @@ def by_turns(found: dict[str, Any]) -> bool:
 
 
 def hinted(found: dict[str, Any]) -> bool:
-    """Is it the record of one timing that showed what a hint says (shipped.py)?"""
+    """Is it a record for which a hint spared something (shipped.py)?"""
     return found.get("hinted") is True
 
 
@@ -164,8 +169,9 @@ def outcome_of(mask: int, found: dict[str, Any]) -> Outcome:
     """What a record says of the products of a mask. Where turns decided they count for both."""
     ms, baseline_ms = (found[name] for name in TURNS)
     busy_ms, busy_baseline_ms = (found.get(name, turns) for name, turns in zip(BUSY, (ms, baseline_ms), strict=True))
-    stands = hinted(found) and found.get("stands") is True
-    return Outcome(mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms), stands)
+    stands, said = (found.get(name) if hinted(found) else None for name in ("stands", "wins"))
+    told = said if isinstance(said, bool) else None
+    return Outcome(mask, Times(ms, busy_ms), Times(baseline_ms, busy_baseline_ms), stands is True, told)
 
 
 # ---- what keeps a group from being measured, beside which the others are measured all the same

@@ -1,9 +1,11 @@
 """Shipped tunings, the hints: for a card, the tile that won for a Region, and how its group fared.
 
 A hint is found by the Region's structure (not by sources, versions or names), the card and the bucket of tokens. It
-spares a search and decides nothing by itself: a tile must be one that the search would time, its kernel's results are
-compared with the interpreter's, and one timing must show what the hint says. Where it does not, the ordinary search
-follows. What cannot be read is no hint. `coda-inductor cache hints` writes these files (commands/caches/hints.py).
+spares a search: a tile must be one that the search would time, its kernel's results are compared with the
+interpreter's, and one timing must show that the kernel is as fast, beside plain products of the same matrices, as where
+the hint was made. Then how the group fared there against Inductor is taken as said: that takes no program of
+Inductor's, which is what a search waits for. Where the timing shows something else, the ordinary search follows. What
+cannot be read is no hint. `coda-inductor cache hints` writes these files (commands/caches/hints.py).
 """
 
 from __future__ import annotations
@@ -15,21 +17,19 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.tiles import Config, tiles
 from coda_inductor.core.region import Region
-from coda_inductor.tuning.outcome import wins
 
 log = logging.getLogger("coda_inductor.tuning")
 
 FOLDER = Path(__file__).with_name("hints")
-SCHEMA = 1
-# How much lower than a hint says the ratio of both sides' times may be for it to hold. Such a ratio is off by 1.2 %
-# from compile to compile (outcome.py, LONG_WIN). Chosen above that, not measured.
+SCHEMA = 2
+# How far a kernel's time over that of plain products may lie from what a hint says. Such a ratio is off by 1.2 % from
+# compile to compile (outcome.py, LONG_WIN). Chosen above that, not measured.
 OFF = 0.03
 TILE = re.compile(r"\d+x\d+(pp|co)\d+x\d+n?")
 
@@ -59,32 +59,25 @@ def file_of(card: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", card.lower()).strip("_") + ".json"
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Tile(NamedTuple):
+    """The tile that won for a Region, and its kernel's time over that of plain products of the same matrices, by turns
+    (None: not known)."""
+
+    config: Config
+    share: float | None
+
+    def holds(self, share: float) -> bool:
+        """Does one timing show it? One that is faster does not either: what it was compared with may have changed."""
+        return self.share is not None and abs(share - self.share) <= OFF * self.share
+
+
+class Expected(NamedTuple):
     """How a group fared: whether it won, the other side's time over its own interleaved, and whether its law stood
     against the program without it, or won by so much that nobody asked. None: not known, or there is no law."""
 
     wins: bool
     ratio: float
     stands: bool | None = None
-
-    def holds(self, turns: Sequence[float]) -> bool:
-        """Does one timing, of our side and the other, show it? Also one that wins by less than it should does not: its
-        tile may be a wrong one."""
-        fused, other = turns
-        return wins(turns) == self.wins and other >= (1 - OFF) * self.ratio * fused
-
-
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """That a group costs more than the program without its law, and the latter's time over its own."""
-
-    ratio: float
-
-    def holds(self, turns: Sequence[float], margin: float) -> bool:
-        """Does one timing show it?"""
-        fused, other = turns
-        return fused - other > margin * other and other >= (1 - OFF) * self.ratio * fused
 
 
 class Hints:
@@ -94,15 +87,18 @@ class Hints:
         self._regions, self._groups, self._laws = (_dict(rows.get(kind)) for kind in ("regions", "groups", "laws"))
         self.refused = set[tuple[Region, int]]()
 
-    def tile(self, region: Region, size: int) -> Config | None:
+    def tile(self, region: Region, size: int) -> Tile | None:
         """The tile that won, if the search would time it; None where there is no hint."""
         if not self._regions or (region, size) in self.refused:
             return None
-        found = _bucket(self._regions.get(structure(region)), size)
-        if not isinstance(found, str) or not TILE.fullmatch(found):
+        found = _dict(_bucket(self._regions.get(structure(region)), size))
+        tile, share = found.get("tile"), found.get("share")
+        if not isinstance(tile, str) or not TILE.fullmatch(tile):
             return None
-        (config,) = tiles(found)
-        return config if config in legality.candidates(region, size) else None
+        (config,) = tiles(tile)
+        if config not in legality.candidates(region, size):
+            return None
+        return Tile(config, share if _positive(share) else None)
 
     def group(self, regions: Sequence[Region], size: int) -> Expected | None:
         """How a group of these Regions fared."""
@@ -114,13 +110,14 @@ class Hints:
         stands = row.get("stands")
         return Expected(row["wins"], row["ratio"], stands if isinstance(stands, bool) else None)
 
-    def law(self, regions: Sequence[Region], others: Sequence[Region], size: int) -> Undone | None:
-        """That a group lost against the program of the other Regions; None where it stood, or nobody knows."""
+    def law(self, regions: Sequence[Region], others: Sequence[Region], size: int) -> float | None:
+        """That a group costs more than the program of the other Regions, by the latter's time over its own; None where
+        it stood, or nobody knows."""
         if not self._laws:
             return None
         row = _bucket(self._laws.get(together(_all(regions), _all(others))), size)
         ratio = row.get("ratio") if isinstance(row, dict) else None
-        return Undone(ratio) if isinstance(ratio, float) and _positive(ratio) else None
+        return ratio if isinstance(ratio, float) and _positive(ratio) else None
 
 
 def hints(card: str, folder: Path | None = None) -> Hints:

@@ -46,6 +46,9 @@ def test_cache_ls_of_a_contest_that_the_turns_decided(ask: Ask, full: Path) -> N
     assert "cccc3333: fused 0.500 ms, Inductor 0.505 ms" in row and "busy" not in row
     store.write_record(full, "contest-dddd6666", {**times, "busy_ms": 0.6, "against": ["ffff"]})
     assert "cccc3333: fused 0.500 ms, without the law 0.505 ms; in a busy GPU 0.600 ms" in ask("cache", "ls")[1]
+    said = {"ms": 0.25, "baseline_ms": 0.275, "regions": ["cccc3333"], "hinted": True, "wins": True}
+    store.write_record(full, "contest-dddd8888", said, outcome.timed)
+    assert "cccc3333: fused 0.250 ms, Inductor 0.275 ms, as a hint said" in ask("cache", "ls")[1]
 
 
 def test_cache_ls_of_a_contest_that_was_timed_in_one_way(ask: Ask, full: Path) -> None:

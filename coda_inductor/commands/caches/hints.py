@@ -21,6 +21,7 @@ from coda_inductor.kernels import record, store
 from coda_inductor.tuning import outcome, shipped
 
 Facts = dict[str, Any]
+MOST = 100.0  # of a ratio: a kernel may take no time that shows in a busy GPU
 
 
 def hints(settings: Settings, out: str) -> Facts:
@@ -54,41 +55,39 @@ def rows(records: list[Facts]) -> Facts:
             region = parse(found["text"])
             regions[region.digest] = region
             row = made["regions"].setdefault(shipped.structure(region), {"what": _what(region), "buckets": {}})
-            row["buckets"][str(found["bucket"])] = str(Config(**found["config"]))
+            tile: Facts = {"tile": str(Config(**found["config"]))}
+            if isinstance(share := found.get("share"), float):
+                tile["share"] = round(share, 4)
+            row["buckets"][str(found["bucket"])] = tile
     contests = [f for f in records if "config" not in f and {*f["regions"], *f.get("against", ())} <= regions.keys()]
     laws = [f for f in contests if "against" in f]
     stood = dict[tuple[str, str], set[bool]]()
     for found in laws:
         mine, others = ([shipped.structure(regions[d]) for d in found[side]] for side in ("regions", "against"))
-        costs = outcome.outcome_of(0, found).costs(found["margin"])
+        fared = outcome.outcome_of(0, found)
+        costs = fared.costs(found["margin"])
         stood.setdefault((shipped.together(mine), str(found["bucket"])), set()).add(not costs)
         if costs:
-            _add(made["laws"], shipped.together(mine, others), found, {"of": mine, "against": others}, {})
+            ratio = {"ratio": round(fared.baseline.mean / fared.fused.mean, 4)}
+            _add(made["laws"], shipped.together(mine, others), found, {"of": mine, "against": others}, ratio)
     for found in contests:
         if "against" not in found:
             mine = [shipped.structure(regions[d]) for d in found["regions"]]
             name, bucket, fared = shipped.together(mine), str(found["bucket"]), outcome.outcome_of(0, found)
             verdicts = {True} if fared.ratio >= outcome.CLOSE else stood.get((name, bucket), set())
             said: Facts = {"stands": verdicts == {True}} if len(verdicts) == 1 else {}
-            won = not fared.loses
-            if won == outcome.wins(fared_turns(found)):  # else interleaved times alone do not show it
-                _add(made["groups"], name, found, {"of": mine}, {"wins": won, **said})
+            said |= {"wins": not fared.loses, "ratio": round(min(fared.ratio, MOST), 4)}
+            _add(made["groups"], name, found, {"of": mine}, said)
     for kind in ("groups", "laws"):
         made[kind] = {name: row for name, row in made[kind].items() if _drop_unsure(row)["buckets"]}
     return made
 
 
-def fared_turns(found: Facts) -> list[float]:
-    """Both sides' times interleaved."""
-    return [found[name] for name in outcome.TURNS]
-
-
-def _add(into: Facts, name: str, found: Facts, facts: Facts, fared: Facts) -> None:
+def _add(into: Facts, name: str, found: Facts, facts: Facts, new: Facts) -> None:
     """Adds how a group fared. Where several groups of the same Regions stand elsewhere, the least ratio counts; what
     they disagree on goes."""
-    fused, other = fared_turns(found)
     row, bucket = into.setdefault(name, {**facts, "buckets": {}}), str(found["bucket"])
-    new = {**fared, "ratio": round(other / fused, 4)}
+    fared = new
     if (old := row["buckets"].get(bucket)) is not None:
         new = {k: v for k, v in new.items() if k in old and (k == "ratio" or old[k] == v)}
         new["ratio"] = min(new["ratio"], old["ratio"])
