@@ -23,7 +23,7 @@ from coda_inductor.tuning import outcome
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "bench/README.md", "examples/README.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 )  # fmt: skip
 WHOLE = ("docs/models.md",)
 """Pages that are made as a whole (test_the_page_of_models)."""
@@ -49,8 +49,8 @@ COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 TARGET = re.compile(r"(?<=\])\([^)\s]*\)|https?://\S+")
 CODE = re.compile(r"^```.*?^```$|^ {4}[^\n]*|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 VERSION = re.compile(
-    r"\b(?:torch|Python|QuACK|torchao|Liger-Kernel|TransformerEngine|diffusers|peft|Stable\sDiffusion|Torch|until)"
-    r"(?: of)? \d+(?:\.\d+)+(?:(?: to| and) \d+(?:\.\d+)+)?(?=\D)"
+    r"\b(?:[Tt]orch|Python|CUDA|Triton|QuACK|torchao|Liger-Kernel|TransformerEngine|diffusers|peft|Stable\sDiffusion|until)"
+    r"(?:\s+of)?\s+\d+(?:\.\d+)+(?:\s+(?:to|and)\s+\d+(?:\.\d+)+)?(?=\D|$)"
 )
 
 
@@ -159,7 +159,7 @@ def outside(page: str, text: str, marked: re.Pattern[str]) -> str:
 def figures(text: str) -> list[tuple[int, str]]:
     """(line, figure) of each measured figure of a text, or what looks like one: numbers with a unit; outside code also
     decimal numbers, and cells of tables that are numbers."""
-    prose = VERSION.sub("", CODE.sub(blank, text))
+    prose = VERSION.sub(blank, CODE.sub(blank, text))
     places = ((WITH_UNIT, text), (DECIMAL, WITH_UNIT.sub(blank, prose)), (CELL, prose))
     return sorted(
         (where.count("\n", 0, found.start()) + 1, " ".join(found[0].split()))
