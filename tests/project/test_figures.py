@@ -28,7 +28,7 @@ PAGES = (
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 )  # fmt: skip
 WHOLE = ("docs/models.md",)
-"""Pages that are made as a whole (test_the_page_of_models)."""
+"""Pages that are made as a whole (test_the_page_of_models_is_made_of_its_rows)."""
 
 DIGITS = r"\d[\d,]*(?:\.\d+)?"
 WORDS = r"\b(?:two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|thirty|forty|fifty|a hundred)"
