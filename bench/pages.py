@@ -3,10 +3,10 @@
     python bench/pages.py [--check] [--no-plots]
 
 What stands between `<!-- table: NAME -->` and `<!-- end -->` becomes the table NAME of page_tables.py, or "classes",
-the table of gains by class. What stands between `<!-- figure: NAME -->` and `<!-- end -->`, on one line, becomes the
-figure of that name of page_values.py. The plots are those of page_plots.py; drawing needs matplotlib. `--check` writes
-nothing: it prints what would differ, and exits with 1 if anything does. Of a plot it compares the values that are kept
-in the file.
+the table of gains by class. "log NAME" is the dated table NAME of page_log.py. What stands between
+`<!-- figure: NAME -->` and `<!-- end -->`, on one line, becomes the figure of that name of page_values.py. The plots
+are those of page_plots.py; drawing needs matplotlib. `--check` writes nothing: it prints what would differ, and exits
+with 1 if anything does. Of a plot it compares the values that are kept in the file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import page_plots
 import page_values
+from page_log import DATED
 from page_rows import RESULTS, ROOT, rendered
 from page_tables import TABLES
 
@@ -36,6 +37,7 @@ class WrongMarker(Exception):
 def filled(text: str, page: Path, results: Path = RESULTS) -> str:
     """The page's text, with every table and figure made from the rows. Raises WrongMarker."""
     tables = {table.name: partial(rendered, table) for table in TABLES} | {"classes": page_values.classes}
+    tables |= {f"log {name}": table.rendered for name, table in DATED.items()}
     figures = page_values.figures(results)
 
     def replaced(match: re.Match[str]) -> str:

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL_MADE = ("docs/benchmarks.md",)
-"""Pages whose every figure stands in a table or figure that is made."""
-MEASURED = re.compile(r"\b\d+(?:\.\d+)?(?:x\b| ?(?:ms|us|s|GiB|GB|MB|%|per cent)(?!\w))")
 
 Importer = Callable[[str], ModuleType]
 
@@ -189,17 +186,28 @@ def test_a_wrong_marker_says_so(text: str, said: str, bench: Importer) -> None:
         pages.filled(text, ROOT / "README.md")
 
 
-@pytest.mark.parametrize("name", ALL_MADE)
-def test_no_figure_stands_outside_what_is_made(name: str, bench: Importer) -> None:
-    text = bench("pages").MARKED.sub("", (ROOT / name).read_text())
-    assert not MEASURED.findall(text)
-    assert MEASURED.findall("1.02x, 0.9 %, 12 ms, 3.1 GiB and 78.5 s") == [
-        "1.02x",
-        "0.9 %",
-        "12 ms",
-        "3.1 GiB",
-        "78.5 s",
-    ]
+def test_a_dated_table_has_the_rows_of_its_commits(bench: Importer, tmp_path: Path) -> None:
+    """All of them, and none of later ones; a row that is missing is named."""
+    row = {"case": "a", "commit": "1b0ec00 (beside others)", "ms": 0.5, "machine": "NVIDIA H200", "speedup": 0.9}
+    later = row | {"commit": "754421a", "versions": {"torch": "2.13.0+cu130"}}
+    append(tmp_path, "bench.jsonl", row, row | {"ms": 0.75}, row | {"case": "b"}, later, row | {"ms": 12.5})
+    dated = bench("page_dated")
+    cells = dated.cells("bench.jsonl", "1b0ec00", "ms; speedup", "us of ms", case="a")
+    assert cells[0].written(tmp_path) == "500.0, 750.0 and 12500.0"
+    (gain,) = dated.cells("bench.jsonl", "754421a", "speedup", "gain")
+    table = dated.Dated(("commit", "gain"), (("754421a", gain),))
+    assert table.rendered(tmp_path / "log.md", tmp_path).splitlines() == [
+        "| commit | gain |", "| --- | --- |", "| 754421a | **0.900x** |", "",
+        "H200, torch 2.13.0. Rows: [bench.jsonl](./bench.jsonl).",
+    ]  # fmt: skip
+    (missing,) = dated.cells("bench.jsonl", "754421a", "sustained/speedup", "gain", case="a")
+    with pytest.raises(dated.NoRow, match=r"bench.jsonl has no row of 754421a with sustained/speedup"):
+        missing.written(tmp_path)
+
+
+def test_the_log_has_each_dated_table(bench: Importer) -> None:
+    marked = re.findall(r"<!-- table: log (.*?) -->", (ROOT / "docs" / "log.md").read_text())
+    assert sorted(marked) == sorted(bench("page_log").DATED)
 
 
 def test_dots_of_a_band_do_not_overlap(bench: Importer) -> None:
