@@ -92,7 +92,9 @@ class Split(logging.Handler):
             setattr(owner, name, self.counted(getattr(owner, name), part))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Adds what a line says."""
+        """Adds what a line says. Hints that did not hold are printed."""
+        if "a hint does not hold" in str(record.msg):
+            print(record.getMessage(), file=sys.stderr, flush=True)
         for start, parts in self.SAID.items():
             if str(record.msg).startswith(start) and isinstance(record.args, tuple):
                 for place, part in parts.items():
