@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
 from torch import fx
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.lift import Lifted
+from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
 from coda_inductor.rewrite.laws import ADJOINT
 from coda_inductor.rewrite.program import Program
@@ -111,7 +113,7 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     held = program.hold(node)
     if image.kind != "con":
         return _paired(program, product.rows, terms.red("sum", terms.mul(held, image), over, extents))
-    forward = program.product(image).node
+    forward = read_anyway(program, image, z, over)
     whole = program.new[program.lifted.term[forward]]
     parts = affine(terms, whole, image, over)
     if parts is None:
@@ -128,6 +130,37 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
         found = _paired(program, product.rows, terms.red("sum", terms.mul(held, u), over, extents))
         out.append(found and terms.mul(terms.const(-ONE), v, found))
     return terms.mul(terms.power(scale, -ONE), terms.add(*out)) if all(out) else None  # type: ignore[arg-type]
+
+
+def read_anyway(program: Program, con: Term, z: Term, over: tuple[int, ...]) -> fx.Node:
+    """The product `con` as a node, or what the forward makes of it by vectors, as by a bias, if attention, say, reads
+    that and so it lies there anyway; of the dimensions of a node of z, with which it is multiplied."""
+    reading, product = program.lifted.reading, program.product(con).node
+    shapes = [reading.roots(n) for n in holding(program, z)]
+    chain, todo = list[fx.Node](), [product]
+    while todo:
+        node = todo.pop()
+        chain.append(node)
+        pointwise = (user for user in node.users if user.target in POINTWISE and not g.is_backward(user))
+        todo += [user for user in (*pointwise, *filter(g.is_view, node.users)) if user not in chain]
+    for node in chain:
+        if (term := program.lifted.term.get(node)) is None or reading.roots(node) not in shapes:
+            continue
+        made = node in program.nodes.get(program.new[term], ()) and _read_whole(node)
+        if made and affine(program.lifted.terms, program.new[term], con, over) is not None:
+            return node
+    return product
+
+
+def _read_whole(node: fx.Node) -> bool:
+    """Does an operation of the forward that is neither loop nor copy read the node, or a view of it?"""
+    readers = [user for user in node.users if not g.is_backward(user) and user.target not in COPIES]
+    return any(
+        _read_whole(u) if g.is_view(u) else u.target not in POINTWISE and u.target not in g.LOOPS for u in readers
+    )
+
+
+COPIES: frozenset[object] = frozenset({torch.ops.aten.clone.default, torch.ops.aten.contiguous.default})
 
 
 def _paired(program: Program, rows: tuple[int, ...], red: Term) -> Term | None:

@@ -18,7 +18,8 @@ from torch import fx
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
-from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, ROOT, SHIFT, TRIANGLE
+from coda_inductor.rewrite.beside import affine
+from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, RELU, ROOT, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, factors, is_late, number, separate, total
 from coda_inductor.rewrite.sources import statistics
@@ -74,7 +75,8 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             program.squares[after] = terms.power(after, Fraction(2))
             firings.append(Firing(ROOT.name, after, terms.fn("sqrt", program.squares[after]), -1))
         program.new[t] = after
-        if (t in wholes and _plain(after)) or (t in by_sign and is_relu(after) and after.args[0] in program.wholes):
+        behind_relu = t in by_sign and is_relu(after) and _of_one(program, after.args[0], laws)
+        if behind_relu or (t in wholes and _plain(after)):
             program.wholes.add(after)
         program.nodes.setdefault(after, []).extend(held[t])
     return firings
@@ -88,6 +90,15 @@ def _squared(program: Program, wanted: set[Term]) -> set[Term]:
             operands.setdefault(t.args[0], set()).add(product.x.meta["val"].dtype)
     squares = {t: operands.get(program.lifted.terms.power(t, Fraction(2)), {torch.float16}) for t in wanted}
     return {t for t, dtypes in squares.items() if torch.float16 not in dtypes and t not in operands}
+
+
+def _of_one(program: Program, t: Term, laws: frozenset[str]) -> bool:
+    """Is t what a product stores, or, where no sum need ask for that product, one by per-token factors and with what
+    varies over rows or columns alone?"""
+    accs = program.accumulators(t)
+    if t in program.wholes or len(accs) != 1 or accs[0].bit not in program.lifted.products or RELU.name not in laws:
+        return t in program.wholes
+    return affine(program.lifted.terms, t, accs[0], program.columns(accs[0])) is not None
 
 
 def _plain(t: Term) -> bool:

@@ -118,13 +118,15 @@ ADJOINT = Law(
 
 RELU = Law(
     name="relu",
-    before=lambda a, b, g: over_k((a - b) * (g * _slope(a - b))),
-    after=lambda a, b, g: over_k(_relu(a - b) * (g * _slope(a - b))),
-    shapes={"a": "M K", "b": "M K", "g": "M K"},
-    refuses=(),  # true of all finite z = a - b; what it needs is that g came through the ReLU of this z
+    before=lambda s, x, v, u, g: over_k(x * (g * _slope(s * x - v * u))),
+    after=lambda s, x, v, u, g: (
+        (over_k(_relu(s * x - v * u) * (g * _slope(s * x - v * u))) + v * over_k(u * (g * _slope(s * x - v * u)))) / s
+    ),
+    shapes={"s": "M 1", "x": "M K", "v": "M 1", "u": "1 K", "g": "M K"},
+    refuses=(),  # true of all finite z = s x - v u; what it needs is that g came through the ReLU of this z
     when="a statistic is taken of a gradient that came through ReLU: what stands behind it is stored anyway",
-    numerics="exact",
-    source="z relu'(z) = relu(z) = relu(z) relu'(z) for finite z",
+    numerics="moves a rounding",
+    source="z relu'(z) = relu(z) = relu(z) relu'(z) for finite z; of z = s x - v u, s x is what is asked for",
 )
 
 ROOT = Law(

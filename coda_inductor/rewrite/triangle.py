@@ -13,7 +13,7 @@ from fractions import Fraction
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number
-from coda_inductor.rewrite.beside import beside, of_tensors
+from coda_inductor.rewrite.beside import affine, beside, of_tensors
 from coda_inductor.rewrite.laws import ADJOINT, RELU
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Factors, addends, factors, number, rank_one
@@ -94,9 +94,8 @@ def _taken(program: Program, q: Factors, con: Term, over: tuple[int, ...], laws:
         images = expansion.images(program, weight, over)
         for scale, image in images:
             total = terms.red("sum", terms.mul(z, image), con.over, program.lifted.extents(con.over))
-            if RELU.name in laws and (after := _behind_relu(terms, z, image, con.over)) is not None:
-                direct, image = total, after
-                total = terms.red("sum", terms.mul(z, image), con.over, program.lifted.extents(con.over))
+            if RELU.name in laws and (behind := _behind_relu(program, z, image, con.over)) is not None:
+                direct, (total, image) = total, behind
                 program.turned.append((RELU.name, direct, total))
             made = all(_summable(program, s) for s in statistics(total))
             found = total if made else beside(program, con, image, ADJOINT.name in laws)
@@ -111,9 +110,11 @@ def is_relu(t: Term) -> bool:
     return t.kind == "fn" and t.name == "max" and is_number(t.args[1]) and t.args[1].coefficient == 0
 
 
-def _behind_relu(terms: Terms, z: Term, image: Term, over: tuple[int, ...]) -> Term | None:
-    """What stands for `image` in a sum of it times z, if z is a gradient that came through the ReLU of the image, up to
-    a per-token factor: what that ReLU gave."""
+def _behind_relu(program: Program, z: Term, image: Term, over: tuple[int, ...]) -> tuple[Term, Term] | None:
+    """(The sum of `image` times z, what stands for the image in it), if z is a gradient that came through the ReLU of
+    the image, up to a per-token factor: what that ReLU gave; less its rank-one parts, as biases, if the ReLU's input
+    has any beside the image, a product. These are sums of their own."""
+    terms, extents = program.lifted.terms, program.lifted.extents(over)
     through = z.kind == "fn" and z.name == "if_nonpositive" and z.args[1] is terms.const(0.0) and is_relu(z.args[0])
     if not through:
         return None
@@ -121,7 +122,17 @@ def _behind_relu(terms: Terms, z: Term, image: Term, over: tuple[int, ...]) -> T
     scale = terms.mul(
         terms.const(number(image) / number(after.args[0])), _divided(terms, factors(image), factors(after.args[0]))
     )
-    return None if scale.axes.intersection(over) or scale.hosts else terms.mul(scale, after)
+    if not scale.axes.intersection(over) and not scale.hosts:
+        return terms.red("sum", terms.mul(z, scale, after), over, extents), terms.mul(scale, after)
+    parts = affine(terms, after.args[0], image, over) if image.kind == "con" else None
+    if parts is None:
+        return None
+    vectors = dict[Term, list[Term]]()  # of rows: what they multiply
+    for v, u in parts[1]:
+        vectors.setdefault(v, []).append(u)
+    sums = [(terms.const(ONE), after)] + [(terms.mul(terms.const(-ONE), v), terms.add(*u)) for v, u in vectors.items()]
+    total = terms.add(*(terms.mul(v, terms.red("sum", terms.mul(z, u), over, extents)) for v, u in sums))
+    return terms.mul(terms.power(parts[0], -ONE), total), image
 
 
 @dataclass(frozen=True, slots=True)

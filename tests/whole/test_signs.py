@@ -45,6 +45,20 @@ class Mlp(nn.Module):
         return x + made
 
 
+class Biased(Mlp):
+    """A LayerNorm, and biases, as OPT has them; those before the ReLU are as large as `bias`."""
+
+    def __init__(self, bias: float, d: int = 16, f: int = 48) -> None:
+        super().__init__(F.relu, d, f)
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, f), nn.Linear(f, d)
+        with torch.no_grad():
+            self.up.bias.mul_(bias * d**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(self.act(self.up(self.norm(x * self.gain))))
+        return x + made
+
+
 def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
     """The output and all gradients of a weighted sum of it."""
     out = run(x)
@@ -103,6 +117,18 @@ def test_what_stands_before_a_relu_is_not_kept(name: str, roots: int) -> None:
     assert kept[1] - kept[0] == tile and kept[2] - kept[0] == roots * tile and tile <= kept[0] < 2 * tile
 
 
+def test_what_stands_before_a_relu_with_a_bias_is_not_kept() -> None:
+    """Nor the product without what a LayerNorm and a bias add to it."""
+    kept = []
+    for off in ("", "relu"):
+        with torch.device("meta"):
+            model = Biased(1.0, 256, 2048).bfloat16()
+            x = torch.empty(4096, 256, dtype=torch.bfloat16, requires_grad=True)
+        settings = Settings(target="sm_90a", disable=frozenset({off} - {""}))
+        kept.append(explain(model, (x,), {}, "train", settings)["totals"]["saved_bytes"])
+    assert kept[1] - kept[0] == 2 * 4096 * 2048
+
+
 def test_no_root_is_taken_where_more_would_be_read() -> None:
     """A layer norm's backward reads what stands before the ReLU; the square beside it would be one tile more."""
     hf = pytest.importorskip("transformers")
@@ -159,6 +185,24 @@ def test_the_law_is_a_switch() -> None:
     assert not any("relu" in site.laws for site in REPORTS[-1].sites)
     for mine, theirs in zip(found, gradients(model, model, x, weight), strict=True):
         assert error(mine, theirs) < 1e-10
+
+
+@pytest.mark.parametrize("bias", [1.0, 8.0])
+def test_sums_without_a_bias_are_about_as_exact(bias: float) -> None:
+    """They are those of what ReLU gave, less those of the bias: in float64 the same, in bfloat16 about eager's."""
+    torch.manual_seed(0)
+    model, x = Biased(bias).double(), torch.randn(512, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    exact = gradients(model, model, x, weight)
+    for dtype, more in ((torch.float64, 1e-10), (torch.bfloat16, 2e-3)):
+        model, x = model.to(dtype), x.detach().to(dtype).requires_grad_()
+        eager = gradients(model, model, x, weight.to(dtype))
+        with strict_reference(run=False):
+            REPORTS.clear()
+            found = gradients(torch.compile(model, backend="coda"), model, x, weight.to(dtype))
+        assert any("relu" in site.laws for site in REPORTS[-1].sites)
+        for mine, theirs, value in zip(found, eager, exact, strict=True):
+            assert error(mine.double(), value) < 1.5 * error(theirs.double(), value) + more
 
 
 @pytest.mark.parametrize("numerics", ["default", "strict"])
