@@ -29,6 +29,8 @@ class Target:
 
     name: str  # as settings and graphs have it
     capability: tuple[int, int]
+    tested: bool  # was run on a card of it; else a kernel must first prove itself on the card
+    overlaps: bool  # may a kernel begin before the one before it has ended?
     environment: tuple[str, ...]  # NAME=value: under which the compiler compiles for it
     shared_memory: int  # bytes that a block may use
     least_stages: int  # steps that the mainloop must have room to load ahead
@@ -59,6 +61,8 @@ class Target:
 SM_90A = Target(
     name="sm_90a",
     capability=(9, 0),
+    tested=True,
+    overlaps=True,
     environment=("QUACK_ARCH=90", "CUTE_DSL_ARCH=sm_90a"),
     shared_memory=227 * 1024,
     least_stages=3,  # with fewer it starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
@@ -119,6 +123,11 @@ def of_capability(capability: tuple[int, int] | None) -> Target:
             return row
     known = ", ".join(arch(row.capability) for row in TARGETS.values())
     raise Unsupported(f"kernels are generated for {known} only, found {arch(capability)}")
+
+
+def untested(row: Target) -> str:
+    """What is to be said of a row that was never run on a card, without a full stop."""
+    return f"kernels for {row.name} exist, compiled but not yet run on such a card"
 
 
 def capability(device: torch.device | None = None) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ import torch
 
 from coda_inductor.codegen import target
 from coda_inductor.codegen.legality import is_legal
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import store
@@ -40,15 +41,22 @@ def key(region: Region, size: int) -> str:
 
 
 def remember(
-    directory: Path, region: Region, size: int, config: Config, ms: float | None, rows: list[dict[str, Any]]
+    directory: Path,
+    region: Region,
+    size: int,
+    config: Config,
+    ms: float | None,
+    rows: list[dict[str, Any]],
+    *,
+    row: Target = SM_90A,
 ) -> Config:
     """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
     of processes that measure at once, the first's. Without `ms` it was hinted (tuning/shipped.py): no other was
     tried, and one that won a search replaces it."""
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
     made = {**found, "text": region.text, **({} if ms is not None else {"hinted": True}), **where()}
-    standing = store.write_record(directory, key(region, size), made, lambda r: _stands(r, region, hints=ms is None))
-    return _config(standing, region) or config
+    good = lambda r: _stands(r, region, row, hints=ms is None)  # noqa: E731
+    return _config(store.write_record(directory, key(region, size), made, good), region, row) or config
 
 
 def where() -> dict[str, Any]:
@@ -56,25 +64,27 @@ def where() -> dict[str, Any]:
     return {"device": device_name(), "versions": target.versions(), "sources": sources_digest()}
 
 
-def remembered(directory: Path, region: Region, size: int, *, hints: bool = True) -> Config | None:
+def remembered(
+    directory: Path, region: Region, size: int, *, hints: bool = True, row: Target = SM_90A
+) -> Config | None:
     """The configuration that won at bucket `size`, None if there is no readable record of a legal one, or without
     `hints` only of one that was hinted."""
-    found = store.read_record(directory, key(region, size), lambda r: _stands(r, region, hints=hints))
-    return _config(found, region) if found else None
+    found = store.read_record(directory, key(region, size), lambda r: _stands(r, region, row, hints=hints))
+    return _config(found, region, row) if found else None
 
 
-def _stands(found: dict[str, Any], region: Region, *, hints: bool) -> bool:
+def _stands(found: dict[str, Any], region: Region, row: Target, *, hints: bool) -> bool:
     """Is it the record of a legal configuration, and one that counts?"""
-    return _config(found, region) is not None and (hints or found.get("hinted") is not True)
+    return _config(found, region, row) is not None and (hints or found.get("hinted") is not True)
 
 
-def _config(found: dict[str, Any], region: Region) -> Config | None:
+def _config(found: dict[str, Any], region: Region, row: Target) -> Config | None:
     """The configuration of a record, None if it is not a legal one."""
     fields = found.get("config")
     if not isinstance(fields, dict) or set(fields) != set(Config._fields):
         return None
     config = Config(**fields)
     try:
-        return config if is_legal(region, config) else None
+        return config if is_legal(region, config, row) else None
     except TypeError:  # numbers that are none
         return None

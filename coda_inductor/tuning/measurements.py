@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -18,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import legality
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.core.region import Region
@@ -65,8 +67,8 @@ NO_TILES: Mapping[Region, Config] = {}
 class Measurements:
     """Those of one graph, whose derivation may change between them."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
+    def __init__(self, settings: Settings, device: torch.device, target: Target = SM_90A) -> None:
+        self.settings, self.device, self.target = settings, device, target
         self.rows: list[dict[str, Any]] = []
         self.ahead = Ahead(settings.cache_dir)
         self._memory: Memory | None = None
@@ -118,7 +120,7 @@ class Measurements:
 
         def configs(region: Region, size: int) -> Sequence[Config]:
             tile = self.hints.tile(region, size)
-            return legality.candidates(region, size) if tile is None else (tile,)
+            return legality.candidates(region, size, self.target) if tile is None else (tile,)
 
         return [prebuild.Job(found[0], config) for found in new for config in configs(*found)]
 
@@ -126,7 +128,8 @@ class Measurements:
         """The Regions of which no tile is remembered at their buckets; whether one from a hint counts, the settings say
         by default."""
         directory, hints = store.open_store(self.settings.cache_dir), self.settings.hinted if hints is None else hints
-        return [found for found in sizes(plan, builts) if record.remembered(directory, *found, hints=hints) is None]
+        known = functools.partial(record.remembered, directory, hints=hints, row=self.target)
+        return [found for found in sizes(plan, builts) if known(*found) is None]
 
     def marked(self, found: Record, *sides: tuple[Plan, list[Built]]) -> Record:
         """The record of a measurement, as hinted if the tile of a Region that ran is."""
@@ -159,8 +162,8 @@ class Measurements:
             return
         directory = store.open_store(self.settings.cache_dir)
         for region, size in sizes(plan, (b for b in builts if len(b.region.products) == 2 and not b.region.half)):
-            config = record.remembered(directory, region, size)
-            if config is not None and not library.kept(region, config, directory, swapped=True):
+            config = record.remembered(directory, region, size, row=self.target)
+            if config is not None and not library.kept(region, config, directory, swapped=True, target=self.target):
                 yield prebuild.Job(region, config, swapped=True)
 
     def group(self, plan: Plan, members: list[Built]) -> Group:
@@ -204,9 +207,7 @@ class Measurements:
         """How a group fares; it wins if nothing is to be measured."""
         group = self.group(plan, members)
         if not self.settings.measures:
-            for b in members:
-                fixed = self.settings.deterministic
-                launch.kernel(b.region.text, self.settings.cache_dir, measured=not fixed).build(group.tokens)
+            self.build(group)
             return Outcome(group.mask)
         key, found = self.key(plan, group), self.found(plan, group)
         if found is None:
@@ -218,7 +219,17 @@ class Measurements:
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
             found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, self.counts(timed))
         self.say(key, found)
-        return outcome_of(group.mask, found)
+        outcome = outcome_of(group.mask, found)
+        if not self.target.tested and not outcome.loses:
+            self.build(group)  # what was measured by another process, or for another size, has to be right here
+        return outcome
+
+    def build(self, group: Group) -> None:
+        """Builds the group's kernels at its tokens. Raises Unsupported if one cannot be built, or may not run here."""
+        with self.real_tensors():
+            for b in group.builts:
+                fixed = self.settings.deterministic
+                launch.kernel(b.region.text, self.settings.cache_dir, measured=not fixed).build(group.tokens)
 
     def say(self, key: str, found: Record) -> None:
         """Reports a record, and logs it once."""
@@ -259,7 +270,7 @@ class Measurements:
             self.hints.refused.update(tiles)
             return None
         for (region, of), tile in tiles.items():
-            standing = record.remember(directory, region, of, tile, None, [])  # of another process, perhaps
+            standing = record.remember(directory, region, of, tile, None, [], row=self.target)  # another's, perhaps
             launch.kernel(region.text, self.settings.cache_dir).use(of, standing)
         return found
 
