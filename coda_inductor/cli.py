@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from coda_inductor import __version__
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import SM_90A, TARGETS
 from coda_inductor.commands.words import TRUST
 from coda_inductor.core.errors import CodaError, Unsupported
 from coda_inductor.core.settings import Settings, Target
@@ -69,13 +69,13 @@ def kernels(arguments: Namespace) -> Answer:
     """A model's kernels, or those of the store."""
     if not arguments.subject and (arguments.region or arguments.compile or arguments.all):
         raise Unsupported("--region, --compile and --all are about a model", hint="name one as MODULE:FUNCTION")
-    chosen = checked(Settings.read(options={"target": SM_90A.name})[0])
+    chosen = checked(Settings.read(options={"target": arguments.target or SM_90A.name})[0])
     module = behind("coda_inductor.commands.kernels")
     if arguments.subject:
         build = "all" if arguments.all else "first" if arguments.compile else ""
         facts = module.kernels(*subject(arguments.subject), arguments.mode, chosen, arguments.region, build)
     else:
-        facts = module.stored(chosen)
+        facts = module.stored(chosen, arguments.target)
     return facts, lambda: str(module.render(facts, arguments.source))
 
 
@@ -157,6 +157,7 @@ def a_kernel(parser: ArgumentParser) -> None:
     what = "returns (model, args) or (model, args, kwargs); without it, the kernels in the cache"
     parser.add_argument("subject", metavar="MODULE:FUNCTION", nargs="?", help=what)
     parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="default: %(default)s")
+    parser.add_argument("--target", choices=tuple(TARGETS), help=f"default: {SM_90A.name}; of the cache: all")
     parser.add_argument("--region", metavar="ID", default="", help="only this one: r3, or the start of a digest")
     parser.add_argument("--source", action="store_true", help="print the generated modules")
     parser.add_argument("--compile", action="store_true", help="compile the tile that would run, into the cache")

@@ -4,7 +4,6 @@ way each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ from compiling import Interpreted, pretend
 from torch import Tensor
 
 from coda_inductor.codegen import target
-from coda_inductor.codegen.target import SM_90A, Target
+from coda_inductor.codegen.target import SM_90A, SM_100A, Target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core import settings
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import library
 
-ROW = replace(SM_90A, name="sm_100a", capability=(10, 0), tested=False, overlaps=False)
+ROW = SM_100A
 Outs = Sequence[Tensor | None]
 
 
@@ -101,9 +99,6 @@ def untested_card(
 ) -> None:
     """This machine has such a card; with `asked` the settings name its target."""
     pretend(monkeypatch, directory, build)
-    monkeypatch.setitem(target.TARGETS, ROW.name, ROW)
     monkeypatch.setattr(target, "capability", lambda device=None: ROW.capability)
-    names = settings.Kind(str, "a target")
-    monkeypatch.setitem(settings.KINDS, "target", names)
     if asked:
         monkeypatch.setenv("CODA_INDUCTOR_TARGET", ROW.name)

@@ -7,6 +7,7 @@ few. Nothing outside the store is read or removed: links are never followed, wha
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import stat
 import tempfile
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import TARGETS
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
@@ -87,7 +88,17 @@ def _kernel(name: str, paths: list[Path]) -> Entry:
     if not name.startswith(EPILOGUE):
         return Entry("leftover", (name,), tuple(paths), {})
     tiles = [p.name.partition("-")[2] for p in paths if p.suffix != ".py"]
-    return Entry("kernel", (name.removeprefix(EPILOGUE),), tuple(paths), {"tiles": tiles, "device": SM_90A.name})
+    facts = {"tiles": tiles, "device": _target(paths)}
+    return Entry("kernel", (name.removeprefix(EPILOGUE),), tuple(paths), facts)
+
+
+def _target(paths: Sequence[Path]) -> str | None:
+    """The name of the target whose device code a generated module imports; None without the module."""
+    for path in paths:
+        if path.suffix == ".py" and path.is_file() and not path.is_symlink():
+            imported = re.search(r"^from coda_inductor\.codegen\.(device\w*) import", path.read_text(), re.MULTILINE)
+            return next((row.name for row in TARGETS.values() if imported and row.device == imported[1]), None)
+    return None
 
 
 def _record(path: Path) -> Entry:

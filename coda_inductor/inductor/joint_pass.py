@@ -75,21 +75,21 @@ def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
     """Raises Unsupported if kernels can neither run nor be kept on this machine, whatever the graph."""
     if settings.target != "reference":
         devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == DEVICE]
-        device = devices[0] if devices else None
-        row_for(settings, device)
-        target.available(target.capability(device))
+        capability = target.capability(devices[0] if devices else None)
+        row_for(settings, capability)
+        target.available(capability, untested=True)
         store.open_store(settings.cache_dir)
 
 
-def row_for(settings: Settings, device: torch.device | None) -> Target:
-    """The row that kernels for a device (None: the current one) are made by. Raises Unsupported if there is none, if
+def row_for(settings: Settings, capability: tuple[int, int] | None) -> Target:
+    """The row by which kernels for a device of compute `capability` are made. Raises Unsupported if there is none, if
     the settings name another, or if no card like it has run any and the settings do not ask for them."""
-    row = target.of_capability(target.capability(device))
+    row = target.of_capability(capability, untested=True)
     if settings.target not in ("auto", row.name):
         what = f"the target {settings.target} is for another card than this one, whose target is {row.name}"
         raise Unsupported(what, hint="CODA_INDUCTOR_TARGET=auto takes the card's")
     if settings.target == "auto" and not row.tested:
-        raise Unsupported(f"{target.untested(row)}, so nobody is given them unasked", hint=opting_in(row))
+        raise Unsupported(f"kernels for {row.name} are {row.caveat}: they are used if asked for", hint=opting_in(row))
     return row
 
 
@@ -226,7 +226,7 @@ def resolve(settings: Settings, graph: fx.Graph) -> tuple[Target | None, Legal]:
         hint = "CODA_INDUCTOR_TARGET=reference runs on torch"
         raise Unsupported(f"no kernels are generated for {device.type}", hint=hint)
     require_graph(graph)
-    row = row_for(settings, device)
+    row = row_for(settings, target.capability(device))
     return row, partial(legality.check, target=row)
 
 

@@ -121,7 +121,7 @@ class Kernel:
     def _choose(self, size: int, swapped: bool) -> Any:
         """The bucket's kernel: of the configuration that was measured best, else of the first that can be built and
         may run here."""
-        measured = record.remembered(self.directory, self.region, size, row=self.row) if self.measured else None
+        measured = record.remembered(self.directory, self.region, size, target=self.row) if self.measured else None
         found, refusals = None, list[str]()
         for config in (*([measured] if measured else []), *legality.candidates(self.region, size, self.row)):
             try:
@@ -305,7 +305,7 @@ def here() -> Target:
     """The current device's row; without a GPU that of which everything speaks that asks none. Raises Unsupported if
     there is none for it."""
     capability = target.capability()
-    return SM_90A if capability is None else target.of_capability(capability)
+    return SM_90A if capability is None else target.of_capability(capability, untested=True)
 
 
 def capturing() -> bool:

@@ -40,7 +40,7 @@ OURS = ("kernel.py", "executable.py", "library.py")  # (a module's name holds so
 
 def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False, target: Target = SM_90A) -> Path:
     """Where the one compiled form of a Region in a configuration lies, by today's packages: no two targets share it."""
-    name = source.module_name(source.render(region, swapped=swapped))
+    name = source.module_name(source.render(region, target, swapped=swapped))
     form = hashlib.sha256(f"{target.name} {source.form(region)} {made_by()}".encode()).hexdigest()[:24]
     return directory / "objects" / f"{name}-{config}" / form
 

@@ -61,7 +61,7 @@ def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None,
         raise Unsupported(f"no configuration of region {region.digest} is right: {rows[0]['why'] if rows else 'none'}")
     best = fastest(kernel, right)
     config = record.remember(
-        Path(kernel.directory), region, size, Config(*best["fields"]), best["ms"], rows, row=kernel.row
+        Path(kernel.directory), region, size, Config(*best["fields"]), best["ms"], rows, target=kernel.row
     )
     kernel.use(size, config)
     return Tuned(config, best["ms"], rows)
@@ -87,7 +87,7 @@ def tuned(region: Region, inputs: Sequence[Tensor], cache_dir: str | None, *, hi
     Unsupported as `tune` does."""
     kernel = launch.kernel(region.text, cache_dir)
     size = legality.bucket(region.m(inputs))
-    if record.remembered(kernel.directory, region, size, hints=hints, row=kernel.row) is None:
+    if record.remembered(kernel.directory, region, size, hints=hints, target=kernel.row) is None:
         tune(region, inputs, cache_dir)
     elif not kernel.row.tested:
         kernel.build(size)  # what another process found has to be right here

@@ -79,7 +79,7 @@ class Measurements:
         self._programs = Programs(settings)
         self.hints = shipped.hints(record.device_name()) if settings.hinted else shipped.Hints({})
         if settings.measures:
-            prebuild.warm_up()
+            prebuild.warm_up(target.name)
 
     def prepare(self, plan: Plan, candidates: list[list[Built]], later: Sequence[list[Built]] = ()) -> None:
         """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace.
@@ -122,13 +122,13 @@ class Measurements:
             tile = self.hints.tile(region, size)
             return legality.candidates(region, size, self.target) if tile is None else (tile,)
 
-        return [prebuild.Job(found[0], config) for found in new for config in configs(*found)]
+        return [prebuild.Job(found[0], config, target=self.target.name) for found in new for config in configs(*found)]
 
     def untuned(self, plan: Plan, builts: Iterable[Built], *, hints: bool | None = None) -> list[tuple[Region, int]]:
         """The Regions of which no tile is remembered at their buckets; whether one from a hint counts, the settings say
         by default."""
         directory, hints = store.open_store(self.settings.cache_dir), self.settings.hinted if hints is None else hints
-        known = functools.partial(record.remembered, directory, hints=hints, row=self.target)
+        known = functools.partial(record.remembered, directory, hints=hints, target=self.target)
         return [found for found in sizes(plan, builts) if known(*found) is None]
 
     def marked(self, found: Record, *sides: tuple[Plan, list[Built]]) -> Record:
@@ -162,9 +162,9 @@ class Measurements:
             return
         directory = store.open_store(self.settings.cache_dir)
         for region, size in sizes(plan, (b for b in builts if len(b.region.products) == 2 and not b.region.half)):
-            config = record.remembered(directory, region, size, row=self.target)
+            config = record.remembered(directory, region, size, target=self.target)
             if config is not None and not library.kept(region, config, directory, swapped=True, target=self.target):
-                yield prebuild.Job(region, config, swapped=True)
+                yield prebuild.Job(region, config, swapped=True, target=self.target.name)
 
     def group(self, plan: Plan, members: list[Built]) -> Group:
         """The members, at the size to measure at."""
@@ -270,7 +270,7 @@ class Measurements:
             self.hints.refused.update(tiles)
             return None
         for (region, of), tile in tiles.items():
-            standing = record.remember(directory, region, of, tile, None, [], row=self.target)  # another's, perhaps
+            standing = record.remember(directory, region, of, tile, None, [], target=self.target)  # another's, perhaps
             launch.kernel(region.text, self.settings.cache_dir).use(of, standing)
         return found
 

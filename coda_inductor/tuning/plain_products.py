@@ -90,7 +90,7 @@ def key(region: Region, inputs: Pair) -> str:
 
 def jobs(region: Region, row: target.Target = target.SM_90A) -> Iterator[prebuild.Job]:
     """The kernels that tuning will ask for."""
-    return (prebuild.Job(region, config) for config in legality.candidates(region, row.deep_least, row))
+    return (prebuild.Job(region, c, target=row.name) for c in legality.candidates(region, row.deep_least, row))
 
 
 def multiply(region: Region, inputs: list[Tensor], out: Tensor) -> Callable[[], object]:

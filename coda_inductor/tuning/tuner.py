@@ -197,4 +197,4 @@ def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
     if not settings.measures or settings.target == "reference" or not weights:
         return
     if not any((store.open_store(settings.cache_dir) / "tuning").glob("*.json")):
-        prebuild.warm_up()
+        prebuild.warm_up(SM_90A.name if settings.target == "auto" else settings.target)

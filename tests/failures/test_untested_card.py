@@ -28,10 +28,12 @@ pytestmark = pytest.mark.usefixtures("uncached")
 def test_nobody_is_given_them_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One message says that there are kernels, that no such card has run them, how to get them and what to send."""
     untested_card(monkeypatch, tmp_path, asked=False)
-    said = left_to_inductor("kernels for sm_100a exist, compiled but not yet run on such a card")[0]
+    said = left_to_inductor("kernels for sm_100a are compiled, not yet run on such a card: they are used if asked for")[
+        0
+    ]
     assert "CODA_INDUCTOR_TARGET=sm_100a or options={'target': 'sm_100a'}" in said
     assert "`coda-inductor doctor --check`" in said and not launch.LAUNCHES
-    raised(monkeypatch, "compiled but not yet run on such a card")
+    raised(monkeypatch, "compiled, not yet run on such a card")
 
 
 def test_another_cards_target_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_tuning_takes_the_fastest_that_is_right_at_every_size(monkeypatch: pytes
     assert tuned.config == second
     assert "is wrong on this card: at M = 1 " in tuned.rows[0]["why"]
     kernel = launch.kernel(region.text, str(tmp_path / "kernels"))
-    assert kernel.config(300) == second and record.remembered(kernel.directory, region, 512, row=ROW) == second
+    assert kernel.config(300) == second and record.remembered(kernel.directory, region, 512, target=ROW) == second
     with pytest.raises(Unsupported, match="is wrong on this card"):
         tune.hinted(region, random_inputs(region, 300, "cpu"), str(tmp_path / "kernels"), first)
 
