@@ -59,9 +59,17 @@ def graph(arguments: Namespace) -> Answer:
 
 
 def doctor(arguments: Namespace) -> Answer:
-    """What this machine has, and whether a kernel can be made and run."""
-    module = behind("coda_inductor.commands.doctor")
-    facts = module.doctor(checked(Settings.read()[0]))
+    """What this machine has, and whether a kernel can be made and run, or with --check all kinds of them."""
+    chosen = checked(Settings.read()[0])
+    if arguments.target and not arguments.check:
+        raise Unsupported("--target is about --check", hint="coda-inductor doctor --check --target NAME")
+    if not arguments.check:
+        module = behind("coda_inductor.commands.doctor")
+        facts = module.doctor(chosen)
+    else:
+        module, progress = behind("coda_inductor.commands.check"), behind("coda_inductor.commands.progress")
+        with progress.progress("deriving kernels", shown=not arguments.json) as said:
+            facts = module.check(chosen, arguments.target or "", said)
     return facts, lambda: str(module.render(facts))
 
 
@@ -148,8 +156,11 @@ def diff(arguments: Namespace) -> Answer:
     return facts, lambda: str(module.render(facts))
 
 
-def nothing_more(parser: ArgumentParser) -> None:
-    """A verb without arguments."""
+def a_check(parser: ArgumentParser) -> None:
+    """The arguments of `doctor`."""
+    what = "compile every kind of kernel, and on a card compare each with the interpreter; paste it into a report"
+    parser.add_argument("--check", action="store_true", help=what)
+    parser.add_argument("--target", choices=tuple(TARGETS), help="with --check; default: the card's")
 
 
 def a_kernel(parser: ArgumentParser) -> None:
@@ -250,7 +261,7 @@ VERBS: dict[str, Verb] = {
     "kernels": Verb("the generated kernels: source, tiles, registers", a_kernel, kernels),
     "rules": Verb("the laws, when they are used, and their proofs", a_proof, rules),
     "cache": Verb("the kernels and measurements kept on disk", an_entry, cache),
-    "doctor": Verb("what this machine has, and one kernel compiled", nothing_more, doctor),
+    "doctor": Verb("what this machine has, and one kernel compiled", a_check, doctor),
 }
 
 
