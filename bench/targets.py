@@ -123,7 +123,9 @@ def main() -> None:
         if line.startswith("{"):
             seen.append(json.loads(line))
             print(line, end="", flush=True)
-    made_by = {"versions": target.versions(), "command": " ".join(["python", *sys.argv])}
+    made_by = {"machine": "no GPU", "versions": target.versions(), "command": " ".join(["python", *sys.argv])}
+    head = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False)
+    made_by["commit"] = head.stdout.strip() or "unknown"
     counts = {what: len({r["case"] for r in seen if what in r}) for what in ("stack", "refused", "failed")}
     total = {"target": row.name, "compiled": counts["stack"], **{k: counts[k] for k in ("refused", "failed")}}
     print(json.dumps({**total, "wrong": sum(wrong(r, row) for r in seen), **made_by}))
