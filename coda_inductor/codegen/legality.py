@@ -130,9 +130,9 @@ def require_shape(region: Region, target: Target) -> None:
     eight_bits = [BYTES[dtype] == 1 for dtype in region.dtypes]
     _need(all(eight_bits) or region.dtype == region.dtypes[1], "matrices of two dtypes")
     if eight_bits[0]:
-        left, right = (FORMATS[dtype].words for dtype in region.dtypes)
+        alike = len(set(region.dtypes)) == 1
         _need(
-            left == right or target.mixes, f"matrices of {left} and {right}", f"{target.name} multiplies equal dtypes"
+            alike or target.mixes, f"matrices of {' and '.join(region.dtypes)}", f"on {target.name} of one dtype only"
         )
         in_rows = all((p.a_layout, p.b_layout) == ("mk", "nk") for p in region.products)
         _need(in_rows, "8-bit matrices that do not lie in rows of K")

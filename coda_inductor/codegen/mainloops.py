@@ -63,7 +63,8 @@ class Wgmma:
     def subtile(self, config: Config, streams: Streams) -> tuple[int, int]:
         """GemmSm90._compute_tile_shape_or_override."""
         groups_m, _ = self._groups(config)
-        return _rows(config, together=groups_m > 1), math.gcd(32, config.tile_n)
+        rows = next((rows for rows in (128, 192) if config.tile_m % rows == 0 and groups_m > 1), 64)
+        return rows, math.gcd(32, config.tile_n)
 
     def _groups(self, config: Config) -> tuple[int, int]:
         """How the warp groups at work on one tile split it along M and N."""
@@ -117,20 +118,13 @@ class Mma:
         return (2, 2) if config.pingpong else (4, 2)
 
     def subtile(self, config: Config, streams: Streams) -> tuple[int, int]:
-        """As `Wgmma`, but where stores are paired each warp has 16 rows and 32 columns
+        """GemmSm120._compute_tile_shape_or_override. Where stores are paired each warp has 16 rows and 32 columns
         (TileStore.epi_tile_shape_override)."""
+        m, n = self.warps(config)
         if streams.paired and streams.stores:
-            m, n = self.warps(config)
             return math.gcd(16 * m, config.tile_m), math.gcd(32 * n, config.tile_n)
-        return _rows(config, together=True), math.gcd(32, config.tile_n)
-
-
-def _rows(config: Config, *, together: bool) -> int:
-    """Rows of a subtile. `together`: several warps or groups of them split the tile's rows."""
-    for rows in (128, 192) if together else ():
-        if config.tile_m % rows == 0:
-            return rows
-    return math.gcd(64, config.tile_m)
+        columns = 64 if streams.whole and streams.stores[:1] == [8] else 32
+        return max(math.gcd(64, config.tile_m), 16 * m), max(math.gcd(columns, config.tile_n), 16 * n)
 
 
 MAINLOOPS: dict[str, Mainloop] = {"wgmma": Wgmma(), "tcgen05": Tcgen05(), "mma": Mma()}

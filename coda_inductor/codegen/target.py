@@ -140,7 +140,36 @@ SM_100A = Target(
     small=_SM_100A_SMALL,
     tiny=_SM_100A_SMALL,
 )
-TARGETS = {row.name: row for row in (SM_90A, SM_100A)}
+_SM_120A = tiles("128x128pp1x1 128x128co1x1 64x128pp1x1 128x64pp1x1 64x64pp1x1")
+_SM_120A_SMALL = tiles("64x128pp1x1 64x64pp1x1 64x32pp1x1")
+SM_120A = Target(
+    name="sm_120a",
+    capability=(12, 0),
+    tested=False,
+    environment=("QUACK_ARCH=120", "CUTE_DSL_ARCH=sm_120a"),
+    mainloop="mma",
+    device="device_sm120",
+    overlaps=False,  # it might: the warp that loads A and B loads all else. But that was never seen to be right
+    shared_memory=99 * 1024,
+    least_stages=2,  # three of 128x128 leave an epilogue nothing
+    max_operands=12,
+    multiplies=("bf16", "f16", "e4m3", "e5m2"),
+    mixes=True,
+    halves=(32, 64, 128),
+    large=_SM_120A,
+    deep=_SM_120A,
+    deep_least=8192,
+    plain=_SM_120A,
+    heavy=_SM_120A,
+    heads=_SM_120A,
+    fast=_SM_120A,
+    slow=_SM_120A,
+    slow_heavy=_SM_120A,
+    middle=_SM_120A,
+    small=_SM_120A_SMALL,
+    tiny=_SM_120A_SMALL,
+)
+TARGETS = {row.name: row for row in (SM_90A, SM_100A, SM_120A)}
 """By name. What asks no machine, as the command does, speaks of SM_90A."""
 
 # Tested ranges: lowest, first that was not tested. quack's epilogue interface changed with every minor release so far.
