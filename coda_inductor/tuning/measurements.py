@@ -219,10 +219,9 @@ class Measurements:
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
             found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, self.counts(timed))
         self.say(key, found)
-        outcome = outcome_of(group.mask, found)
-        if not self.target.tested and not outcome.loses:
-            self.build(group)  # what was measured by another process, or for another size, has to be right here
-        return outcome
+        if not self.target.tested:
+            self.build(group)  # what another process measured has to be right here
+        return outcome_of(group.mask, found)
 
     def build(self, group: Group) -> None:
         """Builds the group's kernels at its tokens. Raises Unsupported if one cannot be built, or may not run here."""
