@@ -19,7 +19,7 @@ from eight_bit_cases import scaled_norm_backward
 
 from coda_inductor.codegen import legality, source, target
 from coda_inductor.codegen.target import SM_90A, SM_100A, SM_120A, TARGETS, Target
-from coda_inductor.codegen.tiles import Config
+from coda_inductor.codegen.tiles import Config, tiles
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.kernels import library, prebuild
 from coda_inductor.kernels.prebuild import Job
@@ -125,7 +125,7 @@ def test_every_case_has_tiles_or_a_reason(row: Target) -> None:
     ],
 )
 def test_tiles_are_refused_with_a_reason(region: Any, tile: str, row: Target, reason: str) -> None:
-    (config,) = target.tiles(tile)
+    (config,) = tiles(tile)
     if not reason:
         legality.require(region, config, row)
         return
@@ -144,10 +144,12 @@ MIXED = """
 import json, pathlib, sys
 from codegen_cases import norm_producer, rotary_neighbours, summed, swiglu
 from coda_inductor.codegen import source
+from coda_inductor.codegen.device_sm100 import _Lanewise
 from coda_inductor.codegen.target import SM_100A, TARGETS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.kernels.kernel import Compiled
 from coda_inductor.kernels.module import load_module
+from quack.epilogue.math import F2
 place = pathlib.Path(sys.argv[1])
 found = {name: [] for name in TARGETS}
 for name, row in TARGETS.items():
@@ -157,6 +159,11 @@ for name, row in TARGETS.items():
         kinds = tuple((n, "c" if n == "c" else epilogue.ops[n].fn_port) for n in epilogue.operand_names)
         minted = epilogue._mint(kinds, row.capability[0], make in (swiglu, rotary_neighbours), False, (), 0, (), False)
         found[name].append([c.__name__ for c in minted.__mro__])
+class Plain:
+    _epi_mod_fn = staticmethod(lambda acc, c, s: {"D": acc * 2 + c, "r0": (acc, c * s)})
+class Lanes(_Lanewise, Plain):
+    pass
+found["lanes"] = [Lanes()._epi_mod_fn(F2(1.0, 10.0), c=F2(0.5, 0.25), s=4.0), Lanes()._epi_mod_fn(1.0, c=0.5, s=4.0)]
 try:
     Compiled(norm_producer(256, 64), SM_100A.heavy[0], place, target=SM_100A)
 except Unsupported as why:
@@ -167,8 +174,8 @@ print(json.dumps(found))
 
 @needs_compiler
 def test_kernels_overlap_only_where_the_row_says_so(tmp_path: Path) -> None:
-    """By what their classes are made of, whatever is multiplied; and a process compiles for its own target only, else
-    a kernel of one machine would lie where another's is looked for."""
+    """By what their classes are made of, whatever is multiplied. Two values at once are what each is alone. A process
+    compiles for its own target only, else a kernel of one machine would lie where another's is looked for."""
     here = environment(**dict(pair.split("=") for pair in SM_90A.environment))
     command = [sys.executable, "-c", MIXED, str(tmp_path)]
     done = subprocess.run(command, env=here, capture_output=True, text=True, timeout=300)
@@ -179,4 +186,6 @@ def test_kernels_overlap_only_where_the_row_says_so(tmp_path: Path) -> None:
             assert ("_Overlapping" in classes) == row.overlaps
             assert f"GemmSm{row.capability[0] * 10}" in classes
             assert ("_Padded" in classes) == ("_Lanewise" in classes) == (row.mainloop == "tcgen05")
+    assert found["lanes"][0] == {"D": [2.5, 20.25], "r0": [[1.0, 10.0], [2.0, 1.0]]}
+    assert found["lanes"][1] == {"D": 2.5, "r0": [1.0, 2.0]}
     assert "this process compiles for sm_90a, not for sm_100a" in found["refusal"] and not [*tmp_path.rglob("*.o")]
