@@ -22,7 +22,8 @@ from functools import cache
 from pathlib import Path
 
 from coda_inductor.codegen import source
-from coda_inductor.codegen.target import SM_90A, Target, installed, versions
+from coda_inductor.codegen import target as targets
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -107,7 +108,7 @@ def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> N
 def made_by() -> str:
     """The digest of what compiles and launches: packages, where their libraries lie, the driver (which decides for one
     of cutlass's two), quack's sources, which a user may have changed, and our own that call it."""
-    packages = [*sorted(versions().items()), installed("apache-tvm-ffi"), platform.python_version()]
+    packages = [*sorted(targets.versions().items()), targets.installed("apache-tvm-ffi"), platform.python_version()]
     cutlass, quack = importlib.util.find_spec("cutlass"), importlib.util.find_spec("quack")
     digest = hashlib.sha256(repr([packages, cutlass and cutlass.origin, driver()]).encode())
     ours = [Path(__file__).with_name(name) for name in OURS]
