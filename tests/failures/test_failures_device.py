@@ -136,7 +136,7 @@ def test_driver_that_refuses_what_the_compiler_makes(monkeypatch: pytest.MonkeyP
         raise DSLCudaRuntimeError(35, "cudaErrorInsufficientDriver")
 
     pretend(monkeypatch, tmp_path, kernel.Compiled)
-    monkeypatch.setattr(kernel, "_require_compiler", lambda target: None)  # no card is here that cutlass would ask
+    monkeypatch.setattr(kernel, "_require_compiler", lambda target: None)  # without a GPU, cutlass is for another
     monkeypatch.setattr(kernel.quack.gemm_runtime.host, "build_gemm_epi_plan", refuse)
     assert "DSLCudaRuntimeError" in left_to_inductor("cudaErrorInsufficientDriver")[0]
     raised(monkeypatch, HERE, "Unsupported: ", "cudaErrorInsufficientDriver")
