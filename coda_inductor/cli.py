@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from coda_inductor import __version__
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import SM_90A, TARGETS
 from coda_inductor.commands.words import TRUST
 from coda_inductor.core.errors import CodaError, Unsupported
 from coda_inductor.core.settings import Settings, Target
@@ -59,9 +59,17 @@ def graph(arguments: Namespace) -> Answer:
 
 
 def doctor(arguments: Namespace) -> Answer:
-    """What this machine has, and whether a kernel can be made and run."""
-    module = behind("coda_inductor.commands.doctor")
-    facts = module.doctor(checked(Settings.read()[0]))
+    """What this machine has, and whether a kernel can be made and run, or with --check all kinds of them."""
+    chosen = checked(Settings.read()[0])
+    if arguments.target and not arguments.check:
+        raise Unsupported("--target is about --check", hint="coda-inductor doctor --check --target NAME")
+    if not arguments.check:
+        module = behind("coda_inductor.commands.doctor")
+        facts = module.doctor(chosen)
+    else:
+        module, progress = behind("coda_inductor.commands.check"), behind("coda_inductor.commands.progress")
+        with progress.progress("deriving kernels", shown=not arguments.json) as said:
+            facts = module.check(chosen, arguments.target or "", said)
     return facts, lambda: str(module.render(facts))
 
 
@@ -69,13 +77,13 @@ def kernels(arguments: Namespace) -> Answer:
     """A model's kernels, or those of the store."""
     if not arguments.subject and (arguments.region or arguments.compile or arguments.all):
         raise Unsupported("--region, --compile and --all are about a model", hint="name one as MODULE:FUNCTION")
-    chosen = checked(Settings.read(options={"target": SM_90A.name})[0])
+    chosen = checked(Settings.read(options={"target": arguments.target or SM_90A.name})[0])
     module = behind("coda_inductor.commands.kernels")
     if arguments.subject:
         build = "all" if arguments.all else "first" if arguments.compile else ""
         facts = module.kernels(*subject(arguments.subject), arguments.mode, chosen, arguments.region, build)
     else:
-        facts = module.stored(chosen)
+        facts = module.stored(chosen, arguments.target)
     return facts, lambda: str(module.render(facts, arguments.source))
 
 
@@ -148,8 +156,11 @@ def diff(arguments: Namespace) -> Answer:
     return facts, lambda: str(module.render(facts))
 
 
-def nothing_more(parser: ArgumentParser) -> None:
-    """A verb without arguments."""
+def a_check(parser: ArgumentParser) -> None:
+    """The arguments of `doctor`."""
+    what = "compile every kind of kernel, and on a card compare each with the interpreter; paste it into a report"
+    parser.add_argument("--check", action="store_true", help=what)
+    parser.add_argument("--target", choices=tuple(TARGETS), help="with --check; default: the card's")
 
 
 def a_kernel(parser: ArgumentParser) -> None:
@@ -157,6 +168,7 @@ def a_kernel(parser: ArgumentParser) -> None:
     what = "returns (model, args) or (model, args, kwargs); without it, the kernels in the cache"
     parser.add_argument("subject", metavar="MODULE:FUNCTION", nargs="?", help=what)
     parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="default: %(default)s")
+    parser.add_argument("--target", choices=tuple(TARGETS), help=f"default: {SM_90A.name}; of the cache: all")
     parser.add_argument("--region", metavar="ID", default="", help="only this one: r3, or the start of a digest")
     parser.add_argument("--source", action="store_true", help="print the generated modules")
     parser.add_argument("--compile", action="store_true", help="compile the tile that would run, into the cache")
@@ -249,7 +261,7 @@ VERBS: dict[str, Verb] = {
     "kernels": Verb("the generated kernels: source, tiles, registers", a_kernel, kernels),
     "rules": Verb("the laws, when they are used, and their proofs", a_proof, rules),
     "cache": Verb("the kernels and measurements kept on disk", an_entry, cache),
-    "doctor": Verb("what this machine has, and one kernel compiled", nothing_more, doctor),
+    "doctor": Verb("what this machine has, and one kernel compiled", a_check, doctor),
 }
 
 

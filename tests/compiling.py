@@ -187,7 +187,7 @@ def pretend(
     monkeypatch.setattr(target, "MODULES", ())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor reports
     monkeypatch.setattr(prebuild, "begin", begun)
-    monkeypatch.setattr(prebuild, "warm_up", lambda: None)
+    monkeypatch.setattr(prebuild, "warm_up", lambda *target: None)
     monkeypatch.setattr(timing, "compared", timed)
     monkeypatch.setattr(timing, "launching", lambda calls: [0.0] * len(calls))
     monkeypatch.setattr(timing, "by_turns", lambda calls, rounds, launching: [1.0] * len(calls))

@@ -71,6 +71,7 @@ TOGETHER = dict.fromkeys(("laws", "lift", "verdicts"), "laws")  # one worker cap
 
 
 SLOW = (
+    "test_cli_check.py::test_the_compiler_makes_them_for_any_target",
     "test_cli_archive.py::test_what_was_warmed_up_travels[train]",
     "test_training_bf16.py::test_a_model_learns",
     "test_compiling_process.py::test_the_compiling_process_may_end",

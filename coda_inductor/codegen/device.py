@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,6 @@ from cutlass import Int32, Int64
 from quack.epilogue import ops
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import RowVecLoad, Scalar, TileStore
-from quack.gemm_sm90 import GemmSm90
 from quack.tile_scheduler import TileSchedulerOptions
 from quack.varlen_utils import VarlenArguments
 
@@ -112,9 +111,9 @@ class _Launch:
 
 
 class _Overlapping:
-    """Mixed into every GEMM class, in place of quack's own waits: a block waits for the kernel before it on the stream
-    before its first load, or, given a door to enter by, passes that, and waits after the loads of each tile. Then
-    blocks of the next kernel may be placed where there is room.
+    """Mixed into every GEMM class of a target whose row says so, in place of quack's own waits: a block waits for the
+    kernel before it on the stream before its first load, or, given a door to enter by, passes that, and waits after the
+    loads of each tile. Then blocks of the next kernel may be placed where there is room.
 
     A door asks that the kernel before is one of these (or what finishes its sums), and that of a line, which is one
     without an entrance and those behind it with one, none writes where another reads or writes: all may run at once.
@@ -173,9 +172,11 @@ def _word(address: Any) -> Any:
 
 
 class _Finished:
-    """Mixed into a GEMM class whose epilogue takes `totals`: they are finished after its kernel."""
+    """Mixed into a GEMM class whose epilogue takes `totals`: they are finished after its kernel, which `multiply`
+    launches: the class's own call, whichever machine it is for."""
 
     totals: tuple[Total, ...]
+    multiply: Any
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(  # type: ignore[no-untyped-def]
@@ -191,25 +192,33 @@ class _Finished:
         mSFA: Optional[cute.Tensor] = None,  # noqa: UP045
         mSFB: Optional[cute.Tensor] = None,  # noqa: UP045
     ):
-        GemmSm90.__call__(self, mA, mB, mD, mC, epilogue_args, scheduler_args, varlen_args, stream, mSFA, mSFB)
+        self.multiply(mA, mB, mD, mC, epilogue_args, scheduler_args, varlen_args, stream, mSFA, mSFB)
         finish(self.totals, epilogue_args, stream)
 
 
 class Epilogue(EpiMod):  # type: ignore[misc]
-    """An epilogue whose GEMM classes, each minted once, have `mixins` with `fields` mixed in: its own, and what
-    finishes its sums."""
+    """An epilogue whose GEMM classes, each minted once, have `mixins` with `fields` mixed in: its own, what finishes
+    its sums, and what is `around` every kernel of the target."""
 
     mixins: tuple[type, ...] = ()
     suffix = "of_one"
     lanes = 1
     fields: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(self, fn: Any, *, reduces: dict[str, Any], extra_ops: tuple[Any, ...] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        *,
+        around: tuple[type, ...],
+        reduces: dict[str, Any],
+        extra_ops: tuple[Any, ...] = (),
+        **options: Any,
+    ) -> None:
         totals = tuple(
             Total(name, source.whole(name), isinstance(op, ops.RowVecReduce), op.of, self.lanes)
             for name, op in reduces.items()
         )
-        self.mixins = (*self.mixins, _Overlapping)
+        self.mixins = (*self.mixins, *around)
         if totals:
             self.mixins, self.fields = (_Finished, *self.mixins), {**self.fields, "totals": totals}
         wholes = tuple(Whole(total.whole) for total in totals)
@@ -220,14 +229,9 @@ class Epilogue(EpiMod):  # type: ignore[misc]
         minted = super()._mint(*mint_key)
         mixed: dict[type, type] = self.__dict__.setdefault("_mixed", {})
         if minted not in mixed and self.mixins:
-            fields = {"__module__": __name__, **self.fields}
+            fields = {"__module__": __name__, "multiply": minted.__call__, **self.fields}
             mixed[minted] = type(f"{minted.__name__}_{self.suffix}", (*self.mixins, minted), fields)
         return mixed.get(minted, minted)  # type: ignore[no-any-return]
-
-
-def one_product(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
-    """Decorator for the epilogue of a product, as quack's `gemm_epilogue`."""
-    return lambda fn: Epilogue(fn, outputs=outputs, ops=ops, reduces=reduces)
 
 
 class TwoProductsMod(Epilogue):
@@ -251,16 +255,6 @@ class NeighboursMod(Epilogue):
     def __init__(self, fn: Any, *, half: int, **options: Any) -> None:
         self.suffix = f"neighbours{half}"
         super().__init__(fn, mode="acc_pair", **options)
-
-
-def neighbours(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int) -> Any:
-    """Decorator for the epilogue of pairs of neighbouring columns."""
-    return lambda fn: NeighboursMod(fn, half=half, outputs=outputs, ops=ops, reduces=reduces)
-
-
-def two_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any], half: int = 0) -> Any:
-    """Decorator for the epilogue of two products."""
-    return lambda fn: TwoProductsMod(fn, half=half, outputs=outputs, ops=ops, reduces=reduces)
 
 
 class _Summed:
@@ -312,11 +306,29 @@ class SummedProductsMod(Epilogue):
         super().__init__(fn, extra_ops=apart, **options)
 
 
-def summed_products(outputs: tuple[Any, ...], ops: dict[str, Any], reduces: dict[str, Any]) -> Any:
-    """Decorator for the epilogue of a sum of two products."""
-    return lambda fn: SummedProductsMod(fn, outputs=outputs, ops=ops, reduces=reduces)
-
-
 def along_n(epilogue_args: Any) -> bool:
     """Stands in for `resolve_epi_m_major`: walk the epilogue's subtiles along N first."""
     return False
+
+
+class Decorators(NamedTuple):
+    """What generated modules make an epilogue with: of one product as quack's `gemm_epilogue`, of two, of a sum of two,
+    and of neighbouring columns. Each takes outputs, ops and reduces by name; `half`, of two products and neighbours."""
+
+    one_product: Any
+    two_products: Any
+    summed_products: Any
+    neighbours: Any
+
+
+def decorators(*around: type, **options: Any) -> Decorators:
+    """Those of a target: `around` is mixed into the GEMM class of every kernel, `options` are EpiMod's."""
+
+    def decorator(kind: type[Epilogue]) -> Any:
+        return lambda **given: lambda fn: kind(fn, around=around, **options, **given)
+
+    return Decorators(*map(decorator, (Epilogue, TwoProductsMod, SummedProductsMod, NeighboursMod)))
+
+
+one_product, two_products, summed_products, neighbours = decorators(_Overlapping)
+"""Of the target whose kernels overlap; others have a module of their own."""

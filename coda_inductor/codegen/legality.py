@@ -2,7 +2,7 @@
 
 One predicate, `require`, says whether a Region runs in a Config and names the first condition that fails; `check` and
 `candidates` are loops over it. The facts of a machine come from its row in target.py. The shared-memory model follows
-the stage rule of quack 0.6.5 (gemm_sm90.py, `_compute_stages`); a test compares the two.
+the stage rules of quack 0.6.5 (`_compute_stages` of its GEMM classes); a test compares the two.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from coda_inductor.codegen.mainloops import MAINLOOPS, Mainloop, Streams
 from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import FORMATS
@@ -20,7 +21,7 @@ from coda_inductor.core.region import Operand, Region
 
 BYTES = {name: row.torch.itemsize for name, row in FORMATS.items() if row.cute}
 LOADED = ("tile", "table")  # operands that pass through shared memory, a subtile at a time
-TILE_K = 64  # four wgmma instructions of 16-bit operands
+TILE_K = 64  # four instructions of 16-bit operands
 K_BYTES = 128  # of a row of K in one step, whatever the operands
 
 
@@ -90,7 +91,7 @@ def is_legal(region: Region, config: Config, target: Target = SM_90A) -> bool:
 def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     """Raises Unsupported naming the first condition that keeps `region` from running in `config`."""
     require_shape(region, target)
-    _need(_tile_exists(config), f"no mainloop for tiles of {config}")
+    _need(MAINLOOPS[target.mainloop].exists(config), f"no mainloop for tiles of {config}")
     lanes, head = len(region.products), 2 * region.half
     _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
     # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not, and
@@ -98,6 +99,9 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     loaded = config.tile_n // config.cluster_m if region.halved else config.tile_n
     for width in (config.tile_n, loaded) if head else ():
         _need(width % head == 0 or head % width == 0, f"{config}: {width} columns and heads of {head} do not fit")
+    if any(o.extent == "table" for o in region.operands):
+        turn = MAINLOOPS[target.mainloop].subtile(config, _streams(region))[1]
+        _need(head % turn == 0, f"{config}: {turn} columns at a time and a table of {head} do not fit")
     found = stages(region, config, target).ab
     room = f"shared memory for {max(found, 0)} of the {target.least_stages} steps that it loads ahead"
     _need(found >= target.least_stages, f"{_beside(region)}, which leave the product {room}", LESS)
@@ -126,6 +130,10 @@ def require_shape(region: Region, target: Target) -> None:
     eight_bits = [BYTES[dtype] == 1 for dtype in region.dtypes]
     _need(all(eight_bits) or region.dtype == region.dtypes[1], "matrices of two dtypes")
     if eight_bits[0]:
+        alike = len(set(region.dtypes)) == 1
+        _need(
+            alike or target.mixes, f"matrices of {' and '.join(region.dtypes)}", f"on {target.name} of one dtype only"
+        )
         in_rows = all((p.a_layout, p.b_layout) == ("mk", "nk") for p in region.products)
         _need(in_rows, "8-bit matrices that do not lie in rows of K")
         _need(not region.summed, "two products of 8-bit matrices in one sum")
@@ -174,16 +182,6 @@ def _need(holds: bool, what: str, hint: str = "") -> None:
         raise Unsupported(what, hint=hint)
 
 
-def _tile_exists(c: Config) -> bool:
-    """Accumulators must fit the registers of one (pingpong) or all warp groups (GemmSm90.__init__)."""
-    if c.pingpong:
-        widest = {64: 256, 128: 208, 192: 128}
-        return c.tile_m in widest and c.tile_n % 16 == 0 and c.tile_n <= widest[c.tile_m]
-    if c.tile_m == 192:
-        return c.tile_n % 32 == 0 and c.tile_n <= 256
-    return c.tile_m in (64, 128, 256) and c.tile_n % 16 == 0 and c.tile_n <= 256 and c.tile_m * c.tile_n <= 256 * 192
-
-
 @dataclass(frozen=True, slots=True)
 class Stages:
     """Pipeline depths: `ab` mainloop tiles, `store` and `load` epilogue subtiles; `bytes` of all but the first."""
@@ -195,36 +193,43 @@ class Stages:
 
 def stages(region: Region, config: Config, target: Target = SM_90A) -> Stages:
     """What quack will choose for this Region in this Config."""
-    epi_m, epi_n = _subtile(config)
+    loop, streams = MAINLOOPS[target.mainloop], _streams(region)
+    epi_m, epi_n = loop.subtile(config, streams)
     subtiles = config.tile_m * config.tile_n // (epi_m * epi_n)
-    lanes = len(region.products)
+    most = subtiles if loop.deepens else math.inf
     # Two halves leave as two stores of half a tile each, neighbours as one of a tile.
-    halved, twice = (1 if region.half else lanes), (2 if region.halved else 1)
-    store_bytes = sum(epi_m * epi_n // halved * BYTES[s.dtype] for s in region.stores)
-    load_bytes = sum(epi_m * epi_n * BYTES[o.dtype] for o in region.operands if o.extent in LOADED)
-    store = min(subtiles, 4 if epi_n <= 16 else 2)
-    load = min(subtiles, 4) if load_bytes else 0
-    fixed = _vector_bytes(region, config)
-    slots = twice * len(region.stores) + sum(o.extent in LOADED for o in region.operands)
+    store_bytes = sum(epi_m * epi_n // (1 if region.half else len(region.products)) * b // 8 for b in streams.stores)
+    load_bytes = sum(epi_m * epi_n * b // 8 for b in streams.loads)
+    first = 4 if epi_n <= 16 else 2
+    store = int(min(most, first))
+    load = int(min(most, loop.loads or first)) if load_bytes else 0
+    fixed = _vector_bytes(region, config, loop)
+    slots = (2 if region.halved else 1) * len(region.stores) + len(streams.loads)
     # One store and one tile load live outside the block of epilogue operands, whose end is padded to 1 KiB.
-    whole = lanes == 1 or region.neighbours
-    inside = fixed or (slots - (whole and bool(region.stores)) - bool(load_bytes)) > 0
+    inside = loop.pads or fixed or (slots - (streams.whole and bool(region.stores)) - bool(load_bytes)) > 0
     left = target.shared_memory - 1024 - (1024 if inside else 0) - fixed - store_bytes * store - load_bytes * load
     per_stage = (config.tile_m + config.tile_n) * K_BYTES
     ab = left // per_stage
     left -= ab * per_stage
-    if load_bytes:
+    if load_bytes and loop.deepens:
         more = max(0, min(left // load_bytes, min(5, subtiles) - load))
         load, left = load + more, left - more * load_bytes
     return Stages(ab, store + (left // store_bytes if store_bytes else 0), load)
 
 
-def _vector_bytes(region: Region, config: Config) -> int:
+def _streams(region: Region) -> Streams:
+    """What passes through shared memory. Of two products, each store is half of the doubled tile, but of neighbours."""
+    loads = [8 * BYTES[o.dtype] for o in region.operands if o.extent in LOADED]
+    whole = len(region.products) == 1 or region.neighbours
+    return Streams([8 * BYTES[s.dtype] for s in region.stores], loads, paired=not whole, whole=whole)
+
+
+def _vector_bytes(region: Region, config: Config, loop: Mainloop) -> int:
     """Shared memory of token and feature vectors, and of sums that warps pass on: every warp but the first of those
     that share a row or column of the tile."""
     length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0, "table": 0}
-    groups_m, groups_n = _warp_groups(config)
-    passed_on = {"N": config.tile_m * (groups_n - 1), "M": config.tile_n * (4 * groups_m - 1)}
+    warps_m, warps_n = loop.warps(config)
+    passed_on = {"N": config.tile_m * (warps_n - 1), "M": config.tile_n * (warps_m - 1)}
     sums = 4 * sum(passed_on[r.over] * REDUCTIONS[r.of].planes for r in region.reductions)
     return sums + sum(length[o.extent] * _vector_itemsize(region, o) for o in region.operands)
 
@@ -233,22 +238,3 @@ def _vector_itemsize(region: Region, operand: Operand) -> int:
     """Feature vectors beside two products are read as f32 (one value serves both lanes)."""
     widened = operand.extent == "feature" and len(region.products) == 2
     return 4 if widened else BYTES[operand.dtype]
-
-
-def _warp_groups(c: Config) -> tuple[int, int]:
-    """How the warp groups at work on one tile split it along M and N. Four warps of a group split its rows."""
-    if c.pingpong:
-        return 1, 1
-    if c.tile_m == 192:
-        return (3, 1) if c.tile_n <= 128 else (1, 2)
-    return (2 if c.tile_m == 256 else c.tile_m // 64), 1
-
-
-def _subtile(c: Config) -> tuple[int, int]:
-    """The part of the tile that one turn of the epilogue handles."""
-    groups_m, _ = _warp_groups(c)
-    if c.tile_m % 128 == 0 and groups_m > 1:
-        return 128, math.gcd(32, c.tile_n)
-    if c.tile_m % 192 == 0 and groups_m > 1:
-        return 192, math.gcd(32, c.tile_n)
-    return 64, math.gcd(32, c.tile_n)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 
+UNTESTED = "compiled, not yet run on such a card"
 Tiles = tuple[Config, ...]
 """Those worth timing, the likely best first."""
 
@@ -29,11 +30,16 @@ class Target:
 
     name: str  # as settings and graphs have it
     capability: tuple[int, int]
+    tested: bool  # was run on a card of it; else a kernel must first prove itself on the card
     environment: tuple[str, ...]  # NAME=value: under which the compiler compiles for it
+    mainloop: str  # of mainloops.py
+    device: str  # the module of device code that its generated modules import from (codegen/)
+    overlaps: bool  # may a kernel begin while the one before it ends? Its device code then has device._Overlapping
     shared_memory: int  # bytes that a block may use
     least_stages: int  # steps that the mainloop must have room to load ahead
     max_operands: int  # vectors and tiles together that an epilogue may read
     multiplies: tuple[str, ...]  # dtypes of matrices
+    mixes: bool  # may the two matrices of a product be of different 8-bit dtypes?
     halves: tuple[int, ...]  # of heads: the widths that two products may be the halves of
     large: Tiles  # for more than 1024 rows; what fits into none of these is no Region
     deep: Tiles  # for widths of `deep_least` and more, and sums as deep
@@ -49,6 +55,11 @@ class Target:
     tiny: Tiles  # for up to 64 rows
 
     @property
+    def caveat(self) -> str:
+        """What must be said wherever the target is named; nothing of one that was tested."""
+        return "" if self.tested else UNTESTED
+
+    @property
     def tiles(self) -> Tiles:
         """Those of all tables, each once."""
         of_many = (*self.large, *self.deep, *self.plain, *self.heavy, *self.heads, *self.fast)
@@ -59,11 +70,16 @@ class Target:
 SM_90A = Target(
     name="sm_90a",
     capability=(9, 0),
+    tested=True,
     environment=("QUACK_ARCH=90", "CUTE_DSL_ARCH=sm_90a"),
+    mainloop="wgmma",
+    device="device",
+    overlaps=True,
     shared_memory=227 * 1024,
     least_stages=3,  # with fewer it starves: a norm backward took 1.6-1.9x as long (H200, 8192 x 4096 x 4096)
     max_operands=12,  # eight row vectors already spill 700 registers in 128x192
     multiplies=("bf16", "f16", "e4m3", "e5m2"),
+    mixes=True,
     halves=(32, 64, 128),  # what was tried on hardware, in every tile
     # For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200,
     # bench/tiles.py). 160 columns are for widths that neither 128 nor 192 divides; 208 in their place are 1 to 11 %
@@ -92,7 +108,68 @@ SM_90A = Target(
     small=tiles("128x64co1x1 128x128co1x1 64x64co1x1 64x128co1x1 128x256co1x2"),
     tiny=tiles("64x64co1x1 64x128co1x1 64x32co1x1 64x256co1x1"),
 )
-TARGETS = {row.name: row for row in (SM_90A,)}
+# No card of the two below was at hand: their kernels were compiled and never timed. So their tables are no result, but
+# what compiles with the least spilled (bench/results/targets.jsonl), larger tiles first.
+_SM_100A = tiles("128x256co1x1 128x256co1x2 128x192co1x1 128x128co1x1 128x128co1x2 128x160co1x1 128x64co1x1")
+_SM_100A_HEAVY = tiles("128x128co1x1 128x128co1x2 128x64co1x1 128x192co1x1 128x256co1x1")
+_SM_100A_SMALL = tiles("128x64co1x1 128x128co1x1 128x32co1x1 128x256co1x1")
+SM_100A = Target(
+    name="sm_100a",
+    capability=(10, 0),
+    tested=False,
+    environment=("QUACK_ARCH=100", "CUTE_DSL_ARCH=sm_100a"),
+    mainloop="tcgen05",
+    device="device_sm100",
+    overlaps=False,  # a warp of its own loads tiles [M, N], which device._Overlapping does not hold back
+    shared_memory=227 * 1024,
+    least_stages=3,
+    max_operands=12,
+    multiplies=("bf16", "f16", "e4m3", "e5m2"),
+    mixes=False,  # GemmSm100 raises
+    halves=(32, 64, 128),
+    large=_SM_100A,
+    deep=_SM_100A,
+    deep_least=8192,
+    plain=_SM_100A,
+    heavy=_SM_100A_HEAVY,
+    heads=_SM_100A_HEAVY,
+    fast=_SM_100A,
+    slow=_SM_100A,  # all accumulate in float32
+    slow_heavy=_SM_100A_HEAVY,
+    middle=_SM_100A_HEAVY,
+    small=_SM_100A_SMALL,
+    tiny=_SM_100A_SMALL,
+)
+_SM_120A = tiles("128x128pp1x1 128x128co1x1 64x128pp1x1 128x64pp1x1 64x64pp1x1")
+_SM_120A_SMALL = tiles("64x128pp1x1 64x64pp1x1 64x32pp1x1")
+SM_120A = Target(
+    name="sm_120a",
+    capability=(12, 0),
+    tested=False,
+    environment=("QUACK_ARCH=120", "CUTE_DSL_ARCH=sm_120a"),
+    mainloop="mma",
+    device="device_sm120",
+    overlaps=False,  # it might: the warp that loads A and B loads all else. But that was never seen to be right
+    shared_memory=99 * 1024,
+    least_stages=2,  # three of 128x128 leave an epilogue nothing
+    max_operands=12,
+    multiplies=("bf16", "f16", "e4m3", "e5m2"),
+    mixes=True,
+    halves=(32, 64, 128),
+    large=_SM_120A,
+    deep=_SM_120A,
+    deep_least=8192,
+    plain=_SM_120A,
+    heavy=_SM_120A,
+    heads=_SM_120A,
+    fast=_SM_120A,
+    slow=_SM_120A,
+    slow_heavy=_SM_120A,
+    middle=_SM_120A,
+    small=_SM_120A_SMALL,
+    tiny=_SM_120A_SMALL,
+)
+TARGETS = {row.name: row for row in (SM_90A, SM_100A, SM_120A)}
 """By name. What asks no machine, as the command does, speaks of SM_90A."""
 
 # Tested ranges: lowest, first that was not tested. quack's epilogue interface changed with every minor release so far.
@@ -110,13 +187,17 @@ def of_name(name: str) -> Target:
     return TARGETS[name]
 
 
-def of_capability(capability: tuple[int, int] | None) -> Target:
-    """The row for a device of compute `capability`. Raises Unsupported if there is none (None: no GPU)."""
+def of_capability(capability: tuple[int, int] | None, *, untested: bool = False) -> Target:
+    """The row for a device of compute `capability`. Raises Unsupported if there is none (None: no GPU), or if it was
+    not tested and `untested` is not asked for."""
     if capability is None:
         raise Unsupported("no NVIDIA GPU", hint="CODA_INDUCTOR_TARGET=reference runs regions on any device")
     for row in TARGETS.values():
-        if row.capability == capability:
+        if row.capability == capability and (row.tested or untested):
             return row
+        if row.capability == capability:
+            opt_in = f"CODA_INDUCTOR_TARGET={row.name} tries them"
+            raise Unsupported(f"kernels for {arch(capability)} are {UNTESTED}", hint=opt_in)
     known = ", ".join(arch(row.capability) for row in TARGETS.values())
     raise Unsupported(f"kernels are generated for {known} only, found {arch(capability)}")
 
@@ -128,9 +209,10 @@ def capability(device: torch.device | None = None) -> tuple[int, int] | None:
     return found
 
 
-def available(capability: tuple[int, int] | None) -> None:
-    """Raises Unsupported unless a device of compute `capability` can run generated kernels (None: no GPU)."""
-    of_capability(capability)
+def available(capability: tuple[int, int] | None, *, untested: bool = False) -> None:
+    """Raises Unsupported unless a device of compute `capability` can run generated kernels (None: no GPU), and was
+    tested, or `untested` is asked for."""
+    of_capability(capability, untested=untested)
     for package, (lowest, beyond) in TESTED.items():
         found = installed(package)
         span = f">={_text(lowest)},<{_text(beyond)}"

@@ -6,7 +6,9 @@ few. Nothing outside the store is read or removed: links are never followed, wha
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import stat
 import tempfile
@@ -15,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import TARGETS
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.words import date, size, table
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.explain.report import plural
 from coda_inductor.kernels import limit
-from coda_inductor.kernels.entries import ARTIFACTS, inside
+from coda_inductor.kernels.entries import ARTIFACTS, PROOFS, inside
 from coda_inductor.kernels.store import HINT, open_store
 
 Facts = dict[str, Any]
@@ -77,6 +79,7 @@ def entries(store: Path) -> list[Entry]:
         modules.setdefault(path.name.partition("-")[0], []).append(path)
     found = [_kernel(name, paths) for name, paths in modules.items()]
     found += [Entry(ARTIFACTS, (path.stem,), (path,), {}) for path in inside(store, ARTIFACTS)]
+    found += [_proof(path) for path in inside(store, PROOFS)]
     return [*found, *(_record(path) for path in inside(store, "tuning"))]
 
 
@@ -87,7 +90,30 @@ def _kernel(name: str, paths: list[Path]) -> Entry:
     if not name.startswith(EPILOGUE):
         return Entry("leftover", (name,), tuple(paths), {})
     tiles = [p.name.partition("-")[2] for p in paths if p.suffix != ".py"]
-    return Entry("kernel", (name.removeprefix(EPILOGUE),), tuple(paths), {"tiles": tiles, "device": SM_90A.name})
+    facts = {"tiles": tiles, "device": _target(paths)}
+    return Entry("kernel", (name.removeprefix(EPILOGUE),), tuple(paths), facts)
+
+
+def _target(paths: Sequence[Path]) -> str | None:
+    """The name of the target whose device code a generated module imports; None without the module."""
+    for path in paths:
+        if path.suffix == ".py" and path.is_file() and not path.is_symlink():
+            imported = re.search(r"^from coda_inductor\.codegen\.(device\w*) import", path.read_text(), re.MULTILINE)
+            return next((row.name for row in TARGETS.values() if imported and row.device == imported[1]), None)
+    return None
+
+
+def _proof(path: Path) -> Entry:
+    """That a kernel is right on a card; an unreadable one is a leftover."""
+    try:
+        found = json.loads(path.read_text()) if path.suffix == ".json" and not path.is_symlink() else None
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        return Entry("leftover", (path.name,), (path,), {})
+    facts = {"device": found.get("card"), "versions": found.get("versions"), "tile": found.get("config")}
+    region = hashlib.sha256(str(found.get("text")).encode()).hexdigest()[:16]
+    return Entry("proof", (region, path.stem), (path,), facts)
 
 
 def _record(path: Path) -> Entry:
@@ -187,6 +213,7 @@ def render(facts: Facts) -> str:
         ]
     )
     words = {"kernel": "kernel", "pass": "elementwise pass", "tuning": "tuning record", "contest": "measurement"}
+    words["proof"] = "proof"
     words[ARTIFACTS] = "file of torch's artifacts"
     words["part"] = "entry"
     words["leftover"] = "leftover file"
@@ -203,6 +230,8 @@ def _what(row: Facts) -> str:
         return " ".join(row["tiles"]) or "not compiled"
     if row["kind"] == "pass":
         return "compiled and kept by Triton"
+    if row["kind"] == "proof":
+        return f"{row['tile']}: right on this card"
     if row["kind"] == ARTIFACTS:
         return "for torch.compiler.load_cache_artifacts"
     if row["kind"] == "tuning":

@@ -1,6 +1,7 @@
 """`coda-inductor doctor`: does this machine have what generated kernels need, and what else may change a graph?
 
 Compiles one kernel for sm_90a, with a GPU or without; on an sm_90 GPU runs it and compares it with the interpreter.
+(All kinds of kernels, on any card that has a target: check.py.)
 "problems" holds what is broken on a machine that could run kernels; one that could not has none.
 """
 
@@ -74,13 +75,16 @@ INDUCTOR: dict[str, str] = {
 def doctor(settings: Settings) -> Facts:
     """Everything that is found out; nothing is raised for what is missing."""
     capability = target.capability()
+    row = untested(capability)
+    asked = {"untested": True} if row and settings.target == row.name else {}
     facts: Facts = {
         "schema": 1,
         "versions": versions(),
         "torch": why(usable_torch),
         "driver": driver(),
         "gpus": [gpu(i) for i in range(torch.cuda.device_count())] if capability else [],
-        "kernels": why(lambda: target.available(capability)),
+        "untested": row.name if row else "",
+        "kernels": why(lambda: target.available(capability, **asked)),
         "compiler": why(lambda: target.available(target.SM_90A.capability)),
         "cache": cache(settings),
         "settings": in_force(settings),
@@ -90,6 +94,12 @@ def doctor(settings: Settings) -> Facts:
     facts["sample"] = sample(capability == target.SM_90A.capability) if facts["compiler"]["works"] else None
     facts["problems"] = problems(facts) if capability == target.SM_90A.capability else []
     return facts
+
+
+def untested(capability: tuple[int, int] | None) -> target.Target | None:
+    """The row of a card like which none has run kernels yet; None of another card."""
+    found = [row for row in target.TARGETS.values() if row.capability == capability and not row.tested]
+    return found[0] if found else None
 
 
 def versions() -> dict[str, str | None]:
@@ -226,7 +236,8 @@ def render(facts: Facts) -> str:
         ("torch", TESTED if facts["torch"]["works"] else f"every graph is left to Inductor: {said(facts['torch'])}"),
         *(("gpu", g) for g in gpus),
         ("driver", facts["driver"] or "none"),
-        ("kernels", "can be generated and run" if facts["kernels"]["works"] else f"no: {said(facts['kernels'])}"),
+        ("kernels", _kernels(facts)),
+        *[("check", CHECK)] * bool(facts["untested"]),
         ("compiler", _compiler(facts)),
         ("cache", _cache(facts["cache"])),
     ]
@@ -244,6 +255,20 @@ def render(facts: Facts) -> str:
     lines += [f"PROBLEM: {problem}" for problem in facts["problems"]] or ["no problems found"]
     lines += [f"report what is wrong{at('Issues')}, with `coda-inductor doctor --json`"] * bool(at("Issues"))
     return "\n".join(lines)
+
+
+CHECK = (
+    "`coda-inductor doctor --check` compares all kinds of kernels with the interpreter: please report what it prints"
+)
+
+
+def _kernels(facts: Facts) -> str:
+    """Can they be generated and run?"""
+    if not facts["kernels"]["works"]:
+        return f"no: {said(facts['kernels'])}"
+    if facts["untested"]:
+        return f"for {facts['untested']}, {target.UNTESTED}: each is compared with the interpreter before it is used"
+    return "can be generated and run"
 
 
 def _compiler(facts: Facts) -> str:

@@ -1,4 +1,4 @@
-"""`coda-inductor kernels`: the kernels that a model's Regions become on sm_90a, on any machine.
+"""`coda-inductor kernels`: the kernels that a model's Regions become on a target, on any machine.
 
 Per distinct Region: its generated source, the tiles that would be tried, and with `build` what the compiler made of
 them. Compiled kernels go to the store, where torch.compile finds them. Without a model: the kernels in the store.
@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from torch import fx
 
-from coda_inductor.codegen import legality, source, target
+from coda_inductor.codegen import legality, source
+from coda_inductor.codegen.target import Target, of_name
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import EPILOGUE, entries, existing
 from coda_inductor.commands.words import size, table
@@ -22,7 +23,7 @@ from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.facts import rows_of
-from coda_inductor.explain.offline import rewrite_for
+from coda_inductor.explain.offline import rewrite_for, target_of
 from coda_inductor.explain.report import place, plural
 from coda_inductor.inductor.records import Site
 from coda_inductor.kernels import cubin, library, record
@@ -42,6 +43,7 @@ def kernels(
 ) -> Facts:
     """The kernels of the model's Regions, or of the `wanted` one (an id of explain, or a digest's start). `build`:
     compile the tile that would run, or all that would be tried. Raises Unsupported if no Region is the wanted one."""
+    target = of_name(target_of(settings))
     found, whole = sites(model, args, kwargs, mode, settings)
     alike = Counter(site.region.digest for _, site, _ in found)
     first: dict[str, tuple[str, Site, int]] = {}
@@ -52,12 +54,14 @@ def kernels(
         raise Unsupported(f"no Region is called {wanted!r}", hint="take an id or a digest from explain or kernels")
     made: dict[Job, Outcome] = {}
     if build:
-        tiles = {digest: _tiles(site.region, rows, settings, build) for digest, (_, site, rows) in first.items()}
-        made = outcomes(
-            [Job(site.region, c) for d, (_, site, _) in first.items() for c in tiles[d]], settings.cache_dir
-        )
-    rows = [generated(*named, settings, made) | {"count": alike[digest]} for digest, named in first.items()]
-    return {"schema": 1, "target": target.SM_90A.name, "regions": rows, "left": whole}
+        jobs = [
+            Job(site.region, c, target=target.name)
+            for _, site, rows in first.values()
+            for c in _tiles(site.region, rows, target, settings, build)
+        ]
+        made = outcomes(jobs, settings.cache_dir)
+    rows = [generated(*named, target, settings, made) | {"count": alike[digest]} for digest, named in first.items()]
+    return {"schema": 1, "target": target.name, "regions": rows, "left": whole}
 
 
 def sites(
@@ -90,29 +94,31 @@ def sites(
     return found, left
 
 
-def _tiles(region: Region, rows: int, settings: Settings, build: str) -> tuple[Config, ...]:
+def _tiles(region: Region, rows: int, target: Target, settings: Settings, build: str) -> tuple[Config, ...]:
     """What to compile: everything that tuning would try, or what a launch would take."""
-    every = legality.candidates(region, rows)
+    every = legality.candidates(region, rows, target)
     if build == "all":
         return every
     store = existing(settings.cache_dir)
-    chosen = record.remembered(store, region, legality.bucket(rows)) if store else None
+    chosen = record.remembered(store, region, legality.bucket(rows), target=target) if store else None
     return (chosen,) if chosen else every[:1]
 
 
-def generated(name: str, site: Site, rows: int, settings: Settings, made: Mapping[Job, Outcome]) -> Facts:
+def generated(
+    name: str, site: Site, rows: int, target: Target, settings: Settings, made: Mapping[Job, Outcome]
+) -> Facts:
     """One Region: where it stands, its kernel's text, its tiles, and what was measured of it."""
     region, store = site.region, existing(settings.cache_dir)
-    text = source.render(region)
+    text = source.render(region, target)
     module = source.module_name(text)
     path = store / "epilogues" / f"{module}.py" if store else None
     bucket = legality.bucket(rows)
-    chosen = record.remembered(store, region, bucket) if store else None
+    chosen = record.remembered(store, region, bucket, target=target) if store else None
     tiles = []
-    for config in dict.fromkeys([*legality.candidates(region, rows), *([chosen] if chosen else [])]):
-        outcome = made.get(Job(region, config))
-        row = {"tile": str(config), "stages": legality.stages(region, config).ab, "chosen": config == chosen}
-        row |= compiled(library.folder(region, config, store) if store else None)
+    for config in dict.fromkeys([*legality.candidates(region, rows, target), *([chosen] if chosen else [])]):
+        outcome = made.get(Job(region, config, target=target.name))
+        row = {"tile": str(config), "stages": legality.stages(region, config, target).ab, "chosen": config == chosen}
+        row |= compiled(library.folder(region, config, store, target=target) if store else None)
         row |= {"seconds": outcome and outcome.seconds, "why": outcome.reason if outcome else ""}
         tiles.append(row)
     measured = [e.row() for e in (entries(store) if store else ()) if e.kind == "tuning"]
@@ -145,12 +151,12 @@ def _made(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def stored(settings: Settings) -> Facts:
-    """The kernels in the store."""
+def stored(settings: Settings, target: str | None = None) -> Facts:
+    """The kernels in the store, or only those of a target."""
     store = existing(settings.cache_dir)
     rows = []
     for entry in entries(store) if store else ():
-        if entry.kind == "kernel":
+        if entry.kind == "kernel" and target in (None, entry.facts["device"]):
             module = EPILOGUE + entry.names[0]
             path = next((str(p) for p in entry.paths if p.suffix == ".py"), None)
             text = Path(path).read_text() if path else ""
@@ -160,8 +166,9 @@ def stored(settings: Settings) -> Facts:
                 if folder.is_dir() and not folder.is_symlink()
                 for form in (sorted(folder.iterdir()) or [folder])
             ]
-            rows.append({"kernel": entry.names[0], "path": path, "text": text, "bytes": entry.bytes, "tiles": tiles})
-    return {"schema": 1, "target": target.SM_90A.name, "kernels": rows}
+            row = {"kernel": entry.names[0], "path": path, "text": text, "bytes": entry.bytes, "tiles": tiles}
+            rows.append(row | {"target": entry.facts["device"]})
+    return {"schema": 1, "kernels": rows}
 
 
 TILES = """a tile of 128x192pp2x1: 128 rows and 192 columns a block, 2 x 1 blocks share their loads; pp: two warp groups
@@ -173,7 +180,8 @@ def render(facts: Facts, with_source: bool) -> str:
     """A paragraph per kernel; `with_source`: and its generated module."""
     if "kernels" in facts:
         return _render_stored(facts, with_source)
-    lines = [f"left to Inductor as a whole: {why}" for why in facts["left"]]
+    lines = [f"for {facts['target']} ({caveat})"] if (caveat := of_name(facts["target"]).caveat) else []
+    lines += [f"left to Inductor as a whole: {why}" for why in facts["left"]]
     for r in facts["regions"]:
         pair = f", {r['products']} products" if r["products"] > 1 else ""
         times = f"  x {r['count']}" if r["count"] > 1 else ""
@@ -198,7 +206,7 @@ def render(facts: Facts, with_source: bool) -> str:
 def _render_stored(facts: Facts, with_source: bool) -> str:
     lines = []
     for r in facts["kernels"]:
-        lines.append(f"{r['kernel']}  {size(r['bytes'])}  {r['path'] or '(no source)'}")
+        lines.append(f"{r['kernel']}  {r['target']}  {size(r['bytes'])}  {r['path'] or '(no source)'}")
         rows = [(t["tile"], t["registers"], t["stack"]) for t in r["tiles"]]
         lines += table([("tile", "registers", "stack"), *rows] if rows else [], "    ")
         lines += _text(r["text"]) if with_source else []

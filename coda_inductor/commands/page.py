@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from coda_inductor import __version__
 from coda_inductor.codegen import legality
+from coda_inductor.codegen.target import SM_90A, TARGETS
 from coda_inductor.commands import page_view
 from coda_inductor.commands.cache import entries, existing
 from coda_inductor.commands.kernels import generated
@@ -24,6 +25,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import report as said
 from coda_inductor.explain.modules import pattern
+from coda_inductor.explain.offline import target_of
 from coda_inductor.explain.study import Study, study
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.rewrite.laws import LAWS
@@ -77,7 +79,7 @@ def html(found: Study, settings: Settings, subject: str, mode: str) -> str:
     return form.get_template("page.html.jinja").render(
         subject=subject,
         mode={"infer": "inference", "train": "training"}[mode],
-        target=explained["target"],
+        target=said.spoken(explained["target"]),
         versions=f"coda-inductor {__version__}, torch {torch.__version__}",
         totals=explained["totals"],
         estimates=explained["estimates"],
@@ -100,6 +102,7 @@ def kernels(found: Study, settings: Settings) -> list[Facts]:
     """The generated module of each distinct Region, or `why` there is none; of its Regions the anchors as `used`, and
     the `modules`, with stars for layers."""
     made: dict[str, Facts] = {}
+    target = TARGETS.get(target_of(settings), SM_90A)
     for i, (sites, graph) in enumerate(zip(found.sites, found.explained["graphs"], strict=True)):
         for (site, rows), facts in zip(sites, graph["regions"], strict=True):
             region = site.region
@@ -107,8 +110,8 @@ def kernels(found: Study, settings: Settings) -> list[Facts]:
                 entry: Facts = {"digest": region.digest, "why": "", "text": "", "tiles": [], "records": []}
                 entry |= {"used": [], "modules": []}
                 try:
-                    legality.check(region)
-                    entry |= generated(site.name, site, rows, settings, {})
+                    legality.check(region, target)
+                    entry |= generated(site.name, site, rows, target, settings, {})
                 except Unsupported as why:
                     entry["why"] = str(why)
                 made[region.digest] = entry

@@ -7,11 +7,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.interpret import evaluated
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Region
 
 NUMBERS = 1 << 24  # of one value at a time: 64 MB in float32
+
+
+def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Empty outputs for `inputs`: the stores [M, width], then the reductions [M] or [N]."""
+    like, m = inputs[region.products[0].a], region.m(inputs)
+    stores = [like.new_empty((m, region.width), dtype=DTYPES[s.dtype]) for s in region.stores]
+    sizes = [m if r.over == "N" else region.n for r in region.reductions]
+    return stores + [like.new_empty(size, dtype=region.compute) for size in sizes]
 
 
 def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], numbers: int | None = None) -> None:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from coda_inductor.explain.report import amounts, place, plural
+from coda_inductor.explain.report import amounts, place, plural, spoken
 
 Facts = dict[str, Any]
 LEGEND = """[step] kind t=time. accN: accumulator of step N; yN, sN: stores and sums of its epilogue; oN: an opaque
@@ -19,7 +19,7 @@ def render(facts: Facts, before: bool = False) -> str:
     parts = [f"# {line}" for line in LEGEND.splitlines()]
     for i, graph in enumerate(facts["graphs"]):
         steps = graph["before" if before else "after"]
-        which = "as captured" if before else f"for {facts['target']}"
+        which = "as captured" if before else f"for {spoken(facts['target'])}"
         parts.append(f"\ngraph {i} ({graph['kind']}), {which}: {_count(steps)}")
         if graph["untouched"] and not before:
             parts.append(f"left untouched: {graph['untouched']}")

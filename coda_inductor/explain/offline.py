@@ -25,7 +25,7 @@ from coda_inductor.tuning.verdicts import UNTUNED, Decide, Decisions
 
 
 def target_of(settings: Settings) -> str:
-    """The target that is spoken of: without a choice, the one that kernels are made for."""
+    """The target that is spoken of: without a choice, the one that was tested."""
     return target.SM_90A.name if settings.target == "auto" else settings.target
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coda_inductor.codegen.target import TARGETS
 from coda_inductor.explain.modules import pattern, starred
 
 Facts = dict[str, Any]
@@ -47,7 +48,7 @@ def _totals(report: Facts) -> list[str]:
     """What was saved, a fact a line."""
     t = report["totals"]
     before, after, beside = t["bytes_before"], t["bytes_after"], t["bytes_epilogues"]
-    first = f"for {report['target']}: {plural(t['regions'], 'region')}" if "target" in report else ""
+    first = f"for {spoken(report['target'])}: {plural(t['regions'], 'region')}" if "target" in report else ""
     rows = [("memory-bound bytes", changed(before, after))]
     rows += [("  of kernels", amounts(before, after - beside))]
     rows += [("  of epilogues", f"{amounts(beside)} beside their products")]
@@ -64,6 +65,12 @@ def _totals(report: Facts) -> list[str]:
     if t["saved_bytes_inductor"]:
         rows.append(("saved for backward", changed(t["saved_bytes_inductor"], t["saved_bytes"])))
     return [first, *(f"  {name:<22}{said}" for name, said in rows)]
+
+
+def spoken(target: str) -> str:
+    """A target's name, with what must be said of it."""
+    caveat = TARGETS[target].caveat if target in TARGETS else ""
+    return f"{target} ({caveat})" if caveat else target
 
 
 def estimated(report: Facts) -> dict[str, str]:

@@ -23,6 +23,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.codegen import legality, target
+from coda_inductor.codegen.target import Target
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import (
     BUG,
@@ -35,6 +36,7 @@ from coda_inductor.core.errors import (
     forget_frames,
     warn,
 )
+from coda_inductor.core.project import at
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import notes
 from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, rewrite
@@ -42,7 +44,7 @@ from coda_inductor.inductor.records import Report
 from coda_inductor.kernels import record, store
 from coda_inductor.measure import free_memory
 from coda_inductor.ops import elementwise, lowering
-from coda_inductor.passes.switches import NAMES
+from coda_inductor.passes.switches import ELEMENTWISE, NAMES
 from coda_inductor.passes.tracing import passes, uuids
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
@@ -73,8 +75,35 @@ def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
     """Raises Unsupported if kernels can neither run nor be kept on this machine, whatever the graph."""
     if settings.target != "reference":
         devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == DEVICE]
-        target.available(target.capability(devices[0] if devices else None))
+        capability = target.capability(devices[0] if devices else None)
+        row_for(settings, capability)
+        target.available(capability, untested=True)
         store.open_store(settings.cache_dir)
+
+
+def row_for(settings: Settings, capability: tuple[int, int] | None) -> Target:
+    """The row by which kernels for a device of compute `capability` are made. Raises Unsupported if there is none, if
+    the settings name another, or if no card like it has run any and the settings do not ask for them."""
+    row = target.of_capability(capability, untested=True)
+    if settings.target not in ("auto", row.name):
+        what = f"the target {settings.target} is for another card than this one, whose target is {row.name}"
+        raise Unsupported(what, hint="CODA_INDUCTOR_TARGET=auto takes the card's")
+    if settings.target == "auto" and not row.tested:
+        raise Unsupported(f"kernels for {row.name} are {row.caveat}: they are used if asked for", hint=opting_in(row))
+    return row
+
+
+def opting_in(row: Target) -> str:
+    """How to get kernels that were not yet run on such a card, and what is asked for in return."""
+    ways = f"CODA_INDUCTOR_TARGET={row.name} or options={{'target': '{row.name}'}}"
+    report = f"please report what `coda-inductor doctor --check` prints{at('Issues')}"
+    return f"{ways} uses each that agrees with the interpreter on this card; {report}"
+
+
+def within(settings: Settings, row: Target) -> Settings:
+    """The settings of one graph: on a target that was never run on a card, elementwise passes, whose kernels nothing
+    compares there, stay with Inductor."""
+    return settings if row.tested else replace(settings, disable=settings.disable | {ELEMENTWISE})
 
 
 class JointPass(CustomGraphPass):
@@ -113,13 +142,14 @@ class JointPass(CustomGraphPass):
         """The report, or why the graph is left as it was."""
         module = notes.owner(graph)  # its graph is the restored one after a failure
         try:
-            name, legal = resolve(self.settings, graph)
-            tuner = None if name == "reference" else self._tuner(graph)
+            row, legal = resolve(self.settings, graph)
+            settings = self.settings if row is None else within(self.settings, row)
+            tuner = self._tuner(graph, settings, row) if row else None
             decisions = Decisions(legal)
             if tuner:
                 decisions = Decisions(legal, tuner, PlainTuner(tuner))
             with free_memory.given_back(tuner.measurements.device) if tuner else contextlib.nullcontext():
-                report = rewrite(graph, self.settings, name, decisions)
+                report = rewrite(graph, settings, row.name if row else "reference", decisions)
             if tuner:
                 report = replace(report, timings=tuple(tuner.measurements.rows), backward=tuner.backward)
         except Exception as error:  # the outermost fallback
@@ -137,12 +167,12 @@ class JointPass(CustomGraphPass):
         except Exception as error:
             self.failed(error, module.graph, "a graph")
 
-    def _tuner(self, graph: fx.Graph) -> Tuner:
+    def _tuner(self, graph: fx.Graph, settings: Settings, row: Target) -> Tuner:
         def lost(error: Exception) -> None:
             self.unsettled = True
             self.failed(error, graph, "a region")
 
-        return Tuner(self.settings, device_and_tokens(graph)[0], lost)
+        return Tuner(settings, device_and_tokens(graph)[0], lost, row)
 
     def failed(self, error: Exception, graph: fx.Graph, what: str) -> CodaError:
         """Raises the error under CODA_INDUCTOR_STRICT, else warns that `what` is left to Inductor. Says what happened,
@@ -185,18 +215,19 @@ def uncollected_so_far(graph: fx.Graph) -> Iterator[None]:
         gc.unfreeze()
 
 
-def resolve(settings: Settings, graph: fx.Graph) -> tuple[str, Legal]:
-    """The target's name and its predicate of legal Regions. Raises Unsupported if none is for this graph."""
+def resolve(settings: Settings, graph: fx.Graph) -> tuple[Target | None, Legal]:
+    """The target's row, None for "reference", and its predicate of legal Regions. Raises Unsupported if none is for
+    this graph."""
     require_options(settings)
     if settings.target == "reference":
-        return "reference", lambda record: None
+        return None, lambda record: None
     device = device_and_tokens(graph)[0]
     if device.type != DEVICE:
         hint = "CODA_INDUCTOR_TARGET=reference runs on torch"
         raise Unsupported(f"no kernels are generated for {device.type}", hint=hint)
     require_graph(graph)
-    row = target.of_capability(target.capability(device))
-    return row.name, partial(legality.check, target=row)
+    row = row_for(settings, target.capability(device))
+    return row, partial(legality.check, target=row)
 
 
 def require_options(settings: Settings) -> None:

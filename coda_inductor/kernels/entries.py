@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ARTIFACTS = "artifacts"  # what torch.compiler.save_cache_artifacts gave
+PROOFS = "proofs"  # that kernels are right on this card (proof.py); no archive holds them
 NAMES = {
     "objects": r"coda_epilogue_[0-9A-Za-z]+-[0-9a-z]+",
     "epilogues": r"coda_(?:epilogue|elementwise)_[0-9A-Za-z]+\.py",
     ARTIFACTS: r"[0-9a-f]{16}\.bin",
     "tuning": r"(?:[0-9a-f]+-[0-9]+-[0-9a-f]+|(?:contest|bare)-[0-9a-f]+)\.json",
+    PROOFS: r"[0-9a-f]{32}\.json",
 }
 """Folder of the store to the names of its entries. In `objects` these are folders, elsewhere files. In this order the
 folders are emptied: a record is small, and costs a second of timing or more."""
 BELOW = r"(?:/[A-Za-z0-9_][A-Za-z0-9_.+-]*){2,4}"  # in `objects`; no dot first, so that none is ".."
-PATHS = re.compile("|".join(f"{kind}/{name}{BELOW if kind == 'objects' else ''}" for kind, name in NAMES.items()))
+_ARCHIVED = {kind: name + BELOW * (kind == "objects") for kind, name in NAMES.items() if kind != PROOFS}
+PATHS = re.compile("|".join(f"{kind}/{name}" for kind, name in _ARCHIVED.items()))
 """The files that an archive may hold."""
 
 _NAMES = {

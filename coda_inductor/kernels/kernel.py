@@ -1,6 +1,6 @@
 """A Region in a Config as a callable on CUDA tensors: module on disk -> epilogue -> compiled kernel -> library.
 
-The only module, beside device.py and sinks.py, that imports quack.
+The only module, beside device code and sinks.py, that imports quack.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import quack.cache
 import quack.gemm_runtime.host
 import torch
 from cutlass.cute.runtime import find_runtime_libraries
+from cutlass.cutlass_dsl import CuTeDSL
 from quack.rounding import RoundingMode
 from torch import Tensor
 
-from coda_inductor.codegen import legality, source, target
+from coda_inductor.codegen import legality, source
 from coda_inductor.codegen.device import along_n
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
@@ -34,13 +36,16 @@ NO_WAITS = ("use_pdl", False)  # of quack's own: device._Overlapping has them
 class Compiled(Executable):
     """A kernel that the compiler makes, or finds as it left it."""
 
-    def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
+    def __init__(
+        self, region: Region, config: Config, directory: Path, *, swapped: bool = False, target: Target = SM_90A
+    ) -> None:
         """Writes the module under `directory`, imports it and compiles it (1-4 s; 20 ms if on disk)."""
-        legality.require(region, config)
-        text = source.render(region, swapped=swapped)
+        legality.require(region, config, target)
+        _require_compiler(target)
+        text = source.render(region, target, swapped=swapped)
         name = source.module_name(text)
-        objects = library.folder(region, config, directory, swapped=swapped)
-        plan = _plan(region, config, load_module(text, name, directory).epilogue, objects)
+        objects = library.folder(region, config, directory, swapped=swapped, target=target)
+        plan = _plan(region, config, target, load_module(text, name, directory).epilogue, objects)
         fields, options = plan.gemm_cls.EpilogueArguments._fields, plan.scheduler_static
         swizzle = options.max_swizzle_size  # 8; 2 to 32 gained 1.5 % at most (H200, 4 tiles of 9 Regions each)
         if options != type(options)(options.max_active_clusters, None, swizzle, None, None, None):
@@ -53,11 +58,18 @@ class Compiled(Executable):
         super().__init__(region, config, parts, swapped=swapped)
 
 
-def _plan(region: Region, config: Config, epilogue: Any, objects: Path) -> Any:
+def _require_compiler(target: Target) -> None:
+    """Raises Unsupported unless this process compiles for the target: cutlass reads for which when it is imported."""
+    found = CuTeDSL._get_dsl().get_arch_enum()
+    if (found.major, found.minor) != target.capability:
+        raise Unsupported(f"this process compiles for {found.name}, not for {target.name}")
+
+
+def _plan(region: Region, config: Config, target: Target, epilogue: Any, objects: Path) -> Any:
     """quack's launch plan: only ranks, dtypes and majors are read from the tensors, so they have no memory."""
     names = source.slots(region)
     kinds = tuple((name, "c" if name == "c" else epilogue.ops[name].fn_port) for name in epilogue.operand_names)
-    capability = target.SM_90A.capability
+    capability = target.capability
     mint_key = (kinds, capability[0], len(region.products) == 2, False, (), RoundingMode.RN, (), False)
     values: dict[str, Any] = {}
     for slot, o in zip(names.operands, region.operands, strict=True):

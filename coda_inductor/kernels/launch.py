@@ -18,14 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from coda_inductor.codegen import legality
+from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.doors import doors, forget
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.blocks import into
 from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.text import show
-from coda_inductor.kernels import library, record
+from coda_inductor.kernels import library, proof, record
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.store import HINT, open_store
 
@@ -51,14 +52,19 @@ Work = tuple[Launch, Sequence[Tensor], Sequence[Tensor | None]]
 class Kernel:
     """Runs one Region at any M. Compiled kernels are shared by all token counts and kept for the process."""
 
-    def __init__(self, region: Region, directory: Path, *, strict: bool = False, measured: bool = True) -> None:
+    def __init__(
+        self, region: Region, directory: Path, *, strict: bool = False, measured: bool = True, row: Target = SM_90A
+    ) -> None:
         """`strict`: what does not run as one kernel is raised, as Unsupported, not computed on torch with a warning.
-        `measured`: it runs in the configurations that were measured best; else in the first, which no clock chose."""
+        `measured`: it runs in the configurations that were measured best; else in the first, which no clock chose.
+        `row`: the machine that it runs on."""
         self.region, self.directory, self.strict, self.measured = region, directory, strict, measured
+        self.row, self._made_for = row, {} if row is SM_90A else {"target": row}
         self._digest = region.digest
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
         self._compiled: dict[tuple[Config, bool], Any] = {}
+        self._wrong: dict[tuple[Config, bool], str] = {}  # of what had to be proved: why it may not run, "" if it may
         first, *others = region.products
         self._lanes = [(first.b, p.b) for p in others if not region.half]  # whose order in memory a kernel is made for
         self._m, self._dim = region.m_axis
@@ -70,7 +76,8 @@ class Kernel:
         together(((self, inputs, outs),))
 
     def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        """As a call on the current device, but in this configuration. Raises Unsupported if it cannot be built."""
+        """As a call on the current device, but in this configuration, which need not be right: no user's graph comes
+        this way. Raises Unsupported if it cannot be built."""
         if (run := self.prepare(inputs, outs, config)) is not None:
             run(0, 0)
 
@@ -112,12 +119,16 @@ class Kernel:
         return run
 
     def _choose(self, size: int, swapped: bool) -> Any:
-        """The bucket's kernel: of the configuration that was measured best, else of the first that can be built."""
-        measured = record.remembered(self.directory, self.region, size) if self.measured else None
+        """The bucket's kernel: of the configuration that was measured best, else of the first that can be built and
+        may run here."""
+        measured = record.remembered(self.directory, self.region, size, target=self.row) if self.measured else None
         found, refusals = None, list[str]()
-        for config in (*([measured] if measured else []), *legality.candidates(self.region, size)):
+        for config in (*([measured] if measured else []), *legality.candidates(self.region, size, self.row)):
             try:
-                found = self.compiled(config, swapped=swapped)
+                if self._must_wait(config, swapped):
+                    self._refusal = f"no kernel for region {self._digest}: {WAIT}"
+                    return None
+                found = self.admitted(config, swapped=swapped)
                 break
             except Unsupported as refusal:
                 refusals.append(refusal.what)
@@ -128,6 +139,43 @@ class Kernel:
         self._ready[size, swapped] = found
         return found
 
+    def admitted(self, config: Config, *, swapped: bool = False) -> Any:
+        """The kernel of one configuration, as a user's graph may launch it: on a target that was never run on a card
+        it is compared with the interpreter first, once. Raises Unsupported if it cannot be built, or is wrong."""
+        found = self.compiled(config, swapped=swapped)
+        if not self.row.tested:
+            key = (config, swapped)
+            if key not in self._wrong:
+                self._wrong[key] = self._proved(config, found, swapped)
+            if self._wrong[key]:
+                raise Unsupported(self._wrong[key])
+        return found if self.row.overlaps else Apart(found)
+
+    def _proved(self, config: Config, kernel: Any, swapped: bool) -> str:
+        """Why the kernel may not run, "" if it may. In a thread of its own, that is without the modes of the compile
+        around it, and in no memory of a CUDA graph's."""
+        try:
+            asked = self.region, config, self.row, kernel, self.directory
+            in_own_thread(lambda: proof.prove(*asked, swapped=swapped))
+        except Unsupported as refusal:
+            return refusal.said
+        return ""
+
+    def _must_wait(self, config: Config, swapped: bool) -> bool:
+        """Would it have to be compared with the interpreter, while a CUDA graph is captured, which must not be?"""
+        if self.row.tested or (config, swapped) in self._wrong or not capturing():
+            return False
+        self.compiled(config, swapped=swapped)
+        if not proof.known(self.region, config, self.row, self.directory, swapped=swapped):
+            return True
+        self._wrong[config, swapped] = ""
+        return False
+
+    def prove(self, config: Config) -> None:
+        """Raises Unsupported if the kernels of a configuration, as far as they have been built, may not run here."""
+        for config_, swapped in [key for key in self._compiled if key[0] == config]:
+            self.admitted(config_, swapped=swapped)
+
     def fall_back(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], reason: str) -> None:
         """Computes the Region on torch instead."""
         if self.strict:
@@ -135,7 +183,8 @@ class Kernel:
         fall_back(self.region, inputs, outs, reason)
 
     def build(self, m: int) -> None:
-        """Builds the kernel of `m` tokens now. Raises Unsupported if there is none."""
+        """Builds the kernel of `m` tokens now, and proves it where that is needed. Raises Unsupported if there is
+        none."""
         key = (legality.bucket(m), False)
         if (self._ready[key] if key in self._ready else self._choose(*key)) is None:
             raise Unsupported(self._refusal)
@@ -146,26 +195,40 @@ class Kernel:
         return found.config if found else None
 
     def use(self, size: int, config: Config) -> None:
-        """Runs this bucket in `config` from now on: as far as it has been built at once, else as it is remembered."""
+        """Runs this bucket in `config` from now on: as far as it has been built, and may run here, at once, else as it
+        is remembered."""
         for swapped in (False, True):
             self._ready.pop((size, swapped), None)
             if (config, swapped) in self._compiled:
-                self._ready[size, swapped] = self._compiled[config, swapped]
+                with contextlib.suppress(Unsupported):
+                    self._ready[size, swapped] = self.admitted(config, swapped=swapped)
 
     def compiled(self, config: Config, *, swapped: bool = False) -> Any:
         """The kernel of one configuration, loaded or compiled at the first call. Raises Unsupported."""
         key = (config, swapped)
         if key not in self._compiled:
             with BUILDING, uncollected():
-                found: Any = library.load(self.region, config, self.directory, swapped=swapped)
+                found: Any = library.load(self.region, config, self.directory, swapped=swapped, target=self.row)
                 if found is None:
                     build = compiler().Compiled
                     try:
-                        found = build(self.region, config, self.directory, swapped=swapped)
+                        found = build(self.region, config, self.directory, swapped=swapped, **self._made_for)
                     except OSError as error:  # the store: full, read-only, gone
                         raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
                 self._compiled[key] = found
         return self._compiled[key]
+
+
+class Apart:
+    """A kernel that begins when the one before it has ended, and ends before the next begins: no door reaches it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.config = kernel, kernel.config
+
+    def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
+        """As Executable.prepare."""
+        run: Run = self.kernel.prepare(inputs, outs)
+        return lambda entrance, way_out: run(0, 0)
 
 
 def together(work: Sequence[Work]) -> None:
@@ -221,18 +284,33 @@ def uncollected() -> Iterator[None]:
 
 
 BUILDING = threading.Lock()  # autograd runs the backward in threads of its own
-KERNELS: dict[tuple[str, str | None, bool, bool], Kernel] = {}
+KERNELS: dict[tuple[str, str | None, bool, bool, str], Kernel] = {}
+WAIT = "a CUDA graph is captured before it was compared with the interpreter (run the model once before)"
 FALL_BACK = "without CODA_INDUCTOR_STRICT it runs as separate operations"
 
 
 def kernel(region_text: str, cache_dir: str | None = None, *, strict: bool = False, measured: bool = True) -> Kernel:
-    """The Kernel of a Region's text, one per process and cache directory. Raises Unsupported if none can exist."""
-    key = (region_text, cache_dir, strict, measured)
+    """The Kernel of a Region's text on the current device, one per process and cache directory. Raises Unsupported if
+    none can exist."""
+    row = here()
+    key = (region_text, cache_dir, strict, measured, row.name)
     if key not in KERNELS:
         region = parse(region_text)
-        legality.check(region)
-        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict, measured=measured)
+        legality.check(region, row)
+        KERNELS[key] = Kernel(region, open_store(cache_dir), strict=strict, measured=measured, row=row)
     return KERNELS[key]
+
+
+def here() -> Target:
+    """The current device's row; without a GPU that of which everything speaks that asks none. Raises Unsupported if
+    there is none for it."""
+    capability = target.capability()
+    return SM_90A if capability is None else target.of_capability(capability, untested=True)
+
+
+def capturing() -> bool:
+    """Is the current stream captured into a CUDA graph?"""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def aligned(t: Tensor) -> Tensor:

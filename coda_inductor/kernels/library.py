@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from coda_inductor.codegen import source, target
+from coda_inductor.codegen import source
+from coda_inductor.codegen import target as targets
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -37,17 +39,19 @@ LINK_S = 60
 OURS = ("kernel.py", "executable.py", "library.py")  # (a module's name holds source.device_digest)
 
 
-def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Path:
-    """Where the one compiled form of a Region in a configuration lies, by today's packages."""
-    name = source.module_name(source.render(region, swapped=swapped))
-    form = hashlib.sha256(f"{source.form(region)} {made_by()}".encode()).hexdigest()[:24]
+def folder(region: Region, config: Config, directory: Path, *, swapped: bool = False, target: Target = SM_90A) -> Path:
+    """Where the one compiled form of a Region in a configuration lies, by today's packages: no two targets share it."""
+    name = source.module_name(source.render(region, target, swapped=swapped))
+    form = hashlib.sha256(f"{target.name} {source.form(region)} {made_by()}".encode()).hexdigest()[:24]
     return directory / "objects" / f"{name}-{config}" / form
 
 
-def load(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> Executable | None:
+def load(
+    region: Region, config: Config, directory: Path, *, swapped: bool = False, target: Target = SM_90A
+) -> Executable | None:
     """The kernel as it was kept. None if it was not, or is not what it was. It is used from now on, also if it is made
     only now."""
-    place = folder(region, config, directory, swapped=swapped)
+    place = folder(region, config, directory, swapped=swapped, target=target)
     limit.using(directory, place.parent.name)
     parts = open_kept(place)
     return Executable(region, config, parts, swapped=swapped) if parts else None
@@ -71,9 +75,9 @@ def open_kept(place: Path) -> Parts | None:
         return None
 
 
-def kept(region: Region, config: Config, directory: Path, *, swapped: bool = False) -> bool:
+def kept(region: Region, config: Config, directory: Path, *, swapped: bool = False, target: Target = SM_90A) -> bool:
     """Was the kernel kept, or compiled and not linked, as far as can be told without loading it?"""
-    place = folder(region, config, directory, swapped=swapped)
+    place = folder(region, config, directory, swapped=swapped, target=target)
     return any(place.glob(KEPT)) or any(place.glob("*/*.o"))
 
 
@@ -104,7 +108,7 @@ def keep(place: Path, compiled: Path, parts: Parts, runtime: Sequence[str]) -> N
 def made_by() -> str:
     """The digest of what compiles and launches: packages, where their libraries lie, the driver (which decides for one
     of cutlass's two), quack's sources, which a user may have changed, and our own that call it."""
-    packages = [*sorted(target.versions().items()), target.installed("apache-tvm-ffi"), platform.python_version()]
+    packages = [*sorted(targets.versions().items()), targets.installed("apache-tvm-ffi"), platform.python_version()]
     cutlass, quack = importlib.util.find_spec("cutlass"), importlib.util.find_spec("quack")
     digest = hashlib.sha256(repr([packages, cutlass and cutlass.origin, driver()]).encode())
     ours = [Path(__file__).with_name(name) for name in OURS]

@@ -22,7 +22,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coda_inductor.codegen import legality, target
+from coda_inductor.codegen import legality
+from coda_inductor.codegen.target import SM_90A, of_name
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -32,7 +33,6 @@ from coda_inductor.kernels.store import open_store
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from coda_inductor.kernels import worker; worker.serve()"
 )
-ENV = ("env", *target.SM_90A.environment, "CUDA_VISIBLE_DEVICES=")
 MAX_WORKERS = 16
 LAST_BYTES = 500
 
@@ -43,15 +43,17 @@ class Job(NamedTuple):
     region: Region
     config: Config
     swapped: bool = False
+    target: str = SM_90A.name
 
     def place(self, directory: Path) -> Path:
         """Where it will lie. Raises Unsupported if it cannot exist."""
-        legality.require(self.region, self.config)
-        return library.folder(self.region, self.config, directory, swapped=self.swapped)
+        row = of_name(self.target)
+        legality.require(self.region, self.config, row)
+        return library.folder(self.region, self.config, directory, swapped=self.swapped, target=row)
 
     def request(self) -> list[Any]:
         """What a worker is told."""
-        return [self.region.text, list(self.config), self.swapped]
+        return [self.region.text, list(self.config), self.swapped, self.target]
 
 
 class Outcome(NamedTuple):
@@ -140,14 +142,16 @@ def distinct(jobs: Iterable[Job], directory: Path) -> tuple[dict[Job, Outcome], 
 
 
 class Compiler:
-    """The process that imports the compiler. A request is a line to its stdin; the answers, a line for each job, come
-    through a pipe of their own: anything may print."""
+    """The process that imports the compiler for a target. A request is a line to its stdin; the answers, a line for
+    each job, come through a pipe of their own: anything may print."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: str) -> None:
+        self.target = target
         self.owner, self.said = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = os.pipe()
         self.answers = open(ours, "rb", buffering=0)  # noqa: SIM115 (a buffer has a lock, which a fork would inherit)
-        command = [*ENV, sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs)]
+        environment = ("env", *of_name(target).environment, "CUDA_VISIBLE_DEVICES=")
+        command = [*environment, sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs)]
         try:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=self.said, stderr=self.said, pass_fds=(theirs,), bufsize=0
@@ -197,7 +201,7 @@ class Compiler:
 
 
 _lock = threading.Lock()
-_running: list[Compiler] = []  # at most one
+_running: list[Compiler] = []  # at most one for each target
 _pressing: set[int] = set()  # what was begun that is not idle, and has not ended
 
 
@@ -211,22 +215,25 @@ def _unlock() -> None:
 os.register_at_fork(after_in_child=_unlock)
 
 
-def warm_up() -> None:
-    """Starts the compiling process if there is none: what it imports takes seconds, in which a caller can work. What
-    keeps it from starting is said when a kernel is asked for."""
+def warm_up(target: str = SM_90A.name) -> None:
+    """Starts a target's compiling process if there is none: what it imports takes seconds, in which a caller can work.
+    What keeps it from starting is said when a kernel is asked for."""
     if _lock.acquire(blocking=False):
         try:
-            _compiler()
+            _compiler(target)
         except OSError:
             pass
         finally:
             _lock.release()
 
 
-def _compiler() -> Compiler:
-    if not (_running and _running[0].alive()):
-        _running[:] = [Compiler()]
-    return _running[0]
+def _compiler(target: str) -> Compiler:
+    _running[:] = [compiler for compiler in _running if compiler.alive()]
+    found = next((compiler for compiler in _running if compiler.target == target), None)
+    if found is None:
+        found = Compiler(target)
+        _running.append(found)
+    return found
 
 
 def _turn(over: threading.Event | None) -> bool:
@@ -241,16 +248,29 @@ def _workers() -> int:
 
 
 def _ask(jobs: list[Job], directory: Path, workers: int | None, known: Callable[[int, Outcome], None]) -> None:
-    """Says what became of each job, by index."""
-    if not jobs:
-        return
+    """Says what became of each job, by index: one target's after another's."""
+    of_targets: dict[str, list[int]] = {}
+    for i, job in enumerate(jobs):
+        of_targets.setdefault(job.target, []).append(i)
+    for name, some in of_targets.items():
+
+        def known_of(i: int, outcome: Outcome, some: list[int] = some) -> None:
+            known(some[i], outcome)
+
+        _ask_for(name, [jobs[i] for i in some], directory, workers, known_of)
+
+
+def _ask_for(
+    name: str, jobs: list[Job], directory: Path, workers: int | None, known: Callable[[int, Outcome], None]
+) -> None:
+    """As `_ask`, of jobs for the target of that name."""
     count = min(workers or _workers(), MAX_WORKERS, len(jobs))
     request = json.dumps([count, str(directory.absolute()), [job.request() for job in jobs]])
     with _lock:
-        compiler = _compiler()
+        compiler = _compiler(name)
         found = compiler.ask(request, len(jobs), known)
         if not found and compiler.process.returncode == 0:  # it had just ended, idle
-            compiler = _compiler()
+            compiler = _compiler(name)
             found = compiler.ask(request, len(jobs), known)
         said = compiler.last_words() if len(found) < len(jobs) else ""
     for i in range(len(jobs)):

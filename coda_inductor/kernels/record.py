@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from coda_inductor.codegen import target
+from coda_inductor.codegen import target as targets
 from coda_inductor.codegen.legality import is_legal
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import store
@@ -35,7 +36,7 @@ def device_name() -> str:
 
 def key(region: Region, size: int) -> str:
     """The record's file name."""
-    parts = [region.text, str(size), device_name(), sources_digest(), *map(str, target.versions().items())]
+    parts = [region.text, str(size), device_name(), sources_digest(), *map(str, targets.versions().items())]
     return f"{region.digest}-{size}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}"
 
 
@@ -47,6 +48,8 @@ def remember(
     ms: float | None,
     rows: list[dict[str, Any]],
     share: float | None = None,
+    *,
+    target: Target = SM_90A,
 ) -> Config:
     """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
     of processes that measure at once, the first's. Without `ms` it was hinted (tuning/shipped.py): no other was
@@ -54,34 +57,38 @@ def remember(
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
     found |= {"share": share, "text": region.text}
     made = {**found, **({} if ms is not None else {"hinted": True}), **where()}
-    standing = store.write_record(directory, key(region, size), made, lambda r: _stands(r, region, hints=ms is None))
-    return _config(standing, region) or config
+    standing = store.write_record(
+        directory, key(region, size), made, lambda r: _stands(r, region, target, hints=ms is None)
+    )
+    return _config(standing, region, target) or config
 
 
 def where() -> dict[str, Any]:
     """What a record was measured on and by."""
-    return {"device": device_name(), "versions": target.versions(), "sources": sources_digest()}
+    return {"device": device_name(), "versions": targets.versions(), "sources": sources_digest()}
 
 
-def remembered(directory: Path, region: Region, size: int, *, hints: bool = True) -> Config | None:
+def remembered(
+    directory: Path, region: Region, size: int, *, hints: bool = True, target: Target = SM_90A
+) -> Config | None:
     """The configuration that won at bucket `size`, None if there is no readable record of a legal one, or without
     `hints` only of one that was hinted."""
-    found = store.read_record(directory, key(region, size), lambda r: _stands(r, region, hints=hints))
-    return _config(found, region) if found else None
+    found = store.read_record(directory, key(region, size), lambda r: _stands(r, region, target, hints=hints))
+    return _config(found, region, target) if found else None
 
 
-def _stands(found: dict[str, Any], region: Region, *, hints: bool) -> bool:
+def _stands(found: dict[str, Any], region: Region, target: Target, *, hints: bool) -> bool:
     """Is it the record of a legal configuration, and one that counts?"""
-    return _config(found, region) is not None and (hints or found.get("hinted") is not True)
+    return _config(found, region, target) is not None and (hints or found.get("hinted") is not True)
 
 
-def _config(found: dict[str, Any], region: Region) -> Config | None:
+def _config(found: dict[str, Any], region: Region, target: Target) -> Config | None:
     """The configuration of a record, None if it is not a legal one."""
     fields = found.get("config")
     if not isinstance(fields, dict) or set(fields) != set(Config._fields):
         return None
     config = Config(**fields)
     try:
-        return config if is_legal(region, config) else None
+        return config if is_legal(region, config, target) else None
     except TypeError:  # numbers that are none
         return None

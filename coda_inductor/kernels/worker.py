@@ -21,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from coda_inductor.codegen.target import of_name
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
@@ -82,11 +83,11 @@ def born(answers: int, parent: int) -> None:
     os.nice(NICE)
 
 
-def build(directory: str, text: str, fields: list[Any], swapped: bool) -> tuple[str, float]:
+def build(directory: str, text: str, fields: list[Any], swapped: bool, target: str) -> tuple[str, float]:
     """Compiles one kernel into the store: why not ("": it is there), and the seconds taken."""
     start = time.perf_counter()
     try:
-        kernel.Compiled(parse(text), Config(*fields), Path(directory), swapped=swapped)
+        kernel.Compiled(parse(text), Config(*fields), Path(directory), swapped=swapped, target=of_name(target))
         reason = ""
     except Unsupported as refusal:
         reason = " ".join(str(refusal).split())

@@ -166,3 +166,13 @@ def benchmarked(
         kernel(inputs, outs)
 
     return run
+
+
+def in_order(steps: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """The steps as one call."""
+
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -18,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.codegen import legality
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported, forget_frames
 from coda_inductor.core.region import Region
@@ -34,7 +36,7 @@ from coda_inductor.schedule.memory import Memory
 from coda_inductor.schedule.model import saved_names
 from coda_inductor.tuning import around, shipped
 from coda_inductor.tuning.baseline import WithoutLaw
-from coda_inductor.tuning.benchmark import Programs, benchmarked
+from coda_inductor.tuning.benchmark import Programs, benchmarked, in_order
 from coda_inductor.tuning.extract import put_off
 from coda_inductor.tuning.footprint import footprint
 from coda_inductor.tuning.group import Group, mask, sizes, tokens
@@ -66,8 +68,8 @@ NO_TILES: Mapping[Region, Config] = {}
 class Measurements:
     """Those of one graph, whose derivation may change between them."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
+    def __init__(self, settings: Settings, device: torch.device, target: Target = SM_90A) -> None:
+        self.settings, self.device, self.target = settings, device, target
         self.rows: list[dict[str, Any]] = []
         self.ahead = Ahead(settings.cache_dir)
         self._memory: Memory | None = None
@@ -78,7 +80,7 @@ class Measurements:
         self._programs = Programs(settings)
         self.hints = shipped.hints(record.device_name()) if settings.hinted else shipped.Hints({})
         if settings.measures:
-            prebuild.warm_up()
+            prebuild.warm_up(target.name)
 
     def prepare(self, plan: Plan, candidates: list[list[Built]], later: Sequence[list[Built]] = ()) -> None:
         """Begins to compile what tuning will ask for, on all cores, and meanwhile compiles what the groups replace.
@@ -120,15 +122,16 @@ class Measurements:
 
         def configs(region: Region, size: int) -> Sequence[Config]:
             tile = self.hints.tile(region, size)
-            return legality.candidates(region, size) if tile is None else (tile.config,)
+            return legality.candidates(region, size, self.target) if tile is None else (tile.config,)
 
-        return [prebuild.Job(found[0], config) for found in new for config in configs(*found)]
+        return [prebuild.Job(found[0], config, target=self.target.name) for found in new for config in configs(*found)]
 
     def untuned(self, plan: Plan, builts: Iterable[Built], *, hints: bool | None = None) -> list[tuple[Region, int]]:
         """The Regions of which no tile is remembered at their buckets; whether one from a hint counts, the settings say
         by default."""
         directory, hints = store.open_store(self.settings.cache_dir), self.settings.hinted if hints is None else hints
-        return [found for found in sizes(plan, builts) if record.remembered(directory, *found, hints=hints) is None]
+        known = functools.partial(record.remembered, directory, hints=hints, target=self.target)
+        return [found for found in sizes(plan, builts) if known(*found) is None]
 
     def marked(self, found: Record, *sides: tuple[Plan, list[Built]]) -> Record:
         """The record of a measurement, as hinted if the tile of a Region that ran is."""
@@ -161,9 +164,9 @@ class Measurements:
             return
         directory = store.open_store(self.settings.cache_dir)
         for region, size in sizes(plan, (b for b in builts if len(b.region.products) == 2 and not b.region.half)):
-            config = record.remembered(directory, region, size)
-            if config is not None and not library.kept(region, config, directory, swapped=True):
-                yield prebuild.Job(region, config, swapped=True)
+            config = record.remembered(directory, region, size, target=self.target)
+            if config is not None and not library.kept(region, config, directory, swapped=True, target=self.target):
+                yield prebuild.Job(region, config, swapped=True, target=self.target.name)
 
     def group(self, plan: Plan, members: list[Built]) -> Group:
         """The members, at the size to measure at."""
@@ -206,9 +209,7 @@ class Measurements:
         """How a group fares; it wins if nothing is to be measured."""
         group = self.group(plan, members)
         if not self.settings.measures:
-            for b in members:
-                fixed = self.settings.deterministic
-                launch.kernel(b.region.text, self.settings.cache_dir, measured=not fixed).build(group.tokens)
+            self.build(group)
             return Outcome(group.mask)
         key, found = self.key(plan, group), self.found(plan, group)
         if found is None:
@@ -220,7 +221,16 @@ class Measurements:
             log.info("waited %.1f s for kernels, measured %.1f s", built_s - start_s, time.perf_counter() - built_s)
             found = store.write_record(store.open_store(self.settings.cache_dir), key, measured, self.counts(timed))
         self.say(key, found)
+        if not self.target.tested:
+            self.build(group)  # what another process measured has to be right here
         return outcome_of(group.mask, found)
+
+    def build(self, group: Group) -> None:
+        """Builds the group's kernels at its tokens. Raises Unsupported if one cannot be built, or may not run here."""
+        with self.real_tensors():
+            for b in group.builts:
+                fixed = self.settings.deterministic
+                launch.kernel(b.region.text, self.settings.cache_dir, measured=not fixed).build(group.tokens)
 
     def say(self, key: str, found: Record) -> None:
         """Reports a record, and logs it once."""
@@ -278,7 +288,7 @@ class Measurements:
             self.hints.refused.update(tiles)
             return None
         for (region, size), tile in tiles.items():
-            standing = record.remember(directory, region, size, tile.config, None, [], tile.share)
+            standing = record.remember(directory, region, size, tile.config, None, [], tile.share, target=self.target)
             launch.kernel(region.text, self.settings.cache_dir).use(size, standing)
         return found
 
@@ -386,13 +396,3 @@ def deferred(plan: Plan, members: list[Built]) -> int:
     """The products of a group (a bit set) whose operands a law defers."""
     bits = {acc.bit for b in members for acc in b.draft.space.accs}
     return sum(1 << bit for bit in {f.product for f in plan.firings} & bits)
-
-
-def in_order(steps: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """The steps as one call."""
-
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run

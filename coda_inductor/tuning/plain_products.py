@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from coda_inductor.codegen import legality, target
 from coda_inductor.core.region import Region
-from coda_inductor.kernels import prebuild, record, store
+from coda_inductor.kernels import launch, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.measure import free_memory, timing, tune
 from coda_inductor.passes.plain import Found
@@ -42,21 +42,32 @@ class PlainTuner:
             alike.setdefault(key(region, inputs), []).append(node)
         known = {name: store.read_record(directory, name, timed) for name in alike}
         new = [found[nodes[0]][0] for name, nodes in alike.items() if known[name] is None]
-        self._ahead.begin(job for region in new for job in jobs(region))
+        machine = self.tuner.measurements.target
+        self._ahead.begin(job for region in new for job in jobs(region, machine))
         losers = dict[fx.Node, str]()
         for name, nodes in alike.items():
             region, inputs = found[nodes[0]]
 
             def row(name: str = name, region: Region = region, inputs: Pair = inputs) -> dict[str, Any]:
-                return known[name] or store.write_record(directory, name, self.measure(region, inputs), timed)
+                if (before := known[name]) is not None:
+                    self.prove(region, inputs)
+                    return before
+                return store.write_record(directory, name, self.measure(region, inputs), timed)
 
             if loses := self.tuner.loses(nodes[0], region.digest, row):
                 losers |= dict.fromkeys(nodes, loses)
         return losers
 
+    def prove(self, region: Region, inputs: Pair) -> None:
+        """Where kernels must be proved on the card: raises Unsupported if the Region's may not run here."""
+        if not self.tuner.measurements.target.tested:
+            with self.tuner.measurements.real_tensors():
+                tokens = int(inputs[0].meta["val"].numel() // region.products[0].k)
+                launch.kernel(region.text, self.settings.cache_dir).build(tokens)
+
     def measure(self, region: Region, inputs: Pair) -> dict[str, Any]:
         """Tunes the kernel, then times both."""
-        self._ahead.wait(jobs(region))
+        self._ahead.wait(jobs(region, self.tuner.measurements.target))
         tokens = int(inputs[0].meta["val"].numel() // region.products[0].k)
         free_memory.require(self.tuner.measurements.device, of_nodes(inputs) + 2 * stored(region, tokens))
         with self.tuner.measurements.real_tensors():
@@ -77,9 +88,9 @@ def key(region: Region, inputs: Pair) -> str:
     return "bare-" + hashlib.sha256(parts.encode()).hexdigest()[:24]
 
 
-def jobs(region: Region) -> Iterator[prebuild.Job]:
+def jobs(region: Region, row: target.Target = target.SM_90A) -> Iterator[prebuild.Job]:
     """The kernels that tuning will ask for."""
-    return (prebuild.Job(region, config) for config in legality.candidates(region, target.SM_90A.deep_least))
+    return (prebuild.Job(region, c, target=row.name) for c in legality.candidates(region, row.deep_least, row))
 
 
 def multiply(region: Region, inputs: list[Tensor], out: Tensor) -> Callable[[], object]:

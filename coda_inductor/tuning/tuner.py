@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.core.errors import forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import prebuild, store
@@ -39,9 +40,15 @@ log = logging.getLogger("coda_inductor.tuning")
 class Tuner:
     """Decides for one graph; called again whenever the derivation has changed, until nothing loses."""
 
-    def __init__(self, settings: Settings, device: torch.device, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        failed: Callable[[Exception], None],
+        row: Target = SM_90A,
+    ) -> None:
         self.settings, self.failed = settings, failed
-        self.measurements = Measurements(settings, device)
+        self.measurements = Measurements(settings, device, row)
         self._compared, self._foreseen = 0, False
         self._derived: list[int] | None = None  # the products of each Region of the backward, as it was first derived
         self._covered = 0  # the products in Regions now
@@ -190,4 +197,4 @@ def warm_up_early(settings: Settings, inputs: Sequence[Any]) -> None:
     if not settings.measures or settings.target == "reference" or not weights:
         return
     if not any((store.open_store(settings.cache_dir) / "tuning").glob("*.json")):
-        prebuild.warm_up()
+        prebuild.warm_up(SM_90A.name if settings.target == "auto" else settings.target)

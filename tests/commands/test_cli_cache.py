@@ -9,10 +9,11 @@ import pytest
 from asking import Ask
 from asking import ask as ask
 from asking import folder as folder
+from codegen_cases import token_scale
 
 from coda_inductor.codegen.target import SM_90A
 from coda_inductor.commands import cache
-from coda_inductor.kernels import entries, limit, store
+from coda_inductor.kernels import entries, limit, proof, store
 from coda_inductor.tuning import outcome
 
 
@@ -77,6 +78,20 @@ def test_cache_ls_of_an_elementwise_pass(ask: Ask, full: Path) -> None:
     said = ask("cache", "ls")[1]
     assert "compiled and kept by Triton" in said and "2 kernels, 1 elementwise pass, 1 tuning record" in said
     assert all(row["kernel"] != "eeee5555" for row in ask("kernels", "--json")[1]["kernels"])
+
+
+def test_a_proof_is_listed_and_goes_with_its_region(ask: Ask, full: Path) -> None:
+    region = token_scale(64, 64)
+    facts = {"text": region.text, "config": "128x128co1x1", "card": "a card", "versions": {"torch": "2"}}
+    proof.remember(full, facts, [proof.Error(1, 1e-3, 1e-3)] * 3)
+    store.write(full / "proofs" / f"{'0' * 32}.json", "broken")
+    said = ask("cache", "ls")[1]
+    assert "128x128co1x1: right on this card" in said and "a card" in said and "1 proof, " in said
+    assert "2 leftover files" in said
+    assert "1 proof, " in ask("cache", "rm", region.digest)[1]
+    assert [path.name for path in (full / "proofs").iterdir()] == [f"{'0' * 32}.json"]
+    ask("cache", "rm", "--all")
+    assert not [*(full / "proofs").iterdir()]
 
 
 def files(folder: Path) -> set[str]:

@@ -16,7 +16,7 @@ from asking import folder as folder
 from torch._inductor import config as inductor_config
 
 from coda_inductor.codegen import target
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import SM_90A, SM_100A
 from coda_inductor.commands import doctor
 from coda_inductor.core import versions
 from coda_inductor.core.dtypes import DTYPES
@@ -167,3 +167,21 @@ def test_an_installed_patcher_is_named_and_not_imported(
     assert status == 0 and line.split()[:2] == [module, "1.2.3"] and "calls that cannot be read" in line
     (found,) = [other for other in ask("doctor", "--json")[1]["others"] if other["name"] == module]
     assert (found["version"], found["imported"]) == ("1.2.3", False)
+
+
+def test_a_card_that_no_kernel_has_run_on(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is a problem there; what is asked for is said."""
+    monkeypatch.setattr(target, "capability", lambda device=None: SM_100A.capability)
+    monkeypatch.setattr(target, "installed", lambda package: "4.8.1" if "cutlass" in package else "0.6.5")
+    monkeypatch.setattr(target, "MODULES", ())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "sample", no_sample)
+    status, said, _ = ask("doctor")
+    assert (
+        status == 0 and "no: kernels for sm_100 are compiled, not yet run on such a card (CODA_INDUCTOR_TARGET" in said
+    )
+    assert "check     `coda-inductor doctor --check` compares all kinds of kernels" in said
+    monkeypatch.setenv("CODA_INDUCTOR_TARGET", SM_100A.name)
+    said = ask("doctor")[1]
+    assert "for sm_100a, compiled, not yet run on such a card: each is compared with the interpreter before" in said
+    assert ask("doctor", "--json")[1]["untested"] == SM_100A.name

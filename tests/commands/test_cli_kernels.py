@@ -10,7 +10,7 @@ from asking import ask as ask
 from asking import folder as folder
 
 from coda_inductor import cli
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import SM_90A, TARGETS, Target
 from coda_inductor.commands import kernels as kernels_of
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import record, store
@@ -50,6 +50,30 @@ def test_compiled_kernels_go_to_the_store(ask: Ask, folder: Path) -> None:
     (entry,) = ask("cache", "ls", "--json")[1]["entries"]
     assert (entry["digest"], entry["tiles"]) == (region["kernel"], [first["tile"]])
     assert "1 kernel in the store" in ask("kernels")[1]
+
+
+@pytest.mark.parametrize("row", [row for row in TARGETS.values() if not row.tested], ids=lambda row: row.name)
+def test_kernels_for_another_target(ask: Ask, folder: Path, row: Target) -> None:
+    """Its device code, its tiles, and that none was run; the command needs no card of it."""
+    _, facts, _ = ask("kernels", "tool_model:build", "--target", row.name, "--json")
+    (region,) = facts["regions"]
+    assert facts["target"] == row.name and f"from coda_inductor.codegen.{row.device} import" in region["text"]
+    assert {t["tile"] for t in region["tiles"]} <= {str(c) for c in row.tiles} and not folder.exists()
+    said = ask("kernels", "tool_model:build", "--target", row.name)[1]
+    assert said.startswith(f"for {row.name} (compiled, not yet run on such a card)\n")
+    assert "not yet run" not in ask("kernels", "tool_model:build")[1]
+
+
+@needs_compiler
+def test_kernels_of_two_targets_are_kept_apart(ask: Ask, folder: Path) -> None:
+    for name in ("sm_90a", "sm_120a"):
+        _, facts, _ = ask("kernels", "tool_model:build", "--target", name, "--compile", "--json")
+        assert facts["regions"][0]["tiles"][0]["why"] == "" and facts["regions"][0]["tiles"][0]["seconds"] > 0
+    kept = {k["target"]: k for k in ask("kernels", "--json")[1]["kernels"]}
+    assert kept.keys() == {"sm_90a", "sm_120a"} and kept["sm_90a"]["text"] != kept["sm_120a"]["text"]
+    assert {e["device"] for e in ask("cache", "ls", "--json")[1]["entries"]} == kept.keys()
+    (alone,) = ask("kernels", "--target", "sm_120a", "--json")[1]["kernels"]
+    assert alone == kept["sm_120a"] and "1 kernel in the store" in ask("kernels", "--target", "sm_90a")[1]
 
 
 def test_the_measured_tile_is_named(ask: Ask, folder: Path) -> None:

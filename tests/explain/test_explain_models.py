@@ -10,6 +10,7 @@ import torch
 from coverage_models import llama_of
 from torch import Tensor, fx, nn
 
+from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
 from coda_inductor.explain.capture import capture
@@ -40,6 +41,16 @@ def test_llama_at_real_widths(llama: tuple[nn.Module, Tensor], settings: Setting
     text = render(report)
     assert text.startswith(f"for {settings.target}: 12 regions")
     assert "transformers/models/llama/modeling_llama.py" in text and "site-packages" not in text
+
+
+@pytest.mark.parametrize("name", [name for name, row in TARGETS.items() if not row.tested])
+def test_llama_for_a_target_that_no_kernel_was_run_on(llama: tuple[nn.Module, Tensor], name: Any) -> None:
+    """What is derived is the same, as far as its tiles hold it; the text says what is not known."""
+    report, tested = (explain(llama[0], (llama[1],), {}, "infer", Settings(target=of)) for of in (name, "sm_90a"))
+    assert report["totals"] == tested["totals"] and report["graphs"] == tested["graphs"]
+    assert tested["estimates"] and not report["estimates"]  # of bandwidths that were measured
+    assert render(report).startswith(f"for {name} (compiled, not yet run on such a card): 12 regions")
+    assert "not yet run" not in render(tested)
 
 
 def test_llama_of_16_layers_is_covered() -> None:

@@ -42,14 +42,17 @@ def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---- the architecture
 
 
-@pytest.mark.parametrize("found", [(8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("found", [(8, 0), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_another_architecture(pretended: None, monkeypatch: pytest.MonkeyPatch, found: tuple[int, int]) -> None:
     """What torch says of the device is what is asked; a graph on the CPU stands for one on the current device."""
     cuda = types.SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device: found)
     monkeypatch.setattr(target, "capability", REAL_CAPABILITY)
     importlib = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(target, "importlib", importlib)
-    said = f"kernels are generated for sm_90 only, found sm_{found[0]}{found[1]}"
+    known = {row.capability: row for row in target.TARGETS.values()}
+    said = f"kernels are generated for {', '.join(map(target.arch, known))} only, found sm_{found[0]}{found[1]}"
+    if found in known:
+        said = f"kernels for {known[found].name} are compiled, not yet run on such a card: they are used if asked for"
     left_to_inductor(f"every graph is left to Inductor: {said}")
     raised(monkeypatch, said)
 
@@ -133,6 +136,7 @@ def test_driver_that_refuses_what_the_compiler_makes(monkeypatch: pytest.MonkeyP
         raise DSLCudaRuntimeError(35, "cudaErrorInsufficientDriver")
 
     pretend(monkeypatch, tmp_path, kernel.Compiled)
+    monkeypatch.setattr(kernel, "_require_compiler", lambda target: None)  # without a GPU, cutlass is for another
     monkeypatch.setattr(kernel.quack.gemm_runtime.host, "build_gemm_epi_plan", refuse)
     assert "DSLCudaRuntimeError" in left_to_inductor("cudaErrorInsufficientDriver")[0]
     raised(monkeypatch, HERE, "Unsupported: ", "cudaErrorInsufficientDriver")

@@ -62,7 +62,7 @@ def test_what_keeps_kernels_from_being_made_is_said(tmp_path: Path, monkeypatch:
     with pytest.raises(Unsupported):
         prebuild_module.begin(jobs, str(tmp_path / "kernels"))
 
-    def none() -> Any:
+    def none(target: str) -> Any:
         raise OSError("no process")
 
     monkeypatch.setattr(prebuild_module, "_compiler", none)

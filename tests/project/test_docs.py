@@ -176,7 +176,7 @@ def test_the_lines_about_another_card() -> None:
     with pytest.raises(Unsupported) as error:
         target.available((10, 0))
     page = (ROOT / "docs" / "faq.md").read_text()
-    assert f"    kernels   no: {error.value.what}\n" in page
+    assert f"    kernels   no: {error.value.said}\n" in page
     with pytest.raises(Unsupported) as error:
         target.available((8, 0))
     assert f"    coda_inductor: every graph is left to Inductor: {error.value.what} ({QUIETLY})\n" in page

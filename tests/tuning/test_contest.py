@@ -231,7 +231,7 @@ def test_the_compiling_process_starts_early_on_a_first_use(monkeypatch: pytest.M
     """Once there is a record, a graph may come from a cache, and none is needed."""
     pretend(monkeypatch, tmp_path)
     started = list[int]()
-    monkeypatch.setattr(prebuild, "warm_up", lambda: started.append(1))
+    monkeypatch.setattr(prebuild, "warm_up", lambda *target: started.append(1))
     settings = Settings.read()[0]
     warm_up_early(settings, [X, 3])
     warm_up_early(settings, [T, X.long(), 3])  # no weights

@@ -252,7 +252,7 @@ def test_what_is_on_disk_is_not_compiled_for_the_other_order(monkeypatch: pytest
         return begin(jobs, cache_dir, over=over)
 
     monkeypatch.setattr(prebuild, "begin", seen)
-    monkeypatch.setattr(library, "kept", lambda region, config, directory, swapped: True)
+    monkeypatch.setattr(library, "kept", lambda region, config, directory, **how: True)
     trained("llama")
     assert pairs_kept() and asked and not any(asked)
 
