@@ -4,8 +4,9 @@
 
 One JSON line per case and tile (the tile tried first; `--all`: every one): "stack", bytes of spilled registers of a
 thread; "registers"; "stages" as quack chose them and "model" as codegen/legality.py did, steps of the mainloop, stores
-and loads; "shared", bytes of its buffers. Or "refused" with the reason, or "failed" with what the compiler said. The
-last line counts them. Nothing is launched: no GPU is needed. Status 1 if something failed, or if a model is wrong.
+and loads; "shared", bytes of its buffers. Or "refused" with the reason, or "failed" with what the compiler said. A row
+is "wrong" if it failed, if the model's stages are others, or if it needs more shared memory than a block has. The last
+line counts them. Nothing is launched: no GPU is needed. Status 1 if a row is wrong.
 """
 
 from __future__ import annotations
@@ -121,18 +122,19 @@ def main() -> None:
     seen: list[Row] = []
     for line in child.stdout:
         if line.startswith("{"):
-            seen.append(json.loads(line))
-            print(line, end="", flush=True)
+            found = json.loads(line)
+            seen.append({**found, "wrong": True} if wrong(found, row) else found)
+            print(json.dumps(seen[-1]), flush=True)
     made_by = {"machine": "no GPU", "versions": target.versions(), "command": " ".join(["python", *sys.argv])}
     head = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False)
     made_by["commit"] = head.stdout.strip() or "unknown"
     counts = {what: len({r["case"] for r in seen if what in r}) for what in ("stack", "refused", "failed")}
     total = {"target": row.name, "compiled": counts["stack"], **{k: counts[k] for k in ("refused", "failed")}}
-    print(json.dumps({**total, "wrong": sum(wrong(r, row) for r in seen), **made_by}))
+    print(json.dumps({**total, "wrong": sum("wrong" in r for r in seen), **made_by}))
     if given.out:
         with Path(given.out).open("a") as file:
             file.writelines(json.dumps({**r, **made_by}) + "\n" for r in seen)
-    sys.exit(child.wait() or any(wrong(r, row) for r in seen))
+    sys.exit(child.wait() or any("wrong" in r for r in seen))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from coda_inductor.codegen import legality, source
+from coda_inductor.codegen.target import SM_90A, TARGETS, Target
 from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported, warn
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
@@ -29,6 +30,7 @@ class Note:
     graph: fx.Graph
     module: fx.GraphModule
     folder: Path | None
+    target: Target = SM_90A  # whose kernels are written down
 
     def end(self, done: Report | CodaError | None) -> None:
         """Writes what was `done`: a rewrite, nothing because of an error, or nothing as there is no matrix product."""
@@ -44,7 +46,7 @@ class Note:
         files = {"after.py": readable(self.module), "regions.txt": text}
         for site in done.sites if isinstance(done, Report) else ():
             files[f"kernels/{site.name}_{site.region.digest}.py"] = (
-                f"# {site.name} {site.source}\n{kernel(site.region)}"
+                f"# {site.name} {site.source}\n{kernel(site.region, self.target)}"
             )
         write(self.folder, files)
 
@@ -55,7 +57,7 @@ def begin(graph: fx.Graph, settings: Settings) -> Note:
     folder = None if settings.debug_dir is None else new_folder(Path(settings.debug_dir))
     if folder is not None:
         write(folder, {"before.py": readable(module)})
-    return Note(graph, module, folder)
+    return Note(graph, module, folder, TARGETS.get(settings.target, SM_90A))
 
 
 def owner(graph: fx.Graph) -> fx.GraphModule:
@@ -84,13 +86,13 @@ def readable(module: fx.GraphModule) -> str:
     return str(module.print_readable(print_output=False))
 
 
-def kernel(region: Region) -> str:
+def kernel(region: Region, target: Target = SM_90A) -> str:
     """The generated module of a Region, or why there is none."""
     try:
-        legality.check(region)
+        legality.check(region, target)
     except Unsupported as why:
         return f"# no kernel: {why}\n"
-    return source.render(region)
+    return source.render(region, target)
 
 
 def new_folder(root: Path) -> Path | None:
