@@ -10,7 +10,8 @@ time: differences below its distance from "inductor" say nothing.
 
 One JSON line: for each side "ms", repeated alone for seconds, the median of rounds; "turns_ms" by turns; "gib", the
 peak over what lies there; "compile_s", the first two calls; "result", the loss of the first call (or the mean square of
-what it returns). A side whose result is another computes something else.
+what it returns). A side whose result is another computes something else. A run that is ended early (SIGTERM) leaves a
+row too, in which each side that was compiled has the "ms" of some seconds at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import gc
 import json
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -153,9 +155,9 @@ def step_of(case: str, side: str) -> Step:
     return torch.no_grad()(call) if case == "dit-infer" else step
 
 
-def measured(case: str, names: list[str], seconds: float, rounds: int) -> dict[str, Any]:
-    """The row."""
-    found, steps = dict[str, dict[str, Any]](), dict[str, Step]()
+def measure(case: str, names: list[str], seconds: float, rounds: int, found: dict[str, dict[str, Any]]) -> None:
+    """Adds what is found out of each side as soon as it is."""
+    steps = dict[str, Step]()
     for name in names:
         start = time.perf_counter()
         step = step_of(case, name)
@@ -165,15 +167,17 @@ def measured(case: str, names: list[str], seconds: float, rounds: int) -> dict[s
         value = float(result)
         step()
         torch.cuda.synchronize()
-        found[name] = {"compile_s": round(time.perf_counter() - start, 1), "result": value}
-        found[name]["gib"] = round(sides.peak_gib(step) or 0.0, 3)
+        side = {"compile_s": round(time.perf_counter() - start, 1), "result": value}
+        start = time.perf_counter()
+        side["gib"] = round(sides.peak_gib(step) or 0.0, 3)
+        about_ms = 1e3 * (time.perf_counter() - start)
+        found[name] = side | {"ms": round(sides.alone(step, about_ms, seconds, on_gpu=True), 3)}
         steps[name] = step
         gc.collect()
         print(name, found[name], flush=True)
     times = sides.compared([*steps.values()], seconds, rounds, lambda what: None)
     for name, side in zip(steps, times, strict=True):
         found[name] |= {"ms": round(side.alone, 3), "turns_ms": round(side.turns, 3)}
-    return {"case": case, "mode": "infer" if case == "dit-infer" else "train", "sides": found}
 
 
 def versions() -> dict[str, str]:
@@ -196,15 +200,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     names = chosen.sides or [s for s in SIDES if s not in LLAMA or chosen.case.startswith("llama")]
-    row = measured(chosen.case, names, chosen.seconds, chosen.rounds)
-    row |= {
+    signal.signal(signal.SIGTERM, lambda *given: sys.exit(1))
+    found = dict[str, dict[str, Any]]()
+    row = {
+        "case": chosen.case, "mode": "infer" if chosen.case == "dit-infer" else "train", "sides": found,
         "machine": torch.cuda.get_device_name(), "versions": versions(), "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
-    print(json.dumps(row), flush=True)
-    if chosen.out:
-        with chosen.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    try:
+        measure(chosen.case, names, chosen.seconds, chosen.rounds, found)
+    finally:
+        print(json.dumps(row), flush=True)
+        if chosen.out and found:
+            with chosen.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
