@@ -101,7 +101,10 @@ FLOAT8 = {
     "2 layers of Llama, per_row": "PerRow",
     "2 layers of Llama, per_tensor": "PerTensor",
 }
-COMPILED = {"llama 16 x 2048, 2048 tokens, vocabulary 128256": "Llama, width 2048, 16 layers, 2048 tokens"}
+COMPILED = {
+    "llama 16 x 2048, 2048 tokens, vocabulary 128256": "Llama-1B, 16 layers and head, 2048 tokens",
+    "llama 16 x 2048, 8192 tokens, vocabulary 128256": "Llama-1B, 16 layers and head, 8192 tokens",
+}
 BENCH = {
     f"{case}, {part}": f"{name}, {part}"
     for case, name in (
@@ -118,7 +121,12 @@ EXAMPLES = {
         "float8_llama.py: rowwise, width 2048, 2 layers",
     "DiT, width 1152, 28 blocks, 10 steps with guidance": "diffusion.py: a DiT, width 1152, 28 blocks",
     TITAN_FSDP2: "titan_fsdp2.py: width 2048, 8 layers",
+    "GPT, width 1600, 4 layers, 8192 tokens, autocast, AdamW": "nanogpt.py: width 1600, 4 layers",
 }  # fmt: skip
+PEERS = {
+    "llama-1b": "Llama-1B of transformers, 4 x 2048 tokens, with AdamW",
+    "llama-8b": "two layers of Llama-8B's widths, 2 x 4096 tokens",
+}
 HEADS_IN_BLOCKS = {case: f"head of vocabulary {name}, in blocks" for case, name in HEADS.items()}
 CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "inference": {
@@ -137,7 +145,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("steps.jsonl", "training"): (NANO,),
         ("models.jsonl", "training"): (LLAMA, TITAN),
         ("bench.jsonl", "training"): ("modernbert_large, 2 layers",),
-        ("examples.jsonl", "training"): tuple(EXAMPLES)[:2],
+        ("examples.jsonl", "training"): (*tuple(EXAMPLES)[:2], tuple(EXAMPLES)[-1]),
     },
     "training of width 3584 and more": {
         ("training.jsonl", "training"): ("layer-4096", "layer-8192", "rotary-4096", "rotary-8192", "llama-8b"),

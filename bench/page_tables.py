@@ -104,6 +104,7 @@ WAYS = (
     ("Liger", "liger"),
 )  # fmt: skip
 """The ways to make a head, by the names of the rows' keys."""
+PEERS, LOSSES = (("`torch.compile`", "inductor"), ("coda", "coda"), ("Liger", "liger")), ("inductor", "coda", "liger")
 COMPILES = Source("compile_time.jsonl", lambda r: "compile_s" in r, BY_BACKEND, names.COMPILED, spread=BY_BACKEND[3:])
 
 BY_HAND = "what the rows' `command` says: no script of bench does"
@@ -200,6 +201,16 @@ TABLES = (
             Column("backend", "backend"), Column("a step, ms", "wall_ms", "ms"),
             *(Column(f"{part}, ms", f"by_kind/{key}", "ms") for part, key in names.PARTS),
             Column("all but collectives, ms", "compute_ms", "ms"),
+        ),
+    ),
+    Table(
+        "peers",
+        "`python bench/peers.py CASE`",
+        (Source("peers.jsonl", names=names.PEERS, key=("case", "mode", "machine")),),
+        (
+            CASE, KIND,
+            *(Column(f"{head}, GiB", f"sides/{key}/gib", "gib") for head, key in PEERS),
+            *(Column(f"{head}, loss", f"sides/{key}/result", "loss") for head, key in PEERS if key in LOSSES),
         ),
     ),
     Table("examples", "the scripts of examples/", (EXAMPLES,), (CASE, KIND, *ALONE, MEMORY)),
