@@ -189,7 +189,8 @@ def written_memory(memory: Mapping[str, float | None]) -> str:
 SPELLINGS: dict[str, Callable[[Any], str]] = {
     "text": str, "ms": written_ms, "gain": written_gain, "memory": written_memory,
     "ratio": lambda ratio: f"{ratio:.3f}x",
-    "s": lambda s: f"{s:.1f}", "loss": lambda loss: f"{loss:.3f}", "gib": lambda gib: f"{gib:.2f}", "error": lambda error: f"{error:.2e}",
+    "loss": lambda loss: f"{loss:.3f}", "s": lambda s: f"{s:.1f}",
+    "gib": lambda gib: f"{gib:.2f}", "error": lambda error: f"{error:.2e}",
 }  # fmt: skip
 
 

@@ -297,11 +297,11 @@ COMMON = ("device.py", "finish.py", "sinks.py")
 
 
 def device_digest(target: Target = SM_90A) -> str:
-    """Names the content of the hand-written device code of a target's kernels: part of every generated module's text,
+    """Names a target and the content of its kernels' hand-written device code: part of every generated module's text,
     and so of its name, because quack's fingerprint of a function leaves out what is imported from site-packages."""
     names = dict.fromkeys((*COMMON, f"{target.device}.py"))
     texts = (Path(__file__).with_name(name).read_bytes() for name in names)
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join((target.name.encode(), *texts))).hexdigest()[:16]
 
 
 def form(region: Region) -> str:

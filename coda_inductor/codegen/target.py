@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +140,8 @@ SM_100A = Target(
     small=_SM_100A_SMALL,
     tiny=_SM_100A_SMALL,
 )
+# As SM_100A; but code for one does not load on the other.
+SM_103A = replace(SM_100A, name="sm_103a", capability=(10, 3), environment=("QUACK_ARCH=103", "CUTE_DSL_ARCH=sm_103a"))
 _SM_120A = tiles("128x128pp1x1 128x128co1x1 64x128pp1x1 128x64pp1x1 64x64pp1x1")
 _SM_120A_SMALL = tiles("64x128pp1x1 64x64pp1x1 64x32pp1x1")
 SM_120A = Target(
@@ -169,7 +171,7 @@ SM_120A = Target(
     small=_SM_120A_SMALL,
     tiny=_SM_120A_SMALL,
 )
-TARGETS = {row.name: row for row in (SM_90A, SM_100A, SM_120A)}
+TARGETS = {row.name: row for row in (SM_90A, SM_100A, SM_103A, SM_120A)}
 """By name. What asks no machine, as the command does, speaks of SM_90A."""
 
 # Tested ranges: lowest, first that was not tested. quack's epilogue interface changed with every minor release so far.

@@ -19,7 +19,8 @@ from coda_inductor.core.errors import CodaError, warn
 
 Numerics = Literal["strict", "default"]
 Tune = Literal["off", "quick"]
-Target = Literal["auto", "sm_90a", "sm_100a", "sm_120a", "reference"]  # the rows of codegen/target.py, and two more
+Target = Literal["auto", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "reference"]
+"""The rows of codegen/target.py, which a test compares, and two more."""
 
 PREFIX = "CODA_INDUCTOR"
 DIGEST = re.compile(r"[0-9a-f]{16}")

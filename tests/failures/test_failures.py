@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("uncached")
     [
         (None, "no NVIDIA GPU (CODA"),
         ((8, 0), f"kernels are generated for {KNOWN} only, found sm_80 ("),
-        ((10, 3), f"kernels are generated for {KNOWN} only, found sm_103 ("),
+        ((12, 1), f"kernels are generated for {KNOWN} only, found sm_121 ("),
         ((10, 0), "kernels for sm_100a are compiled, not yet run on such a card: they are used if asked for ("),
     ],
 )
