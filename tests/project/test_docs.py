@@ -21,6 +21,7 @@ from coda_inductor.core.errors import QUIETLY, Unsupported
 from coda_inductor.core.settings import KINDS, VARIABLES, Settings
 from coda_inductor.explain.listing import render
 from coda_inductor.explain.steps import program
+from coda_inductor.inductor import joint
 from coda_inductor.passes.switches import NAMES, laws_of
 from coda_inductor.rewrite.laws import LAWS
 
@@ -240,6 +241,11 @@ def test_what_is_quoted_is_printed(
     printed = render(program(model, args, {}, mode, Settings(target="sm_90a")))
     lines = [line.strip().replace(str(ROOT) + "/", "") for line in printed.splitlines()]
     assert all(line in lines for line in quoted(start)), printed
+
+
+def test_the_stages_are_told_in_their_order() -> None:
+    table = TEXT.split("| stage of `inductor/joint.py` |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [stage.__name__ for stage in joint.STAGES]
 
 
 @pytest.mark.parametrize("page", [TEXT, (ROOT / "docs" / "numerics.md").read_text()], ids=["architecture", "numerics"])
