@@ -63,6 +63,7 @@ class Kernel:
         self._digest = region.digest
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
+        self._here = -1 if row.tested else _device()  # the card of which that, and what is wrong, was found out
         self._compiled: dict[tuple[Config, bool], Any] = {}
         self._wrong: dict[tuple[Config, bool], str] = {}  # of what had to be proved: why it may not run, "" if it may
         first, *others = region.products
@@ -109,6 +110,8 @@ class Kernel:
         if config is not None:
             compiled = self.compiled(config, swapped=swapped)
         else:
+            if not self.row.tested:
+                self._move()
             key = (legality.bucket(inputs[self._m].shape[self._dim]), swapped)
             compiled = self._ready[key] if key in self._ready else self._choose(*key)
         if compiled is None:
@@ -144,12 +147,20 @@ class Kernel:
         it is compared with the interpreter first, once. Raises Unsupported if it cannot be built, or is wrong."""
         found = self.compiled(config, swapped=swapped)
         if not self.row.tested:
+            self._move()
             key = (config, swapped)
             if key not in self._wrong:
                 self._wrong[key] = self._proved(config, found, swapped)
             if self._wrong[key]:
                 raise Unsupported(self._wrong[key])
         return found if self.row.overlaps else Apart(found)
+
+    def _move(self) -> None:
+        """Forgets what was found out on another card than the current one."""
+        if self._here != (device := _device()):
+            self._here = device
+            self._ready.clear()
+            self._wrong.clear()
 
     def _proved(self, config: Config, kernel: Any, swapped: bool) -> str:
         """Why the kernel may not run, "" if it may. In a thread of its own, that is without the modes of the compile
@@ -163,7 +174,10 @@ class Kernel:
 
     def _must_wait(self, config: Config, swapped: bool) -> bool:
         """Would it have to be compared with the interpreter, while a CUDA graph is captured, which must not be?"""
-        if self.row.tested or (config, swapped) in self._wrong or not capturing():
+        if self.row.tested or not capturing():
+            return False
+        self._move()
+        if (config, swapped) in self._wrong:
             return False
         self.compiled(config, swapped=swapped)
         if not proof.known(self.region, config, self.row, self.directory, swapped=swapped):
@@ -306,6 +320,11 @@ def here() -> Target:
     there is none for it."""
     capability = target.capability()
     return SM_90A if capability is None else target.of_capability(capability, untested=True)
+
+
+def _device() -> int:
+    """The current device's number, -1 without a GPU."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
 def capturing() -> bool:

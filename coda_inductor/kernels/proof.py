@@ -27,6 +27,7 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.blocks import into, outputs
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import library, record, store
 from coda_inductor.kernels.entries import PROOFS
@@ -44,6 +45,8 @@ WAVES = 2  # so many times as many tiles as the card has multiprocessors, so tha
 BYTES = 1 << 30  # that the last size may take for inputs and outputs
 LEAST = 513  # of the last size, whatever it takes
 PIECE = 1 << 24  # numbers at a time
+GUARD = 4096  # bytes before and behind each output that must stay as they are
+FAINT = 2**-6  # what tiles are multiplied by at the middle size, so that they hide no product
 
 
 class Error(NamedTuple):
@@ -79,7 +82,8 @@ def prove(region: Region, config: Config, row: Target, kernel: Any, directory: P
         if not error.within(allowed(region)):
             order = ", its second weight first" if swapped else ""
             numbers = f"{error}, {allowed(region)} is allowed"
-            raise Unsupported(f"region {region.digest} in {config}{order} is wrong on this card: {numbers}")
+            what = f"region {region.digest} in {config}{order} is wrong on this card: {numbers}"
+            raise Unsupported(f"{what}; please report what `coda-inductor doctor --check` prints")
         errors.append(error)
     if facts is not None:
         remember(directory, facts, errors)
@@ -120,15 +124,36 @@ def compared(
     """How far the kernel is off at `m` rows, in the worst of so many `times`. `turn`: which of two summed matrices lies
     first."""
     inputs, wanted = drawn(region, m, device, swapped=swapped, turn=turn)
-    off = list[tuple[float, float]]()
+    off, before = list[tuple[float, float]](), [x.clone() for x in inputs]
     for _ in range(times):
-        found = [out.fill_(math.nan) for out in outputs(region, inputs)]
+        guarded = [_guarded(out) for out in wanted]
+        found = [out for out, _ in guarded]
         kernel.prepare(inputs, found)(0, 0)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         off += [difference(*pair) for pair in zip(found, wanted, strict=True)]
+        if not all(bool((edge == MARK).all()) for _, edges in guarded for edge in edges):
+            raise Unsupported(f"region {region.digest} at M = {m} writes beside its outputs")
+    if not all(torch.equal(_bits(x), _bits(y)) for x, y in zip(inputs, before, strict=True)):
+        raise Unsupported(f"region {region.digest} at M = {m} overwrites what it reads")
     relatives, peaks = zip(*off, strict=True)
     return Error(m, _worst(relatives), _worst(peaks))
+
+
+MARK = 0x5A
+
+
+def _guarded(like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(an output as that one, full of NaN; the bytes before and behind it, which are marked)."""
+    size = like.numel() * like.element_size()
+    whole = torch.full((GUARD + -(-size // 16) * 16 + GUARD,), MARK, dtype=torch.uint8, device=like.device)
+    out = whole[GUARD : GUARD + size].view(like.dtype).view(like.shape).fill_(math.nan)
+    return out, [whole[:GUARD], whole[GUARD + size :]]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The tensor as bytes: NaN equals itself."""
+    return x.contiguous().view(torch.uint8)
 
 
 def _worst(numbers: Sequence[float]) -> float:
@@ -198,6 +223,11 @@ def drawn(
     raise Unsupported(f"region {region.digest} cannot be checked: random numbers give no finite results")
 
 
+def random_inputs(region: Region, m: int, device: torch.device) -> list[Tensor]:
+    """Random inputs of `m` rows, as a comparison draws them."""
+    return _Draw(device, 0, positive=False).inputs(region, m, swapped=False, turn=0)
+
+
 class _Draw:
     """Random numbers of a generator of its own: the program's are what they were."""
 
@@ -226,6 +256,12 @@ class _Draw:
         operands = [
             self.numbers(shapes[o.extent], DTYPES[o.dtype], least=0.5 * (o.extent == "token")) for o in region.operands
         ]
+        if turn == 1:  # what is added to a product is small, and what is a maximum may be negative everywhere
+            for o, x in zip(region.operands, operands, strict=True):
+                x.mul_(FAINT if o.extent == "tile" else 1.0)
+            if any(not REDUCTIONS[r.of].linear for r in region.reductions):
+                for i, x in made.items():
+                    x.copy_(-x.float().abs() if i in rights else x.float().abs())
         return [made[i] for i in range(region.matrices)] + operands
 
     def numbers(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0, least: float = 0.0) -> Tensor:

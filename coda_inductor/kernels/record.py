@@ -47,15 +47,14 @@ def remember(
     config: Config,
     ms: float | None,
     rows: list[dict[str, Any]],
-    share: float | None = None,
     *,
     target: Target = SM_90A,
 ) -> Config:
     """Stores the configuration that won at bucket `size`, with all that was measured, and returns the one that stands:
     of processes that measure at once, the first's. Without `ms` it was hinted (tuning/shipped.py): no other was
-    tried, and one that won a search replaces it. `share` is its time over that of plain products."""
+    tried, and one that won a search replaces it."""
     found = {"config": config._asdict(), "ms": ms, "rows": rows, "region": region.digest, "bucket": size}
-    found |= {"share": share, "text": region.text}
+    found |= {"text": region.text}
     made = {**found, **({} if ms is not None else {"hinted": True}), **where()}
     standing = store.write_record(
         directory, key(region, size), made, lambda r: _stands(r, region, target, hints=ms is None)

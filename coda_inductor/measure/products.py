@@ -16,19 +16,19 @@ ROUNDS = 25
 
 def plain_products(region: Region, inputs: Sequence[Tensor]) -> Callable[[], object] | None:
     """What multiplies each pair of the Region's matrices once, into memory that is there. None where cuBLAS does not
-    multiply them as they lie."""
+    multiply them as they lie, or memory is short."""
     calls = list[Callable[[], object]]()
-    for p in region.products:
-        for i, j in p.pairs:
-            a = inputs[i] if p.a_layout == "mk" else inputs[i].t()
-            b = inputs[j] if p.b_layout == "kn" else inputs[j].t()
-            calls.append(_product(a, b, region.fast))
-        if region.half:
-            break  # both products are halves of one matrix's rows
     try:
+        for p in region.products:
+            for i, j in p.pairs:
+                a = inputs[i] if p.a_layout == "mk" else inputs[i].t()
+                b = inputs[j] if p.b_layout == "kn" else inputs[j].t()
+                calls.append(_product(a, b, region.fast))
+            if region.half:
+                break  # both products are halves of one matrix's rows
         for call in calls:
             call()
-    except RuntimeError:  # of 8-bit matrices only some layouts and sizes
+    except RuntimeError:  # of 8-bit matrices only some layouts and sizes; or there is no memory for it
         return None
 
     def run() -> None:

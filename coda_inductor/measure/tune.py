@@ -24,7 +24,6 @@ from coda_inductor.kernels import launch, proof, record
 from coda_inductor.kernels.proof import FAST_TOLERANCE as FAST_TOLERANCE
 from coda_inductor.kernels.proof import TOLERANCE as TOLERANCE
 from coda_inductor.measure import timing
-from coda_inductor.measure.products import beside_products
 
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)
 # Interleaved, unless calls are long: of 13 Regions in 8 to 15 tiles each (H200, bench/tiles.py), the tile with the
@@ -61,19 +60,11 @@ def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None,
     if not right:
         raise Unsupported(f"no configuration of region {region.digest} is right: {rows[0]['why'] if rows else 'none'}")
     best = fastest(kernel, right)
-    won = Config(*best["fields"])
-    share = share_of_products(kernel, won, inputs)
-    config = record.remember(Path(kernel.directory), region, size, won, best["ms"], rows, share, target=kernel.row)
+    config = record.remember(
+        Path(kernel.directory), region, size, Config(*best["fields"]), best["ms"], rows, target=kernel.row
+    )
     kernel.use(size, config)
     return Tuned(config, best["ms"], rows)
-
-
-def share_of_products(kernel: launch.Kernel, config: Config, inputs: Sequence[Tensor]) -> float | None:
-    """The kernel's time in a configuration over that of plain products of the same matrices, by turns: what a hint
-    says of it on other machines (tuning/shipped.py)."""
-    outs = outputs(kernel.region, inputs)
-    times = beside_products(lambda: kernel.run_in(config, inputs, outs), kernel.region, inputs)
-    return times[0] / times[1] if times else None
 
 
 def fastest(kernel: launch.Kernel, right: Sequence[dict[str, Any]]) -> dict[str, Any]:

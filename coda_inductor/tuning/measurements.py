@@ -288,7 +288,7 @@ class Measurements:
             self.hints.refused.update(tiles)
             return None
         for (region, size), tile in tiles.items():
-            standing = record.remember(directory, region, size, tile.config, None, [], tile.share, target=self.target)
+            standing = record.remember(directory, region, size, tile.config, None, [], target=self.target)
             launch.kernel(region.text, self.settings.cache_dir).use(size, standing)
         return found
 

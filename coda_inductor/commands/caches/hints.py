@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coda_inductor.codegen import target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import existing
+from coda_inductor.core.blocks import outputs
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
-from coda_inductor.kernels import record, store
+from coda_inductor.kernels import launch, proof, record, store
+from coda_inductor.measure.products import beside_products
 from coda_inductor.tuning import outcome, shipped
 
 Facts = dict[str, Any]
@@ -29,7 +33,7 @@ def hints(settings: Settings, out: str) -> Facts:
     the file is another card's."""
     place = existing(settings.cache_dir)
     records = [*_records(place)] if place else []
-    made = rows(records)
+    made = rows(records, settings.cache_dir)
     counts = {kind: len(made[kind]) for kind in ("regions", "groups", "laws")}
     if not counts["regions"]:
         said = f"nothing was measured on this machine ({record.device_name()}) by these sources and versions"
@@ -45,8 +49,9 @@ def hints(settings: Settings, out: str) -> Facts:
     return {"schema": 1, "action": "hints", "path": os.fspath(path), "card": made["card"], **counts}
 
 
-def rows(records: list[Facts]) -> Facts:
-    """The file's content: of Regions the tiles, of groups and of laws how they fared."""
+def rows(records: list[Facts], cache_dir: str | None) -> Facts:
+    """The file's content: of Regions the tiles, and how long their kernels take beside plain products; of groups and of
+    laws how they fared."""
     regions = dict[str, Region]()
     made: Facts = {"schema": shipped.SCHEMA, "card": record.device_name(), "versions": target.versions()}
     made |= {kind: {} for kind in ("regions", "groups", "laws")}
@@ -55,8 +60,9 @@ def rows(records: list[Facts]) -> Facts:
             region = parse(found["text"])
             regions[region.digest] = region
             row = made["regions"].setdefault(shipped.structure(region), {"what": _what(region), "buckets": {}})
-            tile: Facts = {"tile": str(Config(**found["config"]))}
-            if isinstance(share := found.get("share"), float):
+            config = Config(**found["config"])
+            tile: Facts = {"tile": str(config)}
+            if (share := share_of_products(region, config, found["bucket"], cache_dir)) is not None:
                 tile["share"] = round(share, 4)
             row["buckets"][str(found["bucket"])] = tile
     contests = [f for f in records if "config" not in f and {*f["regions"], *f.get("against", ())} <= regions.keys()]
@@ -81,6 +87,21 @@ def rows(records: list[Facts]) -> Facts:
     for kind in ("groups", "laws"):
         made[kind] = {name: row for name, row in made[kind].items() if _drop_unsure(row)["buckets"]}
     return made
+
+
+def share_of_products(region: Region, config: Config, m: int, cache_dir: str | None) -> float | None:
+    """The kernel's time at `m` rows over that of plain products of the same matrices, by turns, on random inputs. None
+    where it cannot be measured, as where memory is short."""
+    try:
+        kernel = launch.kernel(region.text, cache_dir)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with torch.no_grad():
+            inputs = proof.random_inputs(region, m, device)
+            outs = outputs(region, inputs)
+            times = beside_products(lambda: kernel.run_in(config, inputs, outs), region, inputs)
+    except (Unsupported, torch.OutOfMemoryError):
+        return None
+    return times[0] / times[1] if times else None
 
 
 def _add(into: Facts, name: str, found: Facts, facts: Facts, new: Facts) -> None:
