@@ -15,6 +15,7 @@ from fractions import Fraction
 import torch
 from torch import fx
 
+from coda_inductor.core.dtypes import NARROW
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
@@ -102,9 +103,12 @@ def _of_one(program: Program, t: Term, laws: frozenset[str]) -> bool:
 
 
 def _plain(t: Term) -> bool:
-    """Is t a product, with scales and its bias at most?"""
+    """Is t a product, with scales and its bias at most? (Where roundings are kept, both are rounded.)"""
+    if t.kind == "fn" and t.name in NARROW.values():
+        return _plain(t.args[0])
     if t.kind == "add":
-        return all(a.kind == "leaf" or (a.kind != "add" and _plain(a)) for a in t.args)
+        biases = [a.args[0] if a.kind == "fn" and a.name in NARROW.values() else a for a in t.args]
+        return all(a.kind == "leaf" or (a.kind != "add" and _plain(a)) for a in biases)
     return t.kind == "con" or (t.kind == "fn" and t.name == "scaled")
 
 

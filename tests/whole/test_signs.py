@@ -241,3 +241,27 @@ def test_a_condition_of_another_precision_is_left() -> None:
     theirs = torch.autograd.grad(wanted.sum(), (x, a, b))
     for one, other in zip((found, *mine), (wanted, *theirs), strict=True):
         assert error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("act", [F.relu, F.silu])
+def test_strict_rounds_a_bias_once_under_autocast(act: Activation) -> None:
+    """The sum of product and bias, as eager does, forward and backward: large biases show another rounding."""
+    torch.manual_seed(0)
+    up, down, x = nn.Linear(64, 256), nn.Linear(256, 64), torch.randn(512, 64)
+    with torch.no_grad():
+        up.bias.mul_(40)
+
+    def model(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return down(act(up(x)))  # type: ignore[no-any-return]
+
+    def made(f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        out = f(x)
+        return [out, *torch.autograd.grad(out.float().square().sum(), [*up.parameters(), *down.parameters()])]
+
+    with strict_reference(run=False):
+        REPORTS.clear()
+        found = made(torch.compile(model, backend="coda", options={"numerics": "strict"}))
+    assert len(REPORTS[-1].sites) >= 2
+    for mine, theirs in zip(found, made(model), strict=True):
+        assert error(mine, theirs) < 1e-5
