@@ -200,8 +200,13 @@ def of_capability(capability: tuple[int, int] | None, *, untested: bool = False)
         if row.capability == capability:
             opt_in = f"CODA_INDUCTOR_TARGET={row.name} tries them"
             raise Unsupported(f"kernels for {arch(capability)} are {UNTESTED}", hint=opt_in)
-    known = ", ".join(arch(row.capability) for row in TARGETS.values())
-    raise Unsupported(f"kernels are generated for {known} only, found {arch(capability)}")
+    raise Unsupported(f"kernels are generated for {kinds()} only, found {arch(capability)}")
+
+
+def kinds() -> str:
+    """The cards that there are kernels for, in words: "sm_90, on request sm_100"."""
+    known = {tested: [arch(r.capability) for r in TARGETS.values() if r.tested is tested] for tested in (True, False)}
+    return ", ".join(known[True] + [f"on request {name}" for name in known[False][:1]] + known[False][1:])
 
 
 def capability(device: torch.device | None = None) -> tuple[int, int] | None:

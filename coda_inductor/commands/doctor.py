@@ -92,7 +92,7 @@ def doctor(settings: Settings) -> Facts:
         "inductor": inductor(),
     }
     facts["sample"] = sample(capability == target.SM_90A.capability) if facts["compiler"]["works"] else None
-    facts["problems"] = problems(facts) if capability == target.SM_90A.capability else []
+    facts["problems"] = problems(facts) if capability == target.SM_90A.capability or asked else []
     return facts
 
 
@@ -213,12 +213,12 @@ def error_of(config: Config, store: str) -> float:
 
 
 def problems(facts: Facts) -> list[str]:
-    """What keeps a machine with an sm_90 GPU from running kernels."""
+    """What keeps a machine from running kernels that its card could run."""
     found = [said(facts[name]) for name in ("torch", "kernels", "cache") if not facts[name]["works"]]
     made = facts["sample"]
     if made and made["why"]:
         found.append(f"the sample kernel failed: {made['why']}")
-    elif made and not made["error"] < made["allowed"]:  # NaN is wrong, too
+    elif made and made["error"] is not None and not made["error"] < made["allowed"]:  # NaN is wrong, too
         found.append(f"the sample kernel is wrong: relative error {made['error']:.1e}, {made['allowed']} is allowed")
     return found
 

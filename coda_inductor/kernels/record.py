@@ -28,10 +28,15 @@ def sources_digest() -> str:
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
-@functools.cache
 def device_name() -> str:
     """The current GPU's name."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return _name_of(torch.cuda.current_device()) if torch.cuda.is_available() else "none"
+
+
+@functools.cache
+def _name_of(device: int) -> str:
+    """A GPU's name: asked once, since keys of the tuning of 16 layers ask thousands of times."""
+    return str(torch.cuda.get_device_name(device))
 
 
 def key(region: Region, size: int) -> str:

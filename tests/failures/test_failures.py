@@ -18,7 +18,7 @@ from coda_inductor.inductor import joint_pass
 from coda_inductor.kernels import launch
 
 BF16 = torch.bfloat16
-KNOWN = ", ".join(target.arch(row.capability) for row in target.TARGETS.values())
+KNOWN = "sm_90, on request sm_100, sm_103, sm_120"
 pytestmark = pytest.mark.usefixtures("uncached")
 
 

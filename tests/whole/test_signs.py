@@ -187,9 +187,10 @@ def test_the_law_is_a_switch() -> None:
         assert error(mine, theirs) < 1e-10
 
 
-@pytest.mark.parametrize("bias", [1.0, 8.0])
-def test_sums_without_a_bias_are_about_as_exact(bias: float) -> None:
-    """They are those of what ReLU gave, less those of the bias: in float64 the same, in bfloat16 about eager's."""
+@pytest.mark.parametrize(("bias", "most"), [(1.0, 1.5), (8.0, 1.5), (100.0, 10.0)])
+def test_sums_without_a_bias_are_about_as_exact(bias: float, most: float) -> None:
+    """They are those of what ReLU gave, less those of the bias: in float64 the same, in bfloat16 about eager's. A bias
+    that is far larger than what it is added to hides a part of that in its rounding."""
     torch.manual_seed(0)
     model, x = Biased(bias).double(), torch.randn(512, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn_like(x)
@@ -202,7 +203,7 @@ def test_sums_without_a_bias_are_about_as_exact(bias: float) -> None:
             found = gradients(torch.compile(model, backend="coda"), model, x, weight.to(dtype))
         assert any("relu" in site.laws for site in REPORTS[-1].sites)
         for mine, theirs, value in zip(found, eager, exact, strict=True):
-            assert error(mine.double(), value) < 1.5 * error(theirs.double(), value) + more
+            assert error(mine.double(), value) < most * error(theirs.double(), value) + more
 
 
 @pytest.mark.parametrize("numerics", ["default", "strict"])
