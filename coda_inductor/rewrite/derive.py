@@ -103,9 +103,10 @@ def _of_one(program: Program, t: Term, laws: frozenset[str]) -> bool:
 
 
 def _plain(t: Term) -> bool:
-    """Is t a product, with scales and its bias at most? (Where roundings are kept, both are rounded.)"""
+    """Is t a product, with scales and its bias at most? (Where roundings are kept, a bias and
+    its sum with a product are rounded.)"""
     if t.kind == "fn" and t.name in NARROW.values():
-        return _plain(t.args[0])
+        return t.args[0].kind == "add" and _plain(t.args[0])
     if t.kind == "add":
         biases = [a.args[0] if a.kind == "fn" and a.name in NARROW.values() else a for a in t.args]
         return all(a.kind == "leaf" or (a.kind != "add" and _plain(a)) for a in biases)
