@@ -24,10 +24,11 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from codegen_cases import norm_gradients, norm_producer, random_inputs, scores  # noqa: E402
 
 from coda_inductor.codegen import legality, target  # noqa: E402
+from coda_inductor.core import blocks  # noqa: E402
 from coda_inductor.core.interpret import REDUCTIONS  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 from coda_inductor.kernels import launch  # noqa: E402
-from coda_inductor.measure import timing, tune  # noqa: E402
+from coda_inductor.measure import timing  # noqa: E402
 
 WAYS = ("finished", "by torch", "without sums")
 WORK: tuple[tuple[Callable[[int, int], Region], int, int, int], ...] = (
@@ -54,7 +55,7 @@ def row(make: Callable[[int, int], Region], m: int, n: int, k: int) -> dict[str,
     plain, inputs = replace(region, reductions=()), random_inputs(region, m, "cuda")
     config = legality.candidates(region, legality.bucket(m))[0]
     launches = [launcher(r, config, inputs) for r in (region, plain)]
-    wholes, parts = tune.outputs(region, inputs)[len(region.stores) :], []
+    wholes, parts = blocks.outputs(region, inputs)[len(region.stores) :], []
     for r in region.reductions:
         sizes = (-(-m // config.tile_m), n) if r.over == "M" else (m, -(-n // config.tile_n))
         parts.append(torch.randn(sizes, device="cuda"))
@@ -75,7 +76,7 @@ def row(make: Callable[[int, int], Region], m: int, n: int, k: int) -> dict[str,
 
 def launcher(region: Region, config: Any, inputs: list[torch.Tensor]) -> Callable[[], None]:
     """The kernel on these inputs in this tile."""
-    kernel, outs = launch.kernel(region.text), tune.outputs(region, inputs)
+    kernel, outs = launch.kernel(region.text), blocks.outputs(region, inputs)
     return lambda: kernel.run_in(config, inputs, outs)
 
 

@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu  # noqa: E402
 
 from coda_inductor.codegen import legality, target  # noqa: E402
+from coda_inductor.core import blocks  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 from coda_inductor.kernels import launch  # noqa: E402
 from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
@@ -74,7 +75,7 @@ def rows(name: str, region: Region) -> Iterator[dict[str, Any]]:
     host = None
     if best is not None:
         kernel.use(legality.bucket(M), configs[[r.get("ms") for r in found].index(best)])
-        host = host_microseconds(kernel, inputs, tune.outputs(region, inputs))
+        host = host_microseconds(kernel, inputs, blocks.outputs(region, inputs))
     for row in found:
         (floor,) = row.pop("beside")
         ratio = round(row["ms"] / floor, 4) if "ms" in row else None

@@ -25,9 +25,10 @@ from codegen_cases import random_inputs, rotary_alone, token_scale  # noqa: E402
 
 from coda_inductor.codegen import legality, target  # noqa: E402
 from coda_inductor.codegen.tiles import Config  # noqa: E402
+from coda_inductor.core import blocks  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 from coda_inductor.kernels import launch  # noqa: E402
-from coda_inductor.measure import timing, tune  # noqa: E402
+from coda_inductor.measure import timing  # noqa: E402
 
 WAYS = ("overlapping", "in turn", "products")
 TILES = {rotary_alone: Config(128, 128, 1, 2, True), token_scale: Config(128, 128, 2, 1, True)}
@@ -60,7 +61,7 @@ def row(case: str) -> dict[str, Any]:
         kernel, inputs = launch.kernel(region.text), [a, *random_inputs(region, m, "cuda")[1:]]
         kernel.compiled(config)
         kernel.use(legality.bucket(m), config)
-        work.append((kernel, inputs, tune.outputs(region, inputs)))
+        work.append((kernel, inputs, blocks.outputs(region, inputs)))
         configs.append(config)
     weights = [inputs[1].t() for _, inputs, _ in work]
     products = [(w, torch.empty(m, w.shape[1], device="cuda", dtype=a.dtype)) for w in weights]

@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from codegen_cases import norm_gradients, random_inputs  # noqa: E402
 
 from coda_inductor.codegen import legality, target  # noqa: E402
+from coda_inductor.core import blocks  # noqa: E402
 from coda_inductor.core.region import Let, Operand, Product, Region, Store  # noqa: E402
 from coda_inductor.core.verify import verify  # noqa: E402
 from coda_inductor.kernels import launch  # noqa: E402
@@ -91,7 +92,7 @@ def row(name: str, case: Case) -> dict[str, Any]:
 
 def launcher(region: Region, inputs: list[torch.Tensor]) -> Callable[[], None]:
     """The kernel on these inputs."""
-    kernel, outs = launch.kernel(region.text), tune.outputs(region, inputs)
+    kernel, outs = launch.kernel(region.text), blocks.outputs(region, inputs)
     return lambda: kernel(inputs, outs)
 
 

@@ -26,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from codegen_cases import norm_producer, random_inputs, swiglu, swiglu_backward, token_scale  # noqa: E402
 
 from coda_inductor.codegen import legality, target  # noqa: E402
+from coda_inductor.core import blocks  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 from coda_inductor.kernels import launch  # noqa: E402
 from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
@@ -81,7 +82,7 @@ def rows(name: str, region: Region, driver: Driver) -> Iterator[dict[str, Any]]:
     """The bare product, every tile, the bare product again."""
     kernel, inputs = launch.kernel(region.text), random_inputs(region, M, "cuda")
     configs, plain = legality.candidates(region, M), plain_products(region, inputs)
-    outs, calls = tune.outputs(region, inputs), {"mm": plain}
+    outs, calls = blocks.outputs(region, inputs), {"mm": plain}
     for config in configs:
         if "why" not in tune.examine(kernel, config, inputs, outs, max_stack=1 << 20):
             calls[str(config)] = lambda c=config: kernel.run_in(c, inputs, outs)  # type: ignore[misc]

@@ -25,6 +25,7 @@ from codegen_cases import norm_backward, norm_producer, random_inputs, swiglu, s
 from coda_inductor.codegen import legality, target  # noqa: E402
 from coda_inductor.codegen.target import SM_90A  # noqa: E402
 from coda_inductor.codegen.tiles import Config  # noqa: E402
+from coda_inductor.core import blocks  # noqa: E402
 from coda_inductor.core.region import Region  # noqa: E402
 from coda_inductor.kernels import launch  # noqa: E402
 from coda_inductor.kernels.prebuild import Job, prebuild  # noqa: E402
@@ -65,7 +66,7 @@ WORK = {  # tokens, Region
 def rows(name: str, m: int, region: Region) -> Iterator[dict[str, Any]]:
     """The product alone and every tile that is right and does not spill much, the best first."""
     kernel, inputs = launch.kernel(region.text), random_inputs(region, m, "cuda")
-    configs, outs = [c for c in TILES if legality.is_legal(region, c)], tune.outputs(region, inputs)
+    configs, outs = [c for c in TILES if legality.is_legal(region, c)], blocks.outputs(region, inputs)
     found = [tune.examine(kernel, config, inputs, outs) for config in configs]
     calls = {"mm": plain_products(region, inputs)}
     for config, row in zip(configs, found, strict=True):

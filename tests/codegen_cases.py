@@ -11,11 +11,11 @@ from coda_inductor.codegen.cases import *  # noqa: F403  (what other tests take 
 from coda_inductor.codegen.cases import CASES as CASES
 from coda_inductor.codegen.cases import OF_PAIRS
 from coda_inductor.codegen.cases_of_8_bits import EIGHT_BITS as EIGHT_BITS
+from coda_inductor.core import blocks
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Extent, Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
-from coda_inductor.measure import tune
 
 
 def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
@@ -94,7 +94,7 @@ def whole_rows(region: Region, m: int) -> int:
 def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:
     """Outputs full of NaN: what a kernel does not write is seen."""
     x = torch.empty((m, 8)[:: -1 if region.m_axis[1] else 1], dtype=DTYPES[region.dtype], device=device)
-    return [out.fill_(float("nan")) for out in tune.outputs(region, [x] * region.matrices)]
+    return [out.fill_(float("nan")) for out in blocks.outputs(region, [x] * region.matrices)]
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from coda_inductor.codegen import target
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import CodaWarning
 from coda_inductor.core.interpret import interpret
@@ -138,7 +139,9 @@ class Interpreted:
 
     stack = 0
 
-    def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
+    def __init__(
+        self, region: Region, config: Config, directory: Path, *, swapped: bool = False, target: Target = SM_90A
+    ) -> None:
         self.region, self.config = region, config
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:

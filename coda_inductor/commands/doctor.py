@@ -24,6 +24,7 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.commands.cache import entries, existing, possible
 from coda_inductor.commands.kernels import compiled
 from coda_inductor.commands.words import size, table
+from coda_inductor.core import blocks
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.project import at
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
@@ -31,7 +32,7 @@ from coda_inductor.core.settings import Settings, default_cache
 from coda_inductor.core.verify import verify
 from coda_inductor.core.versions import TESTED, behind, check_torch
 from coda_inductor.explain.report import plural
-from coda_inductor.kernels import launch, library
+from coda_inductor.kernels import launch, library, proof
 from coda_inductor.kernels.prebuild import Job, outcomes
 from coda_inductor.measure import tune
 
@@ -191,7 +192,7 @@ def sample(run: bool) -> Facts:
         facts: Facts = {"target": target.SM_90A.name, "tile": str(config), "seconds": made.seconds, "why": made.reason}
         facts |= compiled(library.folder(SAMPLE, config, Path(store)))
         facts["linked"] = library.load(SAMPLE, config, Path(store)) is not None
-        facts |= {"ran": False, "error": None, "allowed": tune.TOLERANCE}
+        facts |= {"ran": False, "error": None, "allowed": proof.TOLERANCE}
         if run and not made.reason:
             try:
                 facts |= {"ran": True, "error": error_of(config, store)}
@@ -205,7 +206,7 @@ def error_of(config: Config, store: str) -> float:
     p = SAMPLE.products[0]
     shapes = ((ROWS, p.k), (SAMPLE.n, p.k), (ROWS, SAMPLE.n))
     inputs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
-    outs = tune.outputs(SAMPLE, inputs)
+    outs = blocks.outputs(SAMPLE, inputs)
     for out in outs:
         out.fill_(float("nan"))
     launch.kernel(SAMPLE.text, store).run_in(config, inputs, outs)

@@ -59,7 +59,7 @@ class Kernel:
         `measured`: it runs in the configurations that were measured best; else in the first, which no clock chose.
         `row`: the machine that it runs on."""
         self.region, self.directory, self.strict, self.measured = region, directory, strict, measured
-        self.row, self._made_for = row, {} if row is SM_90A else {"target": row}
+        self.row = row
         self._digest = region.digest
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
@@ -226,7 +226,7 @@ class Kernel:
                 if found is None:
                     build = compiler().Compiled
                     try:
-                        found = build(self.region, config, self.directory, swapped=swapped, **self._made_for)
+                        found = build(self.region, config, self.directory, swapped=swapped, target=self.row)
                     except OSError as error:  # the store: full, read-only, gone
                         raise Unsupported(f"no kernel for {config}: {error}", hint=HINT) from error
                 self._compiled[key] = found

@@ -16,13 +16,10 @@ from torch import Tensor
 
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core.blocks import into
-from coda_inductor.core.blocks import outputs as outputs
+from coda_inductor.core.blocks import into, outputs
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, proof, record
-from coda_inductor.kernels.proof import FAST_TOLERANCE as FAST_TOLERANCE
-from coda_inductor.kernels.proof import TOLERANCE as TOLERANCE
 from coda_inductor.measure import timing
 
 MAX_STACK = 256  # bytes per thread: spilling a little can win (norm backward, pingpong tiles: 387-403 us on an H200)

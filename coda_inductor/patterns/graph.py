@@ -23,6 +23,8 @@ VIEWS: frozenset[object] = frozenset({
     aten.expand.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default,
 })  # fmt: skip
 """Operations that keep every value and change only its layout."""
+COPIES: frozenset[object] = frozenset({aten.clone.default, aten.contiguous.default})
+"""Those of them whose result is memory of its own."""
 
 LOOPS: frozenset[object] = frozenset({aten.var_mean.correction})
 """Operations that Inductor makes a loop of although they are no single value."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
 from torch import fx
 
 from coda_inductor.patterns import graph as g
@@ -154,13 +153,10 @@ def read_anyway(program: Program, con: Term, z: Term, over: tuple[int, ...]) -> 
 
 def _read_whole(node: fx.Node) -> bool:
     """Does an operation of the forward that is neither loop nor copy read the node, or a view of it?"""
-    readers = [user for user in node.users if not g.is_backward(user) and user.target not in COPIES]
+    readers = [user for user in node.users if not g.is_backward(user) and user.target not in g.COPIES]
     return any(
         _read_whole(u) if g.is_view(u) else u.target not in POINTWISE and u.target not in g.LOOPS for u in readers
     )
-
-
-COPIES: frozenset[object] = frozenset({torch.ops.aten.clone.default, torch.ops.aten.contiguous.default})
 
 
 def _paired(program: Program, rows: tuple[int, ...], red: Term) -> Term | None:

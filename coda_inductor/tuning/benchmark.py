@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.codegen.target import SM_90A
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core import blocks
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.measure import tune
@@ -153,7 +154,7 @@ def benchmarked(
         kernel = tune.tuned(built.region, inputs, settings.cache_dir, hints=settings.hinted)
     else:
         kernel = tune.hinted(built.region, inputs, settings.cache_dir, tile)
-    outs = tune.outputs(built.region, inputs)
+    outs = blocks.outputs(built.region, inputs)
     kernel(inputs, outs)
     group.values |= dict(zip(outputs(built), outs, strict=True))
     for node, stored in built.draft.supplies.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import legality, target
+from coda_inductor.core import blocks
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
@@ -73,7 +74,7 @@ class PlainTuner:
         with self.tuner.measurements.real_tensors():
             given = [sample(n, self.tuner.measurements.device) for n in inputs]
             kernel = tune.tuned(region, given, self.settings.cache_dir, hints=False)
-            outs = tune.outputs(region, given)
+            outs = blocks.outputs(region, given)
             calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]
             decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731
             times = timing.compared(calls, ROUNDS, decided=decided)

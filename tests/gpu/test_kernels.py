@@ -45,7 +45,8 @@ from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Reduction, Region
 from coda_inductor.kernels import executable, launch, record
 from coda_inductor.kernels.prebuild import Job, prebuild
-from coda_inductor.measure.tune import FAST_TOLERANCE, tune
+from coda_inductor.kernels.proof import FAST_TOLERANCE
+from coda_inductor.measure.tune import tune
 
 
 def logsumexp(n: int, k: int) -> Region:

@@ -12,7 +12,7 @@ from codegen_cases import bias_sums, blank_outputs, random_inputs, summed, swigl
 from torch import Tensor
 
 from coda_inductor.codegen import legality
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
@@ -25,7 +25,9 @@ class FakeKernel:
     """Stands in for the compiled kernel: the interpreter, with what it was asked. Two matrices that share a descriptor
     must lie where one can span them, and the second weight of two after the first, unless the kernel is `swapped`."""
 
-    def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
+    def __init__(
+        self, region: Region, config: Config, directory: Path, *, swapped: bool = False, target: Target = SM_90A
+    ) -> None:
         self.region, self.config, self.swapped = region, config, swapped
 
     def prepare(self, inputs: list[Tensor], outs: list[Tensor | None]) -> Run:
@@ -124,7 +126,7 @@ def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: 
     inputs, out = random_inputs(region, 500, "cpu"), torch.empty(500, 64, dtype=torch.bfloat16)
     refused = set(legality.candidates(region, 500)[:2])
 
-    def build(region: Region, config: Config, directory: Path, *, swapped: bool) -> FakeKernel:
+    def build(region: Region, config: Config, directory: Path, *, swapped: bool, target: Target) -> FakeKernel:
         if config in refused:
             raise Unsupported(f"no kernel for {config}")
         return FakeKernel(region, config, directory, swapped=swapped)

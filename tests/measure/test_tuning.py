@@ -15,9 +15,10 @@ from fake_stream import stream as stream
 from torch import Tensor
 
 from coda_inductor.codegen import legality
+from coda_inductor.core import blocks
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
-from coda_inductor.kernels import launch
+from coda_inductor.kernels import launch, proof
 from coda_inductor.measure import timing, tune
 from coda_inductor.measure.timing import Times
 
@@ -40,15 +41,15 @@ def test_an_error_in_any_output_is_found() -> None:
     region = bias_sums(1000, 16)
     inputs = random_inputs(region, 900, "cpu")
     right = interpret(region, inputs)
-    assert [out.shape for out in tune.outputs(region, inputs)] == [out.shape for out in right]
+    assert [out.shape for out in blocks.outputs(region, inputs)] == [out.shape for out in right]
     assert tune.worst_error(region, inputs, right) < 1e-6
     for i in range(len(right)):
         for place in (0, -1):
             wrong = [out.clone() for out in right]
             wrong[i][place] += 1000.0
-            assert tune.worst_error(region, inputs, wrong) > tune.TOLERANCE
+            assert tune.worst_error(region, inputs, wrong) > proof.TOLERANCE
             wrong[i][place] = float("nan")
-            assert not tune.worst_error(region, inputs, wrong) < tune.TOLERANCE
+            assert not tune.worst_error(region, inputs, wrong) < proof.TOLERANCE
 
 
 def test_a_tile_without_a_rival_is_timed_no_further(

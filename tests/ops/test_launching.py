@@ -16,11 +16,11 @@ from torch import Tensor
 
 from coda_inductor.codegen import source
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core import blocks
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Reduction, Region
 from coda_inductor.kernels import executable
 from coda_inductor.kernels.executable import Executable, Parts
-from coda_inductor.measure import tune
 from coda_inductor.ops import lowering
 
 PLAIN = swiglu_backward(64, 32)
@@ -29,7 +29,7 @@ MIXED = replace(PLAIN, reductions=(Reduction("dgg"), Reduction("dgg", "M"), Redu
 
 @pytest.mark.parametrize("region", [lane_sums(64, 32), norm_gradients(64, 32), PLAIN, MIXED])
 def test_outputs_have_the_regions_order(region: Region) -> None:
-    outs = tune.outputs(region, [torch.empty(6, 32)] * region.matrices)
+    outs = blocks.outputs(region, [torch.empty(6, 32)] * region.matrices)
     shapes = [(6, 64)] * len(region.stores) + [(6,) if r.over == "N" else (64,) for r in region.reductions]
     layouts = lowering._layouts(region, 6, torch.device("cpu"))
     assert [tuple(out.shape) for out in outs] == shapes == [tuple(map(int, x.size)) for x in layouts]
@@ -67,7 +67,7 @@ def test_sums_have_partial_results_and_a_place(
     config = Config(128, 32, 1, 1, True)
     run = Executable(region, config, Parts(lambda *given: asked.append(given), fields, 8, None))
     inputs = random_inputs(region, m, "cpu")
-    outs: list[Tensor | None] = list(tune.outputs(region, inputs))
+    outs: list[Tensor | None] = list(blocks.outputs(region, inputs))
     first = len(region.stores)
     outs[first:] = [None] * len(region.reductions) if unread else outs[first:]
     run.prepare(inputs, outs)(0, 0)

@@ -261,10 +261,10 @@ def test_a_tile_that_cannot_be_compiled_costs_a_search(new: New, tmp_path: Path)
     _, best = first(new, tmp_path)
 
     class NoneThere(Interpreted):
-        def __init__(self, region: Region, config: Config, directory: Path, *, swapped: bool = False) -> None:
+        def __init__(self, region: Region, config: Config, directory: Path, **how: Any) -> None:
             if config == best:
                 raise Unsupported("no kernel")
-            super().__init__(region, config, directory, swapped=swapped)
+            super().__init__(region, config, directory, **how)
 
     machine = new("second", NoneThere)
     assert compiled().regions == [1] and machine.checked == 0 and machine.searched == 2

@@ -17,6 +17,7 @@ from torch import Tensor
 from coda_inductor.commands.differences.off import off
 from coda_inductor.commands.differences.runs import Run
 from coda_inductor.commands.progress import Say
+from coda_inductor.core import blocks
 from coda_inductor.core.blocks import into
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import CodaError
@@ -26,8 +27,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.text import show
 from coda_inductor.explain.report import place, plural
 from coda_inductor.inductor.records import Site
-from coda_inductor.kernels import launch
-from coda_inductor.measure import tune
+from coda_inductor.kernels import launch, proof
 from coda_inductor.ops.custom import REGION
 from coda_inductor.passes.plain import PLAIN
 from coda_inductor.passes.switches import LAW_NAMES, PASSES, kind
@@ -157,7 +157,7 @@ def alone(site: Site, settings: Settings, device: torch.device) -> Facts:
     error of an output, and whether that is more than is allowed (to a kernel what tuning allows). "error" None: it
     cannot run."""
     region = site.region
-    allowed = tune.FAST_TOLERANCE if region.fast else tune.TOLERANCE
+    allowed = proof.allowed(region)
     allowed = 0.0 if settings.target == "reference" else allowed  # where the interpreter runs
     most = M[settings.target == "reference"]
     try:
@@ -165,7 +165,7 @@ def alone(site: Site, settings: Settings, device: torch.device) -> Facts:
         if settings.target == "reference":
             outs, wanted = REGION(given, region.text, settings.target), interpret(region, given)
         else:
-            outs, wanted = (tune.outputs(region, given) for _ in range(2))
+            outs, wanted = (blocks.outputs(region, given) for _ in range(2))
             for out in outs:
                 out.fill_(float("nan"))
             kernel = launch.kernel(region.text, settings.cache_dir, strict=True, measured=not settings.deterministic)
