@@ -49,7 +49,7 @@ def standin() -> dict[str, Any]:
     names["float32"] = as_float(torch.clone)
     names["unpack"], names["pack"] = lambda pair: pair, Pair
     for kind in (*LOADS, *SINKS, "MaskedColVecReduce", "MaskedRowVecReduce"):
-        names[kind] = lambda name, kind=kind, scaled=False: types.SimpleNamespace(kind=kind, scaled=scaled)
+        names[kind] = lambda name, kind=kind, **given: types.SimpleNamespace(kind=kind, given=given)
     names |= dict.fromkeys(OF_HALVES, lambda *_: None)
     for decorator in ("one_product", "two_products", "summed_products", "neighbours"):
         names[decorator] = lambda **given: lambda fn: (fn, given)
@@ -113,14 +113,14 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
         row, over = SINKS[sink.kind.removeprefix("Masked")]
         if len(products) == 2:
             value = row.join(*value)
-        elif sink.scaled:
+        elif sink.given.get("scaled"):
             value = value[0] * value[1]
-        dim = 1 if over == "N" else 0
-        if not row.linear:
-            sums.append(row.torch(value[:m, : region.n], dim))
-            continue
+        dim, masked = 1 if over == "N" else 0, sink.kind.startswith("Masked") or sink.given.get("masked", False)
         size, left = (region.n, m) if over == "N" else (m, region.n)
-        sums.append((value.narrow(dim, 0, size) if sink.kind.startswith("Masked") else value).sum(dim)[:left])
+        masked |= not (row.linear or row.selects)
+        found_one = row.torch(value.narrow(dim, 0, size) if masked else value, dim)[:left]
+        rounded = sink.given.get("rounded")
+        sums.append(found_one.to(names[rounded]).float() if rounded else found_one)
     return stores + sums
 
 

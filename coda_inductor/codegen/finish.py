@@ -23,13 +23,15 @@ AHEAD = 4  # partial results that a thread asks for at once: none waits for the 
 
 class Total(NamedTuple):
     """One reduction: the field of its partial results, the field of the result, is it over M, its row's name, and how
-    many columns of partial results over M lie beside one another for each of the result's: the first counts."""
+    many columns of partial results over M lie beside one another for each of the result's: the first counts. `rounded`:
+    the dtype of 16 bits, by the compiler's name, to which the result is rounded; "": none."""
 
     parts: str
     whole: str
     over_m: bool
     of: str
     lanes: int = 1
+    rounded: str = ""
 
 
 def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
@@ -43,7 +45,8 @@ def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
                 parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
             parts = [_first_lanes(p, total.lanes) if over_m else p for p, total in zip(parts, some, strict=True)]
             wholes = [getattr(args, total.whole) for total in some]
-            finish_sums(parts, wholes, [total.of for total in some], cute.size(wholes[0]), stream)
+            kinds = [(total.of, total.rounded) for total in some]
+            finish_sums(parts, wholes, kinds, cute.size(wholes[0]), stream)
 
 
 def _first_lanes(parts: Any, lanes: int) -> Any:
@@ -53,57 +56,53 @@ def _first_lanes(parts: Any, lanes: int) -> Any:
     return cute.make_tensor(parts.iterator, layout)
 
 
-def finish_sums(parts: list[Any], wholes: list[Any], of: list[str], longest: Any, stream: Any) -> None:
+def finish_sums(parts: list[Any], wholes: list[Any], kinds: list[tuple[str, str]], longest: Any, stream: Any) -> None:
     """Launches one kernel for sums of which none has more than `longest` entries."""
     blocks = (longest + (LANES - 1)) // LANES
-    _finish(parts, wholes, of).launch(
+    _finish(parts, wholes, kinds).launch(
         grid=(blocks, len(parts), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
     )
 
 
 @cute.kernel  # type: ignore[untyped-decorator]
-def _finish(parts: list, wholes: list, of: cutlass.Constexpr):  # type: ignore[no-untyped-def, type-arg]
+def _finish(parts: list, wholes: list, kinds: cutlass.Constexpr):  # type: ignore[no-untyped-def, type-arg]
     """parts: [tiles, length] each, wholes: [length] each; a block is LANES entries of one of them."""
     block, which, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
+    lane, warp = thread % LANES, thread // LANES
+    entry = block * LANES + lane
     shared = SmemAllocator().allocate_tensor(Float32, cute.make_layout((LANES, WARPS)), 16)
     # What comes next may be set up meanwhile; it waits in turn, or reads nothing of this (device._Overlapping).
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
     for i in cutlass.range_constexpr(len(parts)):
+        of, rounded = kinds[i]
         if which == i:
-            FINISHING[of[i]](parts[i], wholes[i], shared, block, thread)
+            whole = FINISHING[of](parts[i], shared, entry, lane, warp)
+            if warp == 0 and entry < parts[i].shape[1]:
+                wholes[i][entry] = _as_stored(whole, rounded)
+
+
+def _as_stored(x: Any, dtype: str) -> Any:
+    """The number as one of 16 bits holds it. Rounding keeps the order of numbers, so that of the largest it is the
+    largest of the rounded."""
+    return x.to(getattr(cutlass, dtype)).to(Float32) if dtype else x
 
 
 @cute.jit
-def _sum(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
-    lane, warp = thread % LANES, thread // LANES
-    entry = block * LANES + lane
+def _sum(parts, shared, entry, lane, warp):  # type: ignore[no-untyped-def]
     tiles, length = parts.shape
     total = Float32(0.0)
     if entry < length:
         for first in cutlass.range(warp, tiles, WARPS * AHEAD):
             for value in _some(parts, first, entry, Float32(0.0)):
                 total += value
-    total = _of_all_warps(total, shared, lane, warp)
-    if warp == 0 and entry < length:
-        whole[entry] = total
+    return _of_all_warps(total, shared, lane, warp)
 
 
 @cute.jit
-def _max(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
-    lane, warp = thread % LANES, thread // LANES
-    entry = block * LANES + lane
-    largest = _largest(parts, shared, entry, lane, warp)
-    if warp == 0 and entry < parts.shape[1]:
-        whole[entry] = largest
-
-
-@cute.jit
-def _normaliser(parts, whole, shared, block, thread):  # type: ignore[no-untyped-def]
+def _normaliser(parts, shared, entry, lane, warp):  # type: ignore[no-untyped-def]
     """log sum exp, as torch takes it: relative to the largest, unless that is infinite."""
-    lane, warp = thread % LANES, thread // LANES
-    entry = block * LANES + lane
     tiles, length = parts.shape
     largest = _largest(parts, shared, entry, lane, warp)
     cute.arch.sync_threads()
@@ -115,8 +114,7 @@ def _normaliser(parts, whole, shared, block, thread):  # type: ignore[no-untyped
             for value in _some(parts, first, entry, Float32(-math.inf)):
                 total += cute.math.exp(value - shift)
     total = _of_all_warps(total, shared, lane, warp)
-    if warp == 0 and entry < length:
-        whole[entry] = cute.math.log(total) + shift
+    return cute.math.log(total) + shift
 
 
 def larger(a: Any, b: Any) -> Any:
@@ -159,5 +157,5 @@ def _of_all_warps(total, shared, lane, warp):  # type: ignore[no-untyped-def]
     return total
 
 
-FINISHING = {"sum": _sum, "max": _max, "logsumexp": _normaliser}
+FINISHING = {"sum": _sum, "max": _largest, "logsumexp": _normaliser}
 """By the rows of core/reductions.py that an epilogue takes."""

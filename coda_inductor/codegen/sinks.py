@@ -19,7 +19,14 @@ from quack.epilogue.ops import EpiOp
 from coda_inductor.codegen.finish import larger
 
 
-class _TileByTile:
+class _Parts:
+    """Leaves partial results, of which finish.py makes one."""
+
+    of: str  # the row of core/reductions.py
+    rounded = ""  # to which dtype the result is (Total)
+
+
+class _TileByTile(_Parts):
     """Mixed into a sum over N of quack's: its partial results [M, tiles] lie tile by tile, as finish.py reads them."""
 
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:
@@ -33,7 +40,7 @@ class ColVecReduce(_TileByTile, ops.ColVecReduce):  # type: ignore[misc]
     of = "sum"
 
 
-class _Columns:
+class _Columns(_Parts):
     """Mixed into a sum over M of quack's: its partial results are [tiles, columns], of two products those of both."""
 
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:
@@ -62,17 +69,27 @@ def _by_larger(method: Any) -> Any:
 
 
 class _Max:
-    """Mixed into a sum of quack's: takes the largest instead. Places past the edge are left out as -inf."""
+    """Mixed into a sum of quack's: takes the largest instead. `masked`: places past the edge are left out as -inf. With
+    `rounded` it is the largest of the values as that dtype holds them: the largest, rounded."""
 
     of = "max"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rounded: str = "", masked: bool = False) -> None:
         super().__init__(name, combine="max")  # type: ignore[call-arg]
+        self.rounded, self.masked = rounded, masked
+
+    def config_key(self) -> Any:
+        return (*super().config_key(), self.rounded, self.masked)  # type: ignore[misc]
+
+    def _mask_oob_active(self) -> bool:
+        return self.masked
 
     @cute.jit
     def fn_sink_flush(self, gemm, state, frag):  # type: ignore[no-untyped-def]
-        largest, coords, limit = state
-        self._mask_oob(frag, coords, limit, gemm.cta_tile_shape_mnk[:2])  # type: ignore[attr-defined]
+        largest = state
+        if cutlass.const_expr(self.masked):
+            largest, coords, limit = state
+            self._mask_oob(frag, coords, limit, gemm.cta_tile_shape_mnk[:2])  # type: ignore[attr-defined]
         for i in cutlass.range(cute.size(largest), unroll_full=True):
             largest[i] = larger(largest[i], frag[i])
 

@@ -85,7 +85,7 @@ OPS: dict[str, Op] = {
     "tanh":    Op(1, torch.tanh,                      "tanh({0})",                             0.0, ("tanh.default",)),
     "erf":     Op(1, torch.erf,                       "erf({0})",                              0.0, ("erf.default",)),
     "sigmoid": Op(1, torch.sigmoid,                   "sigmoid({0})",                          0.5),
-    "abs":     Op(1, torch.abs,                       "cute.arch.fmax({0}, -{0}, nan=True)",   0.0, ("abs.default",),
+    "abs":     Op(1, torch.abs,                       "cute.math.abs({0})",                    0.0, ("abs.default",),
                   triton="tl.abs({0})"),
     "max":     Op(2, lambda a, b: _pairwise(torch.maximum, a, b), "cute.arch.fmax({0}, {1}, nan=True)", 0.0,
                   ("maximum.default", "clamp_min.default"),

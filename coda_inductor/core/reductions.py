@@ -26,6 +26,8 @@ class ReductionOp:
     masked unless they are 0; others leave them out by themselves. `planes`: numbers for each row that warps pass on.
     `stored`: of a value that is stored in fewer bits it is taken as it was rounded, since who reads it compares it with
     what is stored. `repeats`: of a value twice it is the same as of it once.
+    `selects`: it is one of the values, whatever keeps their order is done to them. So of rounded values it is the
+    rounded one.
     """
 
     torch: Callable[[Tensor, int], Tensor]
@@ -36,6 +38,12 @@ class ReductionOp:
     planes: int = 1
     stored: bool = False
     repeats: bool = False
+    selects: bool = False
+
+    @property
+    def passes_over_zeros(self) -> bool:
+        """Does a 0 beside a number that is not negative change nothing?"""
+        return float(self.join(torch.tensor(1.0), torch.tensor(0.0))) == 1.0
 
 
 REDUCTIONS = {
@@ -43,7 +51,13 @@ REDUCTIONS = {
         torch.sum, torch.add, "sum.dim_IntList", {"N": "ColVecReduce", "M": "RowVecReduce"}, linear=True
     ),
     "max": ReductionOp(
-        torch.amax, torch.maximum, "amax.default", {"N": "ColVecMax", "M": "RowVecMax"}, stored=True, repeats=True
+        torch.amax,
+        torch.maximum,
+        "amax.default",
+        {"N": "ColVecMax", "M": "RowVecMax"},
+        stored=True,
+        repeats=True,
+        selects=True,
     ),
     "logsumexp": ReductionOp(
         torch.logsumexp, torch.logaddexp, "logsumexp.default", {"N": "OnlineLSEReduce"}, planes=2, stored=True

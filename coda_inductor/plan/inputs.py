@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from torch import fx
 
@@ -25,6 +26,12 @@ from coda_inductor.rewrite.space import Axes, Space
 LARGE, PASSES = 1 << 24, 3
 """A norm is deferred to weights of fewer numbers in any case, and to those with at most so many times as many features
 as there are tokens: estimates of a launch, and of what the norm's own pass moves."""
+
+
+def _inverse(x: Term) -> bool:
+    """Is it 1 / another? Past the end of a vector stand zeros: of these it would be infinite, and what is taken of its
+    tile would have to be masked (codegen/source.py)."""
+    return x.kind == "mul" and x.powers == (Fraction(-1),) and x.coefficient == 1 and x.args[0].kind == "leaf"
 
 
 @dataclass(slots=True)
@@ -74,6 +81,8 @@ class Inputs:
             return self._computed(x, space)
         if not x.args:
             return self._vector(x, space) if x.kind == "leaf" else None
+        if extent != "scalar" and _inverse(x) and self.program.natural(x, self._axes(x, space)) is not None:
+            return self._vector(x, space)
         summed = x.kind not in ("red", "con") and all(
             self.can_sum(s, space.rows) or self.pair(s) for s in statistics(x) if s.deps
         )

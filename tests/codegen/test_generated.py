@@ -26,7 +26,10 @@ from simulated_epilogues import agree, run, standin
 from small_regions import small
 
 from coda_inductor.codegen import source
+from coda_inductor.codegen.cases_of_8_bits import scaled_swiglu_backward
+from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Let, Reduction, Region, Store
+from coda_inductor.core.verify import verify
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -61,6 +64,51 @@ def test_a_sum_of_zeros_past_the_edge_is_not_masked() -> None:
         assert not any(source.needs_mask(region, total) for total in region.reductions)
     region = bias_sums(24, 16)
     assert [source.needs_mask(region, total) for total in region.reductions] == [True, True, False]
+
+
+def with_maxima(seed: int) -> Region:
+    """A random Region that also takes the largest of a value, of its size or of that as it is rounded, over rows and
+    columns."""
+    region = random_region(seed)
+    values = [s.value for s in region.stores] + [r.value for r in region.reductions]
+    value, kind = values[seed % len(values)], seed % 3
+    lets = (Let("size", "abs", (value,)), Let("stored", "bf16", ("size",)))[:kind]
+    largest = tuple(
+        Reduction((value, "size", "stored")[kind], over, "max") for over in "NM"[: 3 - len(region.products)]
+    )
+    return verify(dataclasses.replace(region, lets=region.lets + lets, reductions=largest))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_largest_is_that_of_what_lies_inside(seed: int) -> None:
+    region = with_maxima(seed)
+    inputs = random_inputs(region, 5, "cpu", seed=seed)
+    assert agree(region, run(source.render(region), region, inputs), inputs)
+
+
+def test_the_largest_is_masked_where_it_must_be() -> None:
+    """What may be negative inside, or is not 0 outside, is masked; the size of what is 0 there is not."""
+    regions = [with_maxima(seed) for seed in range(240)]
+    texts = [source.render(region) for region in regions]
+    masked = [i for i, text in enumerate(texts) if "masked=True" in text]
+    broken = 0
+    for i in masked:
+        inputs = random_inputs(regions[i], 5, "cpu", seed=i)
+        broken += not agree(regions[i], run(texts[i].replace("masked=True", ""), regions[i], inputs), inputs)
+    assert len(masked) > 60 and broken > len(masked) // 5
+    assert sum("ColVecMax(" in text and "masked" not in text for text in texts) > 60
+
+
+def test_the_largest_of_rounded_values_is_rounded_once() -> None:
+    region = scaled_swiglu_backward(24, 16)
+    text = source.render(region)
+    assert text.count('rounded="BFloat16"') == 4 and "BFloat16)" not in text
+    kept = dataclasses.replace(region, stores=(Store("stored_u", "bf16"), *region.stores[1:]))
+    assert [*source.rounded_late(kept)] == ["stored_g"]
+    inputs = random_inputs(region, 5, "cpu")
+    for found, wanted in zip(run(text, region, inputs), interpret(region, inputs), strict=True):
+        if found.dim() == 1:
+            assert torch.equal(found.bfloat16().float(), found) and torch.allclose(found, wanted, rtol=2**-7)
 
 
 def test_what_follows_an_odd_vector_of_16_bits_is_masked() -> None:

@@ -12,6 +12,7 @@ from evaluate import strict_reference
 from float8_layers import E4M3, E5M2, errors
 from torch import Tensor, fx
 
+from coda_inductor.codegen import source
 from coda_inductor.core.region import Region
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.patterns import graph as g
@@ -144,3 +145,25 @@ def test_the_largest_is_among_what_is_stored() -> None:
     assert sorted((x.of, x.over) for x in site.region.reductions) == [("max", "M"), ("max", "N")]
     assert torch.equal(rows, h.amax(1)) and torch.equal(columns, h.amax(0))
     assert bool((found >= 1).all())
+
+
+def test_reciprocals_of_scales_are_read() -> None:
+    """A kernel that divided would find 1 / 0 past the edge, and mask every maximum."""
+    torch.manual_seed(0)
+    a, b = torch.randn(M, K).to(E4M3), torch.randn(N, K).to(E4M3)
+    r, c = torch.rand(M, 1) + 0.5, torch.rand(1, N) + 0.5
+
+    def f(a: Tensor, b: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        ones = torch.ones_like(r), torch.ones_like(c)
+        h = torch._scaled_mm(a, b.t(), *ones, out_dtype=torch.bfloat16) * (r.reciprocal() * c.reciprocal())
+        h = h.bfloat16()
+        return h, h.abs().amax(1), h.abs().amax(0)
+
+    with strict_reference(run=False), torch.no_grad():
+        REPORTS.clear()
+        found = torch.compile(f, backend="coda", options=REFERENCE | {"strict": True})(a, b, r, c)
+    (site,) = (site for report in REPORTS for site in report.sites)
+    assert "rcp" not in {let.op for let in site.region.lets}
+    text = source.render(site.region)
+    assert text.count('Max("r') == 2 and "masked=True" not in text
+    assert torch.equal(found[1], found[0].abs().amax(1)) and torch.equal(found[2], found[0].abs().amax(0))
