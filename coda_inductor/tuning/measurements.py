@@ -299,7 +299,7 @@ class Measurements:
         products. Its other side's time is what they say. Raises Unsupported otherwise."""
         self.require_room((group, plan))
         with self.real_tensors():
-            times = dict[Region, float]()
+            times = dict[Region, tuple[float, float]]()  # ms of its kernel here, and as hints say it
             for built in group.builts:
                 region, tile = built.region, tiles.get(built.region)
                 group.draw(built)
@@ -308,11 +308,13 @@ class Measurements:
                     found = beside_products(run, region, group.inputs(built))
                     if found is None:
                         raise Unsupported(f"region {region.digest} cannot be compared with plain products")
-                    times[region] = found[0]
-                    if tile is not None and not tile.holds(found[0] / found[1]):
-                        share = f"{found[0] / found[1]:.3f} of the time of plain products, {tile.share} was said"
-                        raise Unsupported(f"region {region.digest} in {tile.config} takes {share}")
-        ms = sum(times[b.region] for b in group.builts)
+                    ours, plain = found
+                    times[region] = ours, ours if tile is None or tile.share is None else tile.share * plain
+                    if tile is not None and not tile.holds(ours / plain):
+                        raise Unsupported(f"region {region.digest} takes {ours / plain:.3f} of plain products, {tile}")
+        ms, said_ms = (sum(times[b.region][side] for b in group.builts) for side in (0, 1))
+        if not expected.holds(said_ms, ms):
+            raise Unsupported(f"{'+'.join(group.digests)} takes {ms / said_ms:.3f} of the time said, {expected}")
         row = self.row(group, [Times(ms, math.inf), Times(ms * expected.ratio, math.inf)])
         stands = {} if expected.stands is None else {"stands": expected.stands}
         return {**row, "hinted": True, "wins": expected.wins, **stands}

@@ -217,7 +217,7 @@ def only_region(tmp_path: Path) -> str:
     return str(name)
 
 
-@pytest.mark.parametrize("share", [1.14, 1.06, 2.0, None])
+@pytest.mark.parametrize("share", [1.3, 0.9, 2.0, None])
 def test_a_tile_that_fares_otherwise_costs_a_search(new: New, tmp_path: Path, share: float | None) -> None:
     """One that is slower than the hint says, or faster: then cuBLAS may be another."""
     _, best = first(new, tmp_path)
@@ -285,10 +285,14 @@ def test_a_loser_is_left_after_one_timing(new: New, tmp_path: Path) -> None:
     assert "measured slower on another such card: 2.00 of Inductor's time" in ran.reports[0].refused[0].reason
 
 
-@pytest.mark.parametrize("beside", [[1.0, 1.0], [1.2, 1.0]])
-def test_who_is_said_to_lose_and_fares_otherwise_is_searched(new: New, tmp_path: Path, beside: list[float]) -> None:
-    """Also who is slower still: another tile may be better."""
-    first(new, tmp_path, turns=[2.0, 1.0])
+@pytest.mark.parametrize(
+    ("beside", "lost"), [([0.9, 1.0], [2.0, 1.0]), ([1.4, 1.0], [2.0, 1.0]), ([1.0, 1.0], [1.0, 0.96])]
+)
+def test_who_is_said_to_lose_and_fares_otherwise_is_searched(
+    new: New, tmp_path: Path, beside: list[float], lost: list[float]
+) -> None:
+    """Also who is far slower still: another tile may be better. And who lost so narrowly that it would win here."""
+    first(new, tmp_path, turns=lost)
     machine = new("second", beside=beside)
     assert compiled().regions == [1]
     assert (machine.checked, machine.searched) == (1, 2)
