@@ -117,6 +117,7 @@ BENCH = {
 EXAMPLES = {
     "Llama of transformers, width 2048, 4 layers, 8192 tokens, AdamW": "train_llama.py: width 2048, 4 layers",
     "LoRA of rank 16 on a Llama, width 2048, 4 layers, 8192 tokens": "lora.py: width 2048, 4 layers",
+    "Trainer, Qwen2 of width 1536, 4 layers, bf16=True": "trainer.py: Qwen2, width 1536, 4 layers",
     "Llama in rowwise, width 2048, 2 layers, 16384 tokens, autocast, AdamW":
         "float8_llama.py: rowwise, width 2048, 2 layers",
     "DiT, width 1152, 28 blocks, 10 steps with guidance": "diffusion.py: a DiT, width 1152, 28 blocks",
@@ -126,6 +127,7 @@ EXAMPLES = {
 PEERS = {
     "llama-1b": "Llama-1B of transformers, 4 x 2048 tokens, with AdamW",
     "llama-8b": "two layers of Llama-8B's widths, 2 x 4096 tokens",
+    "dit": "two blocks of DiT-XL",
 }
 HEADS_IN_BLOCKS = {case: f"head of vocabulary {name}, in blocks" for case, name in HEADS.items()}
 CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
@@ -145,7 +147,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("steps.jsonl", "training"): (NANO,),
         ("models.jsonl", "training"): (LLAMA, TITAN),
         ("bench.jsonl", "training"): ("modernbert_large, 2 layers",),
-        ("examples.jsonl", "training"): (*tuple(EXAMPLES)[:2], tuple(EXAMPLES)[-1]),
+        ("examples.jsonl", "training"): (*tuple(EXAMPLES)[:3], tuple(EXAMPLES)[-1]),
     },
     "training of width 3584 and more": {
         ("training.jsonl", "training"): ("layer-4096", "layer-8192", "rotary-4096", "rotary-8192", "llama-8b"),
@@ -164,11 +166,11 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("models.jsonl", "inference"): ("dit-xl x2",),
         ("bench.jsonl", "inference"): ("dit_xl, 2 blocks",),
         ("bench.jsonl", "training"): ("dit_xl, 2 blocks",),
-        ("examples.jsonl", "inference"): tuple(EXAMPLES)[3:4],
+        ("examples.jsonl", "inference"): tuple(EXAMPLES)[4:5],
     },
     "FP8 training": {
         ("float8.jsonl", "training"): (*tuple(FLOAT8)[:3], FP8_STEP),
-        ("examples.jsonl", "training"): tuple(EXAMPLES)[2:3],
+        ("examples.jsonl", "training"): tuple(EXAMPLES)[3:4],
     },
     "FP8 inference": {("float8.jsonl", "inference"): tuple(FLOAT8)[3:]},
     "pieces by themselves": {

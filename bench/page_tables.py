@@ -104,7 +104,11 @@ WAYS = (
     ("Liger", "liger"),
 )  # fmt: skip
 """The ways to make a head, by the names of the rows' keys."""
-PEERS, LOSSES = (("`torch.compile`", "inductor"), ("coda", "coda"), ("Liger", "liger")), ("inductor", "coda", "liger")
+PEERS = (
+    ("`torch.compile`", "inductor"), ("coda", "coda"), ("Liger", "liger"), ("torchao FP8", "float8"),
+    ("FP8 and coda", "float8-coda"),
+)  # fmt: skip
+LOSSES = ("inductor", "coda", "liger")
 COMPILES = Source("compile_time.jsonl", lambda r: "compile_s" in r, BY_BACKEND, names.COMPILED, spread=BY_BACKEND[3:])
 
 BY_HAND = "what the rows' `command` says: no script of bench does"
@@ -189,6 +193,7 @@ TABLES = (
             CASE, KIND,
             Column("cold: `torch.compile`, s", "inductor/cold/compile_s|compile_s/inductor", "s"),
             Column("coda, s", "coda/cold/compile_s|compile_s/coda", "s"),
+            Column("with shipped tunings, s", "coda, hinted/cold/compile_s", "s"),
             Column("warm: `torch.compile`, s", "inductor/warm/compile_s", "s"),
             Column("coda, s", "coda/warm/compile_s", "s"),
         ),
@@ -209,6 +214,7 @@ TABLES = (
         (Source("peers.jsonl", names=names.PEERS, key=("case", "mode", "machine")),),
         (
             CASE, KIND,
+            *(Column(f"{head}, ms", f"sides/{key}/ms", "ms") for head, key in PEERS),
             *(Column(f"{head}, GiB", f"sides/{key}/gib", "gib") for head, key in PEERS),
             *(Column(f"{head}, loss", f"sides/{key}/result", "loss") for head, key in PEERS if key in LOSSES),
         ),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import signal
 import sys
@@ -200,20 +201,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     names = chosen.sides or [s for s in SIDES if s not in LLAMA or chosen.case.startswith("llama")]
-    signal.signal(signal.SIGTERM, lambda *given: sys.exit(1))
     found = dict[str, dict[str, Any]]()
     row = {
         "case": chosen.case, "mode": "infer" if chosen.case == "dit-infer" else "train", "sides": found,
         "machine": torch.cuda.get_device_name(), "versions": versions(), "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
-    try:
-        measure(chosen.case, names, chosen.seconds, chosen.rounds, found)
-    finally:
+
+    def leave() -> None:
         print(json.dumps(row), flush=True)
         if chosen.out and found:
             with chosen.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+    def ended(*given: object) -> None:  # an exception would be caught by what tunes
+        leave()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, ended)
+    try:
+        measure(chosen.case, names, chosen.seconds, chosen.rounds, found)
+    finally:
+        leave()
 
 
 if __name__ == "__main__":

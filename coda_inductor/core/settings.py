@@ -56,9 +56,8 @@ class Settings:
     """Where kernels and measurements are kept; None: in `default_cache`."""
     cache_limit: int = 10
     """How many GB (10^9 bytes) that folder may hold before what was used least recently goes; 0: any."""
-    hints: bool = False
-    """True: tuning starts from the tunings that are shipped for this card, and checks each. (What that spares was not
-    measured on a GPU yet.)"""
+    hints: bool = True
+    """Tuning starts from the tunings that are shipped for this card, and checks each."""
     debug_dir: str | None = None
     """Where graphs, Regions and sources are written for people to read; None: nowhere."""
     strict: bool = False

@@ -188,14 +188,14 @@ def test_without_hints_what_they_spared_is_searched(new: New, tmp_path: Path, gr
 def test_graphs_that_torch_keeps_are_of_their_hints(new: New, tmp_path: Path) -> None:
     """Only where tuning starts from them."""
     first(new, tmp_path)
-    asked, off, untuned = Settings(hints=True), Settings(), Settings(hints=True, tune="off")
+    asked, off, untuned = Settings(), Settings(hints=False), Settings(tune="off")
     before = [JointPass(chosen).uuid() for chosen in (asked, off, untuned)]
     shipped.digest.cache_clear()
     rewritten(tmp_path, lambda found: found.update(groups={}))
     after = [JointPass(chosen).uuid() for chosen in (asked, off, untuned)]
     shipped.digest.cache_clear()
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
-    assert asked.key() != off.key() and untuned.key() == Settings(tune="off").key()
+    assert asked.key() != off.key() and untuned.key() == Settings(hints=False, tune="off").key()
 
 
 def test_a_tile_that_the_search_would_not_time_is_no_hint(new: New, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def hints(settings: Settings, out: str) -> Facts:
     counts = {kind: len(made[kind]) for kind in ("regions", "groups", "laws")}
     if not counts["regions"]:
         said = f"nothing was measured on this machine ({record.device_name()}) by these sources and versions"
-        raise Unsupported(said, hint="compile a model first, without the option hints")
+        raise Unsupported(said, hint="compile a model first, with CODA_INDUCTOR_HINTS=0")
     path, before = Path(out), _before(Path(out), made["card"])
     for kind in counts:
         for name, row in before.get(kind, {}).items():
