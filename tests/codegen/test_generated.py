@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -73,9 +73,8 @@ def with_maxima(seed: int) -> Region:
     values = [s.value for s in region.stores] + [r.value for r in region.reductions]
     value, kind = values[seed % len(values)], seed % 3
     lets = (Let("size", "abs", (value,)), Let("stored", "bf16", ("size",)))[:kind]
-    largest = tuple(
-        Reduction((value, "size", "stored")[kind], over, "max") for over in "NM"[: 3 - len(region.products)]
-    )
+    axes: tuple[Literal["N", "M"], ...] = ("N",) if len(region.products) == 2 else ("N", "M")
+    largest = tuple(Reduction((value, "size", "stored")[kind], over, "max") for over in axes)
     return verify(dataclasses.replace(region, lets=region.lets + lets, reductions=largest))
 
 
