@@ -34,6 +34,38 @@ def compiled(label: str, commit: str) -> Line:
     return (label, *(cell for line in found for cell in line))
 
 
+def trained(commit: str, *, searched: bool = True) -> Line:
+    """Of a step of training of Llama-1B: torch.compile's cold seconds, ours that search and ours from shipped tunings;
+    then those of a second process."""
+
+    def of(backend: str, cache: str) -> Line:
+        case = names.LLAMA_1B
+        return cells("compile_time.jsonl", commit, "compile_s", "s", case=case, backend=backend, cache=cache)
+
+    hinted = "coda, hinted"
+    cold = (*of("inductor", "cold"), *(of("coda", "cold") if searched else ("",)), *of(hinted, "cold"))
+    return (commit, *cold, *of("inductor", "warm"), *of("coda" if searched else hinted, "warm"))
+
+
+def largest(what: str, n: int, tile: str) -> Line:
+    """Of a kernel of 8-bit matrices that takes largest values, with each value rounded and masked, and without."""
+    rounded = cells(
+        "float8.jsonl", "dd4aad4", "us", "whole", case=f"{what}, each value rounded and masked", n=n, tile=tile
+    )
+    return (
+        f"{what}, {n} wide, {tile}",
+        *rounded,
+        *cells("float8.jsonl", "e59cd7f", "us", "whole", case=what, n=n, tile=tile),
+    )
+
+
+def eight_bits(what: str, n: int, tile: str) -> Line:
+    """Of a kernel of 8-bit matrices."""
+    return (f"{what}, {tile}", *cells("float8.jsonl", "e59cd7f", "us", "whole", case=what, n=n, tile=tile))
+
+
+WITHOUT_MAXIMA, SLOW = "SwiGLU backwards in FP8 without maxima", "a product in FP8, scales, slow accumulation"
+BACKWARDS, FORWARDS = "SwiGLU backwards in FP8 with four maxima", "SwiGLU in FP8 with three stores and two maxima"
 UNTUNED = "llama-1b step with AdamW, every Region (tune=off), 4 x 2048 tokens"
 RETURNED = {called: case for case, called in names.STEPS.items()}
 VIT = {"case": "autocast-vit-l, 24 layers"}
@@ -60,6 +92,22 @@ def product(label: str, case: str, tiles: tuple[str, ...]) -> Line:
 
 
 DATED: dict[str, Dated] = {
+    "shipped tunings": Dated(
+        ("commit", "`torch.compile`, s", "coda, searched, s", "from shipped tunings, s",
+         "second process: `torch.compile`, s", "coda, s"),
+        (trained("dd4aad4"), trained("066689f"), trained("9d11757", searched=False)),
+    ),
+    "maxima": Dated(
+        ("16384 rows", "rounded and masked one by one, us", "once, us"),
+        (largest(BACKWARDS, 8192, "128x96pp2x1"), largest(BACKWARDS, 14336, "128x96pp2x1"),
+         largest(FORWARDS, 8192, "128x160pp2x1"), largest(FORWARDS, 14336, "128x160pp2x1")),
+    ),
+    "slow accumulation": Dated(
+        ("16384 x 8192 x 2048", "us"),
+        (eight_bits(BACKWARDS, 8192, "128x96pp2x1"), eight_bits(WITHOUT_MAXIMA, 8192, "128x96pp2x1"),
+         eight_bits(SLOW, 8192, "128x96pp2x1"),
+         eight_bits(SLOW, 8192, "128x192co1x1")),
+    ),
     "blocks": Dated(
         ("vocabulary 128256", "ms", "GiB"),
         tuple(

@@ -101,9 +101,10 @@ FLOAT8 = {
     "2 layers of Llama, per_row": "PerRow",
     "2 layers of Llama, per_tensor": "PerTensor",
 }
+LLAMA_1B = "llama 16 x 2048, 8192 tokens, vocabulary 128256"
 COMPILED = {
     "llama 16 x 2048, 2048 tokens, vocabulary 128256": "Llama-1B, 16 layers and head, 2048 tokens",
-    "llama 16 x 2048, 8192 tokens, vocabulary 128256": "Llama-1B, 16 layers and head, 8192 tokens",
+    LLAMA_1B: "Llama-1B, 16 layers and head, 8192 tokens",
 }
 BENCH = {
     f"{case}, {part}": f"{name}, {part}"
@@ -128,6 +129,7 @@ PEERS = {
     "llama-1b": "Llama-1B of transformers, 4 x 2048 tokens, with AdamW",
     "llama-8b": "two layers of Llama-8B's widths, 2 x 4096 tokens",
     "dit": "two blocks of DiT-XL",
+    "nano": "nanochat-like, 20 layers of width 1280, 32768 tokens, with AdamW",
 }
 HEADS_IN_BLOCKS = {case: f"head of vocabulary {name}, in blocks" for case, name in HEADS.items()}
 CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {

@@ -100,7 +100,7 @@ SM_90A = Target(
     # The best of 13 for scales alone, and with a norm's gradient beside them (H100, 0.55 TFLOP: 424 and 447 us where
     # cuBLAS takes 443 and 399). Other large ones spill, and take 4 to 17 times as long.
     slow=tiles("128x128co2x1 128x192co1x1 128x160co2x1 128x192co2x1 192x128co2x1 256x96co2x1"),
-    # SwiGLU's gradient with four statistics, 16384 x 8192 x 2048: 895 us, in 128x128co2x1 1125 (H100).
+    # SwiGLU's gradient with four statistics, 16384 x 8192 x 2048: 810 us, in 128x128co2x1 1075 (H100).
     slow_heavy=tiles("128x96pp2x1 64x128pp2x1 128x64pp2x1 128x128co2x1"),
     # Few tiles, so smaller ones fill the machine.
     middle=tiles("128x128pp1x2 128x128pp2x1 128x256co1x2 128x192pp2x1 128x64pp1x2 128x64co1x1"),

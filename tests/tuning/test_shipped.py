@@ -286,7 +286,7 @@ def test_a_loser_is_left_after_one_timing(new: New, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "lost"), [([0.9, 1.0], [2.0, 1.0]), ([1.4, 1.0], [2.0, 1.0]), ([1.0, 1.0], [1.0, 0.96])]
+    ("beside", "lost"), [([0.9, 1.0], [2.0, 1.0]), ([1.4, 1.0], [2.0, 1.0]), ([0.97, 1.0], [1.0, 0.96])]
 )
 def test_who_is_said_to_lose_and_fares_otherwise_is_searched(
     new: New, tmp_path: Path, beside: list[float], lost: list[float]
