@@ -69,8 +69,8 @@ def _by_larger(method: Any) -> Any:
 
 
 class _Max:
-    """Mixed into a sum of quack's: takes the largest instead. `masked`: places past the edge are left out as -inf. With
-    `rounded` it is the largest of the values as that dtype holds them: the largest, rounded."""
+    """Mixed into a sum of quack's: takes the largest instead. `masked`: places past the edge are left out as -inf.
+    `rounded`: to which dtype finish.py rounds it, which makes it the largest of the values as they are rounded."""
 
     of = "max"
 

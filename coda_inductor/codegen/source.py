@@ -8,7 +8,7 @@ different products share one kernel.
 The one thing to know: sums are not masked where a tile hangs over the edge of the matrix. In the columns past N
 accumulators, tiles and feature vectors read 0, token vectors do not; in the rows past M feature vectors do not, and
 nor do token vectors of 16 bits. `needs_mask` proves the summed value 0 past the end of the summed axis, or the sum is a
-masked one.
+masked one. So is a maximum, unless it is one of sizes, and of 8-bit matrices (`past_the_edge`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coda_inductor.codegen.target import SM_90A, Target
-from coda_inductor.core.dtypes import FORMATS
+from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS, FORMATS
 from coda_inductor.core.ops import OPS, at_zero
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Let, Operand, Reduction, Region
@@ -123,7 +123,7 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
         options = [f'"{slot}"', *(["scaled=True"] if scaled else [])]
         if REDUCTIONS[r.of].selects:
             options += [f'rounded="{FORMATS[rounding.op].cute}"'] if rounding else []
-            options += [] if outdoes_nothing(region, r) else ["masked=True"]
+            options += ["masked=True"] if past_the_edge(region, r) else []
         sums.append(f'"{slot}": {_sink(region, r)}({", ".join(options)})')
         leaves.append(f'"{slot}": {value}')
     pins = [f'"{slot}": {_pin(region, o, slot)}'
@@ -289,11 +289,13 @@ def needs_mask(region: Region, total: Reduction) -> bool:
     return outside[total.value] != 0.0
 
 
-def outdoes_nothing(region: Region, total: Reduction) -> bool:
-    """Is what is selected never a value past the edge? The largest of sizes is not, if 0 stands there."""
+def past_the_edge(region: Region, total: Reduction) -> bool:
+    """Might what is selected lie past the edge? The largest of sizes does not, where 0 stands there. Only of 8-bit
+    matrices: 0 times an infinite scale is NaN, and there the cast by such a scale has made the row itself NaN."""
     made = {let.name: let.op for let in region.lets}
     size = made.get(total.value) == "abs" and REDUCTIONS[total.of].passes_over_zeros
-    return size and not needs_mask(region, total)
+    eight_bits = all(DTYPES[dtype] in EIGHT_BITS for dtype in region.dtypes)
+    return not (size and eight_bits) or needs_mask(region, total)
 
 
 def _read_past(operand: Operand, over: str) -> Outside:

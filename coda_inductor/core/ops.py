@@ -120,7 +120,5 @@ def at_zero(op: str, args: tuple[float | None, ...]) -> float | None:
     """The value of `op` at known scalar arguments, None if unknown or not finite."""
     if any(a is None for a in args):
         return None
-    if op == "mul" and 0.0 in args:
-        return 0.0
-    value = float(OPS[op].torch(*(torch.tensor(a, dtype=torch.float64) for a in args)))
+    value = float(OPS[op].torch(*(torch.tensor(a, dtype=torch.float32, device="cpu") for a in args)))
     return value if math.isfinite(value) else None

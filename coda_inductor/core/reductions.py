@@ -26,8 +26,7 @@ class ReductionOp:
     masked unless they are 0; others leave them out by themselves. `planes`: numbers for each row that warps pass on.
     `stored`: of a value that is stored in fewer bits it is taken as it was rounded, since who reads it compares it with
     what is stored. `repeats`: of a value twice it is the same as of it once.
-    `selects`: it is one of the values, whatever keeps their order is done to them. So of rounded values it is the
-    rounded one.
+    `selects`: it is one of the values. Rounding keeps their order, so of rounded values it is the rounded one.
     """
 
     torch: Callable[[Tensor, int], Tensor]
@@ -43,7 +42,8 @@ class ReductionOp:
     @property
     def passes_over_zeros(self) -> bool:
         """Does a 0 beside a number that is not negative change nothing?"""
-        return float(self.join(torch.tensor(1.0), torch.tensor(0.0))) == 1.0
+        one, zero = (torch.tensor(x, device="cpu") for x in (1.0, 0.0))
+        return float(self.join(one, zero)) == 1.0
 
 
 REDUCTIONS = {

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES
@@ -26,12 +27,6 @@ from coda_inductor.rewrite.space import Axes, Space
 LARGE, PASSES = 1 << 24, 3
 """A norm is deferred to weights of fewer numbers in any case, and to those with at most so many times as many features
 as there are tokens: estimates of a launch, and of what the norm's own pass moves."""
-
-
-def _inverse(x: Term) -> bool:
-    """Is it 1 / another? Past the end of a vector stand zeros: of these it would be infinite, and what is taken of its
-    tile would have to be masked (codegen/source.py)."""
-    return x.kind == "mul" and x.powers == (Fraction(-1),) and x.coefficient == 1 and x.args[0].kind == "leaf"
 
 
 @dataclass(slots=True)
@@ -81,8 +76,8 @@ class Inputs:
             return self._computed(x, space)
         if not x.args:
             return self._vector(x, space) if x.kind == "leaf" else None
-        if extent != "scalar" and _inverse(x) and self.program.natural(x, self._axes(x, space)) is not None:
-            return self._vector(x, space)
+        if extent != "scalar" and (inverse := self._inverse(x, space)) is not None:
+            return inverse
         summed = x.kind not in ("red", "con") and all(
             self.can_sum(s, space.rows) or self.pair(s) for s in statistics(x) if s.deps
         )
@@ -95,6 +90,18 @@ class Inputs:
         if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
             return self._computed(x, space)
         return self._vector(x, space) if x.kind in ("red", "con") else None
+
+    def _inverse(self, x: Term, space: Space) -> fx.Node | None:
+        """The node that holds x in float32, if x is 1 / a leaf and the node is made of that unrounded. Past the end of
+        a vector stand zeros, of which an epilogue would make infinities that have to be masked (codegen/source.py)."""
+        if x.kind != "mul" or x.powers != (Fraction(-1),) or x.coefficient != 1 or x.args[0].kind != "leaf":
+            return None
+        leaf = g.narrow(self.program.lifted.node(x.args[0]))
+        for node in self.program.holding(x, self._axes(x, space)):
+            made = g.narrow(node)
+            if g.tensor(made).dtype == torch.float32 and leaf in map(g.narrow, made.all_input_nodes):  # type: ignore[union-attr]
+                return node
+        return None
 
     def _square(self, x: Term, space: Space) -> Term | None:
         """The square of which an epilogue of the backward takes the root to get x."""

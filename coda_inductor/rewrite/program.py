@@ -242,16 +242,17 @@ class Program(State):
     def natural(self, t: Term, order: Axes, mask: int | None = None) -> fx.Node | None:
         """The first node of the graph that holds t, contiguous in this order of axes. A law may have made t known
         before the user's node is: that waits for no more than t, or for none of the products `mask`."""
-        return next(self._holding(t, order, mask), None)
+        return next(self.holding(t, order, mask), None)
 
     def narrowest(self, t: Term, order: Axes, mask: int | None = None) -> fx.Node | None:
         """As `natural`, but of the nodes that differ by a cast the one of the fewest bytes; no rounding of what the
         graph reads unrounded, as it does the gradients' stream under autocast."""
-        nodes = [*self._holding(t, order, mask)]
+        nodes = [*self.holding(t, order, mask)]
         whole = [n for n in nodes if not g.widens(n) and not g.only_rounded(n)]
         return min(whole[:1] or nodes, key=lambda node: node.meta["val"].dtype.itemsize, default=None)
 
-    def _holding(self, t: Term, order: Axes, mask: int | None) -> Iterator[fx.Node]:
+    def holding(self, t: Term, order: Axes, mask: int | None = None) -> Iterator[fx.Node]:
+        """The nodes that hold t as `natural` asks for it."""
         for node in self.nodes.get(t, ()):
             deps = self.lifted.deps[node]
             late = deps & ~t.deps if mask is None else deps & mask

@@ -309,13 +309,13 @@ class Measurements:
                     if found is None:
                         raise Unsupported(f"region {region.digest} cannot be compared with plain products")
                     ours, plain = found
-                    times[region] = ours, ours if tile is None or tile.share is None else tile.share * plain
+                    times[region] = ours, (ours if tile is None or tile.share is None else tile.share * plain)
                     if tile is not None and not tile.holds(ours / plain):
                         raise Unsupported(f"region {region.digest} takes {ours / plain:.3f} of plain products, {tile}")
         ms, said_ms = (sum(times[b.region][side] for b in group.builts) for side in (0, 1))
         if not expected.holds(said_ms, ms):
             raise Unsupported(f"{'+'.join(group.digests)} takes {ms / said_ms:.3f} of the time said, {expected}")
-        row = self.row(group, [Times(ms, math.inf), Times(ms * expected.ratio, math.inf)])
+        row = self.row(group, [Times(ms, math.inf), Times(said_ms * expected.ratio, math.inf)])
         stands = {} if expected.stands is None else {"stands": expected.stands}
         return {**row, "hinted": True, "wins": expected.wins, **stands}
 

@@ -32,7 +32,7 @@ SCHEMA = 2
 # of a model, 6 of 20 Regions lay 5 to 9 % off (H100, bench/compile_time.py): so much says nothing against a verdict,
 # which was timed interleaved, to 1.2 % (outcome.py, LONG_WIN). Beyond OFF the hint speaks of something else.
 NOISE, OFF = 1.1, 0.15
-TILE = re.compile(r"\d+x\d+(pp|co)\d+x\d+n?")
+TILE = re.compile(r"[0-9]{1,4}x[0-9]{1,4}(pp|co)[0-9]{1,2}x[0-9]{1,2}n?")
 
 
 def structure(region: Region) -> str:
@@ -144,7 +144,7 @@ def _rows(card: str, folder: Path) -> dict[str, Any]:
         found = json.loads((folder / file_of(card)).read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("the hints for %s cannot be read, tuning searches: %s", card, error)
         return {}
     if not isinstance(found, dict) or (found.get("schema"), found.get("card")) != (SCHEMA, card):

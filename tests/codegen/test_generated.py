@@ -75,7 +75,8 @@ def with_maxima(seed: int) -> Region:
     lets = (Let("size", "abs", (value,)), Let("stored", "bf16", ("size",)))[:kind]
     axes: tuple[Literal["N", "M"], ...] = ("N",) if len(region.products) == 2 else ("N", "M")
     largest = tuple(Reduction((value, "size", "stored")[kind], over, "max") for over in axes)
-    return verify(dataclasses.replace(region, lets=region.lets + lets, reductions=largest))
+    dtype = "e4m3" if seed % 4 else "bf16"
+    return verify(dataclasses.replace(region, dtype=dtype, lets=region.lets + lets, reductions=largest))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -86,16 +87,18 @@ def test_the_largest_is_that_of_what_lies_inside(seed: int) -> None:
 
 
 def test_the_largest_is_masked_where_it_must_be() -> None:
-    """What may be negative inside, or is not 0 outside, is masked; the size of what is 0 there is not."""
+    """What may be negative inside, or is not 0 outside, is masked; the size of what is 0 there is not, of 8-bit matrices:
+    of others a factor may be infinite where the largest is not."""
     regions = [with_maxima(seed) for seed in range(240)]
     texts = [source.render(region) for region in regions]
-    masked = [i for i, text in enumerate(texts) if "masked=True" in text]
+    masked = [i for i, text in enumerate(texts) if "masked=True" in text and regions[i].dtype == "e4m3"]
     broken = 0
     for i in masked:
         inputs = random_inputs(regions[i], 5, "cpu", seed=i)
         broken += not agree(regions[i], run(texts[i].replace("masked=True", ""), regions[i], inputs), inputs)
     assert len(masked) > 60 and broken > len(masked) // 5
-    assert sum("ColVecMax(" in text and "masked" not in text for text in texts) > 60
+    unmasked = [r for r, text in zip(regions, texts, strict=True) if "masked=True" not in text]
+    assert len(unmasked) > 40 and {r.dtype for r in unmasked} == {"e4m3"}
 
 
 def test_the_largest_of_rounded_values_is_rounded_once() -> None:

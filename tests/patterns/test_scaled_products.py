@@ -147,23 +147,27 @@ def test_the_largest_is_among_what_is_stored() -> None:
     assert bool((found >= 1).all())
 
 
-def test_reciprocals_of_scales_are_read() -> None:
-    """A kernel that divided would find 1 / 0 past the edge, and mask every maximum."""
+@pytest.mark.parametrize("rounded", [False, True])
+def test_reciprocals_of_scales_are_read(rounded: bool) -> None:
+    """A kernel that divided would find 1 / 0 past the edge, and mask every maximum. What is made of rounded scales is
+    none of them."""
     torch.manual_seed(0)
     a, b = torch.randn(M, K).to(E4M3), torch.randn(N, K).to(E4M3)
     r, c = torch.rand(M, 1) + 0.5, torch.rand(1, N) + 0.5
 
     def f(a: Tensor, b: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, ...]:
         ones = torch.ones_like(r), torch.ones_like(c)
-        h = torch._scaled_mm(a, b.t(), *ones, out_dtype=torch.bfloat16) * (r.reciprocal() * c.reciprocal())
-        h = h.bfloat16()
-        return h, h.abs().amax(1), h.abs().amax(0)
+        early = [r.bfloat16().reciprocal(), c.bfloat16().float().reciprocal()] if rounded else []
+        h = torch._scaled_mm(a, b.t(), *ones, out_dtype=torch.float32) * (r.reciprocal() * c.reciprocal())
+        return h, h.abs().amax(1), h.abs().amax(0), *early
 
     with strict_reference(run=False), torch.no_grad():
         REPORTS.clear()
         found = torch.compile(f, backend="coda", options=REFERENCE | {"strict": True})(a, b, r, c)
     (site,) = (site for report in REPORTS for site in report.sites)
     assert "rcp" not in {let.op for let in site.region.lets}
+    assert {o.dtype for o in site.region.operands} == {"f32"}
     text = source.render(site.region)
     assert text.count('Max("r') == 2 and "masked=True" not in text
-    assert torch.equal(found[1], found[0].abs().amax(1)) and torch.equal(found[2], found[0].abs().amax(0))
+    for mine, eager in zip(found, f(a, b, r, c), strict=True):
+        assert torch.allclose(mine, eager, rtol=1e-6)
