@@ -1,7 +1,10 @@
-"""Casts where they cost least. Both passes are for autocast, which casts what operations read.
+"""Casts where they cost least. They are autocast's, which casts what operations read, and of norms in float32.
 
 A value that is copied or repeated in float32 and then rounded, as keys are for the heads that share them, is rounded
 first: an epilogue can store that, and the numbers are the same.
+
+A tensor that is widened to float32 and then copied, as a norm's backward does with what lies otherwise, is copied
+first: an epilogue reads the copy as it is, and what is kept for the backward is half as large.
 
 A product that is only read widened to float32, as the gradient of a float32 weight, leaves so: cuBLAS writes what it
 has accumulated, where it would round it to 16 bits and a pass of its own would widen that again.
@@ -88,6 +91,27 @@ def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
     return tuple(found)
 
 
+def widen_last(graph: fx.Graph) -> None:
+    """Moves casts from 16 bits to float32 behind the copies that follow them, in place."""
+    overwritten = effects(graph).memory
+    memory = Memory(graph) if overwritten else None
+    for copy in graph.find_nodes(op="call_function", target=aten.clone.default):
+        cast = copy.args[0]
+        assert isinstance(cast, fx.Node)
+        narrow = cast.args[0] if cast.target is prims.convert_element_type.default and g.widens(cast) else None
+        if not isinstance(narrow, fx.Node) or narrow.meta["val"].dtype not in NARROW or cast.args[1] != torch.float32:
+            continue
+        if memory and memory.of(narrow) in overwritten:  # between the cast and the copy, perhaps
+            continue
+        with graph.inserting_before(copy):
+            new = made(graph, copy, aten.clone.default, (narrow,), copy.kwargs, narrow.meta["val"].dtype)
+            wide = made(graph, copy, prims.convert_element_type.default, (new, torch.float32))
+        copy.replace_all_uses_with(wide)
+        graph.erase_node(copy)
+        if not cast.users:
+            graph.erase_node(cast)
+
+
 def copied(cast: fx.Node) -> list[fx.Node]:
     """The views between a cast and what it is a cast of, first to last, if they copy that, and nobody else reads them.
     (Where they do not, the cast itself is what makes another tensor: of an input that is returned, say.)"""
@@ -153,11 +177,18 @@ def widen(graph: fx.Graph, product: fx.Node, cast: fx.Node) -> None:
         graph.erase_node(old)
 
 
-def made(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], args: Any, kwargs: Any = None) -> fx.Node:
-    """A node of `like`'s sizes and origin, in float32."""
+def made(
+    graph: fx.Graph,
+    like: fx.Node,
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any = None,
+    dtype: Any = torch.float32,
+) -> fx.Node:
+    """A node of `like`'s sizes and origin, in float32 by default."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
-    node.meta["val"] = laid_out_as(like, torch.float32)
+    node.meta["val"] = laid_out_as(like, dtype)
     return node
 
 
