@@ -103,13 +103,14 @@ def widen_last(graph: fx.Graph) -> None:
             continue
         if memory and memory.of(narrow) in overwritten:  # between the cast and the copy, perhaps
             continue
-        with graph.inserting_before(copy):
-            new = made(graph, copy, aten.clone.default, (narrow,), copy.kwargs, narrow.meta["val"].dtype)
-            wide = made(graph, copy, prims.convert_element_type.default, (new, torch.float32))
-        copy.replace_all_uses_with(wide)
-        graph.erase_node(copy)
-        if not cast.users:
-            graph.erase_node(cast)
+        with graph.inserting_after(copy):
+            wide = made(graph, copy, prims.convert_element_type.default, (copy, torch.float32))
+        copy.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)  # type: ignore[misc]
+        copy.replace_input_with(cast, narrow)
+        copy.meta["val"] = laid_out_as(copy, narrow.meta["val"].dtype)
+        if not cast.users:  # who counts finds the same names as before
+            name, _ = cast.name, graph.erase_node(cast)
+            wide.name = name
 
 
 def copied(cast: fx.Node) -> list[fx.Node]:
@@ -177,18 +178,11 @@ def widen(graph: fx.Graph, product: fx.Node, cast: fx.Node) -> None:
         graph.erase_node(old)
 
 
-def made(
-    graph: fx.Graph,
-    like: fx.Node,
-    target: Callable[..., Any],
-    args: Any,
-    kwargs: Any = None,
-    dtype: Any = torch.float32,
-) -> fx.Node:
-    """A node of `like`'s sizes and origin, in float32 by default."""
+def made(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], args: Any, kwargs: Any = None) -> fx.Node:
+    """A node of `like`'s sizes and origin, in float32."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
-    node.meta["val"] = laid_out_as(like, dtype)
+    node.meta["val"] = laid_out_as(like, torch.float32)
     return node
 
 
