@@ -21,7 +21,7 @@ from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.blocks import Blocks, write_blocks
-from coda_inductor.passes.casts import Cast, round_first, write_wide
+from coda_inductor.passes.casts import Cast, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.embedding import write_rows
@@ -103,9 +103,10 @@ class Work:
 
 
 def casts_first(work: Work) -> None:
-    """What is copied and then rounded is rounded first."""
+    """What is copied and then rounded is rounded first, and what is widened and then copied is copied first."""
     if work.may(CASTS):
         work.casts = round_first(work.graph)
+        widen_last(work.graph)
 
 
 def complex_products(work: Work) -> None:

@@ -1,7 +1,10 @@
-"""Casts where they cost least. Both passes are for autocast, which casts what operations read.
+"""Casts where they cost least. They are autocast's, which casts what operations read, and of norms in float32.
 
 A value that is copied or repeated in float32 and then rounded, as keys are for the heads that share them, is rounded
 first: an epilogue can store that, and the numbers are the same.
+
+A tensor that is widened to float32 and then copied, as a norm's backward does with what lies otherwise, is copied
+first: an epilogue reads the copy as it is, and what is kept for the backward is half as large.
 
 A product that is only read widened to float32, as the gradient of a float32 weight, leaves so: cuBLAS writes what it
 has accumulated, where it would round it to 16 bits and a pass of its own would widen that again.
@@ -86,6 +89,28 @@ def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
             else:
                 node.meta["val"] = laid_out_as(node, dtype)
     return tuple(found)
+
+
+def widen_last(graph: fx.Graph) -> None:
+    """Moves casts from 16 bits to float32 behind the copies that follow them, in place."""
+    overwritten = effects(graph).memory
+    memory = Memory(graph) if overwritten else None
+    for copy in graph.find_nodes(op="call_function", target=aten.clone.default):
+        cast = copy.args[0]
+        assert isinstance(cast, fx.Node)
+        narrow = cast.args[0] if cast.target is prims.convert_element_type.default and g.widens(cast) else None
+        if not isinstance(narrow, fx.Node) or narrow.meta["val"].dtype not in NARROW or cast.args[1] != torch.float32:
+            continue
+        if memory and memory.of(narrow) in overwritten:  # between the cast and the copy, perhaps
+            continue
+        with graph.inserting_after(copy):
+            wide = made(graph, copy, prims.convert_element_type.default, (copy, torch.float32))
+        copy.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)  # type: ignore[misc]
+        copy.replace_input_with(cast, narrow)
+        copy.meta["val"] = laid_out_as(copy, narrow.meta["val"].dtype)
+        if not cast.users:  # who counts finds the same names as before
+            name, _ = cast.name, graph.erase_node(cast)
+            wide.name = name
 
 
 def copied(cast: fx.Node) -> list[fx.Node]:
