@@ -105,7 +105,7 @@ def widen_last(graph: fx.Graph) -> None:
             continue
         with graph.inserting_after(copy):
             wide = made(graph, copy, prims.convert_element_type.default, (copy, torch.float32))
-        copy.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)  # type: ignore[misc]
+        copy.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
         copy.replace_input_with(cast, narrow)
         copy.meta["val"] = laid_out_as(copy, narrow.meta["val"].dtype)
         if not cast.users:  # who counts finds the same names as before
