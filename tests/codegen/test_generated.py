@@ -87,8 +87,8 @@ def test_the_largest_is_that_of_what_lies_inside(seed: int) -> None:
 
 
 def test_the_largest_is_masked_where_it_must_be() -> None:
-    """What may be negative inside, or is not 0 outside, is masked; the size of what is 0 there is not, of 8-bit matrices:
-    of others a factor may be infinite where the largest is not."""
+    """What may be negative inside, or is not 0 outside, is masked; the size of what is 0 there is not, of 8-bit
+    matrices: of others a factor may be infinite where the largest is not."""
     regions = [with_maxima(seed) for seed in range(240)]
     texts = [source.render(region) for region in regions]
     masked = [i for i, text in enumerate(texts) if "masked=True" in text and regions[i].dtype == "e4m3"]
