@@ -238,10 +238,10 @@ def test_no_epilogue_reads_what_is_made_of_its_own_tile(f: Callable[..., Tensor]
 
 
 def late_nodes_are_read(patch: pytest.MonkeyPatch) -> None:
-    def holding(self: Program, t: Term, order: Any, mask: int | None) -> Iterator[fx.Node]:
+    def holding(self: Program, t: Term, order: Any, mask: int | None = None) -> Iterator[fx.Node]:
         return (n for n in self.nodes.get(t, ()) if self.layout(n) == (order, True))
 
-    patch.setattr(Program, "_holding", holding)
+    patch.setattr(Program, "holding", holding)
 
 
 def the_scale_does_not_leave_the_sum(patch: pytest.MonkeyPatch) -> None:
