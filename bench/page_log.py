@@ -47,21 +47,15 @@ def trained(commit: str, *, searched: bool = True) -> Line:
     return (commit, *cold, *of("inductor", "warm"), *of("coda" if searched else hinted, "warm"))
 
 
+def eight_bits(commit: str, what: str, n: int, tile: str) -> Line:
+    """The us of a kernel of 8-bit matrices."""
+    return cells("float8.jsonl", commit, "us", "whole", case=what, n=n, tile=tile)
+
+
 def largest(what: str, n: int, tile: str) -> Line:
-    """Of a kernel of 8-bit matrices that takes largest values, with each value rounded and masked, and without."""
-    rounded = cells(
-        "float8.jsonl", "dd4aad4", "us", "whole", case=f"{what}, each value rounded and masked", n=n, tile=tile
-    )
-    return (
-        f"{what}, {n} wide, {tile}",
-        *rounded,
-        *cells("float8.jsonl", "e59cd7f", "us", "whole", case=what, n=n, tile=tile),
-    )
-
-
-def eight_bits(what: str, n: int, tile: str) -> Line:
-    """Of a kernel of 8-bit matrices."""
-    return (f"{what}, {tile}", *cells("float8.jsonl", "e59cd7f", "us", "whole", case=what, n=n, tile=tile))
+    """Of one that takes largest values, with each value rounded and masked, and without."""
+    before = eight_bits("dd4aad4", f"{what}, each value rounded and masked", n, tile)
+    return (f"{what}, {n} wide, {tile}", *before, *eight_bits("e59cd7f", what, n, tile))
 
 
 WITHOUT_MAXIMA, SLOW = "SwiGLU backwards in FP8 without maxima", "a product in FP8, scales, slow accumulation"
@@ -104,9 +98,11 @@ DATED: dict[str, Dated] = {
     ),
     "slow accumulation": Dated(
         ("16384 x 8192 x 2048", "us"),
-        (eight_bits(BACKWARDS, 8192, "128x96pp2x1"), eight_bits(WITHOUT_MAXIMA, 8192, "128x96pp2x1"),
-         eight_bits(SLOW, 8192, "128x96pp2x1"),
-         eight_bits(SLOW, 8192, "128x192co1x1")),
+        tuple(
+            (f"{what}, {tile}", *eight_bits("e59cd7f", what, 8192, tile))
+            for what, tile in ((BACKWARDS, "128x96pp2x1"), (WITHOUT_MAXIMA, "128x96pp2x1"), (SLOW, "128x96pp2x1"),
+                               (SLOW, "128x192co1x1"))
+        ),
     ),
     "blocks": Dated(
         ("vocabulary 128256", "ms", "GiB"),

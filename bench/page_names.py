@@ -132,6 +132,13 @@ PEERS = {
     "nano": "nanochat-like, 20 layers of width 1280, 32768 tokens, with AdamW",
 }
 HEADS_IN_BLOCKS = {case: f"head of vocabulary {name}, in blocks" for case, name in HEADS.items()}
+
+
+def scripts(*names: str) -> tuple[str, ...]:
+    """The cases of these examples."""
+    return tuple(case for case, called in EXAMPLES.items() if called.startswith(names))
+
+
 CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     "inference": {
         ("layers.jsonl", "inference"): tuple(LAYERS),
@@ -149,7 +156,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("steps.jsonl", "training"): (NANO,),
         ("models.jsonl", "training"): (LLAMA, TITAN),
         ("bench.jsonl", "training"): ("modernbert_large, 2 layers",),
-        ("examples.jsonl", "training"): (*tuple(EXAMPLES)[:3], tuple(EXAMPLES)[-1]),
+        ("examples.jsonl", "training"): scripts("train_llama.py", "lora.py", "trainer.py", "nanogpt.py"),
     },
     "training of width 3584 and more": {
         ("training.jsonl", "training"): ("layer-4096", "layer-8192", "rotary-4096", "rotary-8192", "llama-8b"),
@@ -168,11 +175,11 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("models.jsonl", "inference"): ("dit-xl x2",),
         ("bench.jsonl", "inference"): ("dit_xl, 2 blocks",),
         ("bench.jsonl", "training"): ("dit_xl, 2 blocks",),
-        ("examples.jsonl", "inference"): tuple(EXAMPLES)[4:5],
+        ("examples.jsonl", "inference"): scripts("diffusion.py"),
     },
     "FP8 training": {
         ("float8.jsonl", "training"): (*tuple(FLOAT8)[:3], FP8_STEP),
-        ("examples.jsonl", "training"): tuple(EXAMPLES)[3:4],
+        ("examples.jsonl", "training"): scripts("float8_llama.py"),
     },
     "FP8 inference": {("float8.jsonl", "inference"): tuple(FLOAT8)[3:]},
     "pieces by themselves": {

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.codegen import target
 from coda_inductor.codegen.target import SM_90A, Target
@@ -57,6 +58,14 @@ class Half(nn.Module):
         h = residual + self.o(attention)
         x = self.norm(h)
         return h + self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def fake_values(graph: fx.Graph) -> None:
+    """Makes the values that tracing noted fake ones, as Inductor has them."""
+    with FakeTensorMode() as mode:
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = mode.from_tensor(node.meta["val"])
 
 
 def half(dtype: torch.dtype = torch.float64) -> Half:

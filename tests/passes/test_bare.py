@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from codegen_cases import blank_outputs, random_inputs, turned_left
-from compiling import Norm, pretend, run
+from compiling import Norm, fake_values, pretend, run
 from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -290,10 +290,7 @@ def test_what_is_repeated_and_rounded_is_rounded_first(name: str) -> None:
     x = torch.randn(16, 32)
     made = make_fx(f, select_decomp_table())(x)
     wanted, copies = made(x), [n for n in made.graph.nodes if n.target in (aten.clone.default, aten.expand.default)]
-    with FakeTensorMode() as mode:
-        for node in made.graph.nodes:
-            if "val" in node.meta:
-                node.meta["val"] = mode.from_tensor(node.meta["val"])
+    fake_values(made.graph)
     round_first(made.graph)
     made.graph.lint()
     made.recompile()

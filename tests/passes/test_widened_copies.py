@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from compiling import fake_values
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
@@ -30,10 +31,7 @@ def test_what_is_widened_and_copied_is_copied_first(name: str) -> None:
     x = torch.randn(16, 32).bfloat16()
     module = make_fx(WIDENED[name], select_decomp_table())(x)
     wanted = module(x)
-    with FakeTensorMode() as mode:
-        for node in module.graph.nodes:
-            if "val" in node.meta:
-                node.meta["val"] = mode.from_tensor(node.meta["val"])
+    fake_values(module.graph)
     widen_last(module.graph)
     module.graph.lint()
     module.recompile()

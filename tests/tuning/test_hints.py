@@ -20,19 +20,9 @@ from coda_inductor.tuning import shipped
 
 def test_what_a_hint_says_holds_within_the_noise() -> None:
     tile = shipped.Tile(Config(128, 128, 2, 1, True), 1.2)
-    assert tile.holds(1.2) and tile.holds(1.37) and tile.holds(1.03)
-    assert not tile.holds(1.39) and not tile.holds(1.01) and not tile.holds(math.nan)
+    assert tile.holds(1.2) and tile.holds(1.31) and tile.holds(1.09)
+    assert not tile.holds(1.33) and not tile.holds(1.07) and not tile.holds(math.nan)
     assert not tile._replace(share=None).holds(1.2)
-
-
-def test_a_verdict_holds_while_the_group_would_fare_the_same() -> None:
-    """A winner must still win, a loser still lose, unless what speaks against it lies within the noise."""
-    narrow, wide = shipped.Expected(True, 1.006), shipped.Expected(True, 1.5)
-    assert narrow.holds(1.0, 0.9) and narrow.holds(1.0, 1.09) and not narrow.holds(1.0, 1.11)
-    assert wide.holds(1.0, 1.4) and not wide.holds(1.0, 1.6)
-    loser, late = shipped.Expected(False, 0.8), shipped.Expected(False, 1.01)
-    assert loser.holds(1.0, 1.3) and loser.holds(1.0, 0.9) and not loser.holds(1.0, 0.79)
-    assert late.holds(1.0, 1.0) and late.holds(1.0, 0.92) and not late.holds(1.0, 0.9)
 
 
 def test_what_cannot_be_read_is_no_hint(tmp_path: Path) -> None:
