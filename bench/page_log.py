@@ -39,8 +39,8 @@ def trained(commit: str, *, searched: bool = True) -> Line:
     then those of a second process."""
 
     def of(backend: str, cache: str) -> Line:
-        case = names.LLAMA_1B
-        return cells("compile_time.jsonl", commit, "compile_s", "s", case=case, backend=backend, cache=cache)
+        facts = {"case": names.LLAMA_1B, "machine": "NVIDIA H100 80GB HBM3", "backend": backend, "cache": cache}
+        return cells("compile_time.jsonl", commit, "compile_s", "s", **facts)
 
     hinted = "coda, hinted"
     cold = (*of("inductor", "cold"), *(of("coda", "cold") if searched else ("",)), *of(hinted, "cold"))
@@ -89,7 +89,8 @@ DATED: dict[str, Dated] = {
     "shipped tunings": Dated(
         ("commit", "`torch.compile`, s", "coda, searched, s", "from shipped tunings, s",
          "second process: `torch.compile`, s", "coda, s"),
-        (trained("dd4aad4"), trained("066689f"), trained("9d11757", searched=False)),
+        (trained("dd4aad4"), trained("066689f"), trained("9d11757", searched=False),
+         trained("e59b6bd", searched=False)),
     ),
     "maxima": Dated(
         ("16384 rows", "rounded and masked one by one, us", "once, us"),

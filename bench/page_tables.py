@@ -108,6 +108,10 @@ PEERS = (
     ("`torch.compile`", "inductor"), ("coda", "coda"), ("Liger", "liger"), ("torchao FP8", "float8"),
     ("FP8 and coda", "float8-coda"),
 )  # fmt: skip
+TUNED = "max-autotune"
+TUNERS = (
+    ("`torch.compile`", "inductor"), ("`max-autotune`", TUNED), ("coda", "coda"), ("`torch.compile` again", "again"),
+)  # fmt: skip
 LOSSES = ("inductor", "coda", "liger")
 COMPILES = Source("compile_time.jsonl", lambda r: "compile_s" in r, BY_BACKEND, names.COMPILED, spread=BY_BACKEND[3:])
 
@@ -195,7 +199,7 @@ TABLES = (
             Column("coda, s", "coda/cold/compile_s|compile_s/coda", "s"),
             Column("with shipped tunings, s", "coda, hinted/cold/compile_s", "s"),
             Column("warm: `torch.compile`, s", "inductor/warm/compile_s", "s"),
-            Column("coda, s", "coda/warm/compile_s", "s"),
+            Column("coda, s", "coda, hinted/warm/compile_s|coda/warm/compile_s", "s"),
         ),
     ),
     Table(
@@ -209,14 +213,35 @@ TABLES = (
         ),
     ),
     Table(
+        "float8-learning",
+        "`python examples/float8_llama.py --width 512 --layers 4 --inner 2048 --train-steps 300 --seed SEED`",
+        (Source("float8.jsonl", lambda r: r["case"] in names.LEARNT, ("case",), names.LEARNT),),
+        (
+            CASE,
+            *(Column(f"{head}, {when}", f"rows/{key}/{value}", "loss") for when, value in (("first", "first"),
+              ("mean of the last 50", "last")) for head, key in PEERS[:2]),
+        ),
+    ),
+    Table(
         "peers",
         "`python bench/peers.py CASE`",
-        (Source("peers.jsonl", names=names.PEERS, key=("case", "mode", "machine")),),
+        (Source("peers.jsonl", lambda r: TUNED not in r["sides"], ("case", "mode", "machine"), names.PEERS),),
         (
             CASE, KIND,
             *(Column(f"{head}, ms", f"sides/{key}/ms", "ms") for head, key in PEERS),
             *(Column(f"{head}, GiB", f"sides/{key}/gib", "gib") for head, key in PEERS),
             *(Column(f"{head}, loss", f"sides/{key}/result", "loss") for head, key in PEERS if key in LOSSES),
+        ),
+    ),
+    Table(
+        "max-autotune",
+        "`python bench/peers.py CASE inductor max-autotune coda again`",
+        (Source("peers.jsonl", lambda r: TUNED in r["sides"], ("case", "mode", "machine"), names.PEERS),),
+        (
+            CASE, KIND,
+            *(Column(f"{head} alone, ms", f"sides/{key}/ms", "ms") for head, key in TUNERS),
+            *(Column(f"{head} by turns, ms", f"sides/{key}/turns_ms", "ms") for head, key in TUNERS),
+            *(Column(f"{head}, first two calls, s", f"sides/{key}/compile_s", "s") for head, key in TUNERS[:-1]),
         ),
     ),
     Table("examples", "the scripts of examples/", (EXAMPLES,), (CASE, KIND, *ALONE, MEMORY)),

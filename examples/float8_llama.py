@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HEAD, BYTES = 64, 256
-SIZES = {"width": (2048, 64), "inner": (8192, 128), "layers": (2, 1), "batch": (8, 2), "length": (2048, 64)}
+SIZES = {"width": (2048, 64), "inner": (8192, 128), "layers": (2, 1), "batch": (8, 2), "length": (2048, 64), "seed": (0, 0)}
 
 
 class Layer(nn.Module):
@@ -71,7 +71,7 @@ def main() -> dict[str, Any]:
     chosen = side_by_side.arguments(__doc__, SIZES, recipe="rowwise")
 
     def make(backend: str) -> side_by_side.Step:
-        torch.manual_seed(0)
+        torch.manual_seed(chosen.seed)
         with torch.device(chosen.device):
             model = Model(chosen.width, chosen.inner, chosen.layers, chosen.length)
         if chosen.recipe != "bf16":
@@ -81,7 +81,7 @@ def main() -> dict[str, Any]:
             convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
         compiled = torch.compile(model, backend=backend)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
-        text = side_by_side.batches(chosen.batch, chosen.length, chosen.device)
+        text = side_by_side.batches(chosen.batch, chosen.length, chosen.device, chosen.seed)
 
         def step() -> Tensor:
             ids, following = next(text)
@@ -96,6 +96,7 @@ def main() -> dict[str, Any]:
 
     tokens = chosen.batch * chosen.length
     case = f"Llama in {chosen.recipe}, width {chosen.width}, {chosen.layers} layers, {tokens} tokens, autocast, AdamW"
+    case += f", seed {chosen.seed}" if chosen.seed else ""
     return side_by_side.compare(case, make, chosen, tokens)
 
 
