@@ -28,7 +28,7 @@ from coda_inductor.explain.rewriting import Rewriting
 from coda_inductor.explain.units import PRODUCTS, Facts, kernel_facts, operation, site_facts
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.ops.elementwise import ELEMENTWISE
-from coda_inductor.patterns.graph import is_backward
+from coda_inductor.patterns.graph import is_backward, is_row
 from coda_inductor.schedule.kinds import elements, kind_of, owner
 from coda_inductor.schedule.model import Kernel, kept_bytes, kernels, partition
 
@@ -208,7 +208,7 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
             return {"node": r.node, "reason": r.reason, "source": r.source}
     if any(n.target is CAST and n.args[1] in EIGHT_BITS for n in kernel.nodes):
         return {**last, "reason": BY_ITS_LARGEST}
-    feeds = {operation(owner(b)) for b in kernel.reads if b.op == "call_function"}
+    feeds = {operation(n) for b in kernel.reads if b.op == "call_function" and not is_row(n := owner(b))}
     if any("attention" in name for name in feeds):
         why = "it reads the result of attention, which is no product of ours"
     elif not feeds & {*PRODUCTS, "bmm", "baddbmm", "region"}:

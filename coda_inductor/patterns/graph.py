@@ -309,6 +309,12 @@ def is_weight(node: fx.Node) -> bool:
     return root(node, lambda n: is_view(n) or is_cast(n)).op in ("placeholder", "get_attr")
 
 
+def is_row(node: fx.Node) -> bool:
+    """Is the node a product of a single row, as of the condition of one image? No epilogue is made for it: what others
+    read of it are vectors over features."""
+    return node.target in MATRIX_PRODUCTS and sizes(node)[0] == ONE
+
+
 def reads_weight(product: fx.Node) -> bool:
     """Does the product multiply rows of tokens with an input? (A weight's gradient may multiply with one too: the
     first layer's.)"""

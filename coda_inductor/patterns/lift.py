@@ -148,9 +148,11 @@ def _forward(lifted: Lifted) -> int:
 
 
 def _left(lifted: Lifted, node: fx.Node) -> bool:
-    """Is nothing said of what the node computes? A cast to or from float64 or eight bits is a rounding, or an island of
-    another precision."""
+    """Is nothing said of what the node computes, and is it a tensor to others? A product of one row is. A cast to or
+    from float64 or eight bits is a rounding, or an island of another precision."""
     if node not in lifted.reading.dims or node in lifted.reading.opaque:
+        return True
+    if g.is_row(node):
         return True
     if node.target in g.SCALED:
         return False  # which widens its operands itself

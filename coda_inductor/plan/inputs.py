@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -14,19 +13,15 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense
-from coda_inductor.patterns.sizes import assumed
 from coda_inductor.patterns.terms import Term, is_number
 from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Root, Stored
 from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.limits import Limits
-from coda_inductor.rewrite.program import Program
+from coda_inductor.rewrite.program import POINTWISE_KINDS, Program
 from coda_inductor.rewrite.rotate_half import NOT_ROWS
-from coda_inductor.rewrite.sources import leaves, sources, statistics
+from coda_inductor.rewrite.sources import given, leaves, sources, statistics
 from coda_inductor.rewrite.space import Axes, Space
-
-LARGE, PASSES = 1 << 24, 3
-"""A norm is deferred to weights of fewer numbers in any case, and to those with at most so many times as many features
-as there are tokens: estimates of a launch, and of what the norm's own pass moves."""
+from coda_inductor.rewrite.worth import dear, features_behind
 
 
 @dataclass(slots=True)
@@ -74,6 +69,8 @@ class Inputs:
             return x if self.rows(x) == space.rows else self._computed(x, space)
         if x.kind == "red" and self.pair(x):
             return self._computed(x, space)
+        if extent == "feature" and (part := self._part(x, space)) is not None:
+            return part
         if not x.args:
             return self._vector(x, space) if x.kind == "leaf" else None
         if extent != "scalar" and (inverse := self._inverse(x, space)) is not None:
@@ -85,11 +82,22 @@ class Inputs:
             return self._vector(x, space)
         crowded = bool(self.program.limits.crowded & space.mask) and x.kind in ("mul", "add")
         inline = 1 if crowded else MAX_INLINE if x.kind == "add" else len(sources(x))
-        if (x.kind == "red" and not x.deps) or (summed and len(sources(x)) > inline):
+        early = not x.deps if extent == "token" else given(x)
+        if (x.kind == "red" and early) or (summed and len(sources(x)) > inline):
             return self._computed(x, space)
         if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
             return self._computed(x, space)
         return self._vector(x, space) if x.kind in ("red", "con") else None
+
+    def _part(self, x: Term, space: Space) -> fx.Node | Computed | None:
+        """Where a vector over features is, if it is or reads a part of a tensor that is no node, as of a table to which
+        the user adds a condition before it takes parts of the sum: the sum's part, else a computation."""
+        parts = (s for s in sources(x) if s.kind == "leaf" and s.lanes and s.axes == frozenset(space.columns))
+        if x.kind not in (*POINTWISE_KINDS, "leaf") or statistics(x):
+            return None
+        if all(self.program.natural(part, space.columns, space.mask) for part in parts):
+            return None
+        return self.program.natural(x, space.columns, space.mask) or self._computed(x, space)
 
     def _inverse(self, x: Term, space: Space) -> fx.Node | None:
         """The node that holds x in float32, if x is 1 / a leaf and the node is made of that unrounded. Past the end of
@@ -136,16 +144,14 @@ class Inputs:
         return Computed(x, extent, self._axes(x, space))
 
     def _dear(self, x: Term, space: Space) -> int:
-        """The products of the epilogue, as a bit set, if x sums over their weights, and reading these takes more than a
-        norm's pass over their operands would: with a weight of many more features than there are tokens, as a head's.
-        What is deferred to them then stays as written. 0 if it is worth it."""
-        sums = [s for s in statistics(x) if not s.deps and s.axes and s.axes <= set(space.columns)]
-        total, product = self.program.lifted.reading.axes.total, self.program.product(space.accs[-1])
-        features = total(space.columns).static or 0
-        inside = max((total(s.over).static or 0 for s in sums), default=0)
-        tokens = math.prod(assumed(size) for size in product.node.meta["val"].shape[:-1])
-        dear = features * inside >= LARGE and features > PASSES * tokens
-        return space.mask & ~self.program.limits.undeferred if dear else 0
+        """The products of the epilogue, as a bit set, if x sums over their weights, and reading all weights that the
+        operand is multiplied with takes more than a norm's pass over it would: with many more features than there are
+        tokens, as a head's. What is deferred to them then stays as written. 0 if it is worth it."""
+        sums = [s for s in statistics(x) if given(s) and s.axes and s.axes <= set(space.columns)]
+        lifted, product = self.program.lifted, self.program.product(space.accs[-1])
+        inside = max((lifted.reading.axes.total(s.over).static or 0 for s in sums), default=0)
+        costs = dear(features_behind(lifted, product), inside, product)
+        return space.mask & ~self.program.limits.undeferred if costs else 0
 
     def reads(self, c: Computed) -> list[fx.Node | Term]:
         """What a small computation reads: nodes, and sums that epilogues take. Raises Unsupported if there is none."""
@@ -156,7 +162,7 @@ class Inputs:
                 read = [node := lifted.node(s)]
                 fits = c.extent == "feature" or not s.axes or (self.order(node) == c.order and dense(node))
             elif c.extent == "feature" or not (s.axes or s.deps):  # which is a number, of a parameter
-                read, fits = [lifted.node(leaf) for leaf in leaves(s)], not s.deps
+                read, fits = [lifted.node(leaf) for leaf in leaves(s)], given(s)
             elif self.can_sum(s, c.order):
                 read = [s]
             elif (beside := self.pair(s)) is not None:

@@ -60,8 +60,6 @@ class Program(State):
         weight_of(self.product(last))
         if g.is_weight_gradient(self.product(last).node):
             raise Unsupported("a weight's gradient: its left operand lies column by column")
-        if not self.product(last).rows:
-            raise Unsupported("a single token")
         sizes = self.lifted.reading.axes
         if sizes.total(self.product(last).columns).static is None or sizes.total(last.over).static is None:
             raise Unsupported("a width that is a symbol")

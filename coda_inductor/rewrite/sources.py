@@ -25,6 +25,16 @@ def sources(t: Term) -> list[Term]:
     return sorted(found, key=lambda s: s.id)
 
 
+def given(t: Term) -> bool:
+    """Is t made of tensors alone, of no product that could become a Region?"""
+    return not t.deps or (not t.hosts and all(s.kind == "leaf" or given(s.args[0]) for s in sources(t)))
+
+
+def reductions(t: Term) -> list[Term]:
+    """The reductions that t is made of, also inside others."""
+    return [r for s in statistics(t) for r in (s, *reductions(s.args[0]))]
+
+
 def leaves(t: Term) -> list[Term]:
     """The tensors that t is made of, also inside reductions."""
     return [leaf for s in sources(t) for leaf in ([s] if s.kind == "leaf" else leaves(s.args[0]))]

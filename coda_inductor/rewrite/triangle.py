@@ -12,12 +12,14 @@ from fractions import Fraction
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.lift import Product
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number
 from coda_inductor.rewrite.beside import affine, beside, of_tensors
 from coda_inductor.rewrite.laws import ADJOINT, RELU
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Factors, addends, factors, number, rank_one
-from coda_inductor.rewrite.sources import statistics
+from coda_inductor.rewrite.sources import reductions, statistics
+from coda_inductor.rewrite.worth import dear
 
 
 def triangle(program: Program, red: Term, laws: frozenset[str]) -> Term:
@@ -45,7 +47,16 @@ def triangle(program: Program, red: Term, laws: frozenset[str]) -> Term:
         if taken is None:
             return red
         out += [terms.mul(terms.const(w * number(x)), t) for t in taken]
-    return terms.add(*out)
+    return red if _dear(program, out, parts, product, over) else terms.add(*out)
+
+
+def _dear(program: Program, sums: list[Term], parts: Weighted, product: Product, over: tuple[int, ...]) -> bool:
+    """Do the sums read the products' weights once more, and is that more than the pass that they spare?"""
+    total = program.lifted.reading.axes.total
+    if not any(s.axes and not s.deps for t in sums for s in reductions(t)):
+        return False
+    features = sum(total(c.over).static or 0 for c, _ in parts if c.kind == "con")
+    return dear(features, total(over).static or 0, product)
 
 
 def _before_the_last(

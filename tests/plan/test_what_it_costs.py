@@ -54,6 +54,32 @@ def test_a_norm_is_deferred_to_a_head_only_if_its_weight_is_small(tokens: int, f
     assert ("bilinearity" in laws) is deferred
 
 
+class Readers(Head):
+    """Several products of one normalised tensor."""
+
+    def __init__(self, features: int, readers: int) -> None:
+        super().__init__(features)
+        self.readers = nn.ModuleList(nn.Linear(WIDTH, features, bias=False) for _ in range(readers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.norms
+        n = second(x + self.down(F.gelu(self.up(first(x)))))
+        return torch.cat([torch.tanh(f(n)) for f in self.readers])
+
+
+@pytest.mark.parametrize("mode", ["infer", "train"])
+@pytest.mark.parametrize(("tokens", "readers", "deferred"), [(4096, 2, True), (4096, 3, False), (8192, 3, True)])
+def test_all_readers_weights_are_counted(
+    tokens: int, readers: int, deferred: bool, mode: Literal["infer", "train"]
+) -> None:
+    """One pass over the operand would serve them all. The triangle's vectors, too, are sums over all of them."""
+    with torch.device("meta"):
+        model, x = Readers(6144, readers).bfloat16(), torch.empty(tokens, WIDTH, dtype=torch.bfloat16)
+    regions = [r for graph in explained(model, x, mode=mode)["graphs"] for r in graph["regions"]]
+    laws = {law for r in regions for law in r["laws"]}
+    assert ("bilinearity" in laws) is deferred and ("triangle" in laws) is (deferred and mode == "train")
+
+
 def test_rms_norm_sums_over_no_weight() -> None:
     laws, _ = derived(2048, 65536, nn.RMSNorm)
     assert "bilinearity" in laws
