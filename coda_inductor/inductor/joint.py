@@ -18,6 +18,7 @@ from torch._inductor import config as inductor_config
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
+from coda_inductor.inductor.kept import kept, kept_alone, most_kept
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.blocks import Blocks, write_blocks
@@ -48,6 +49,7 @@ from coda_inductor.plan.draft import Computed
 from coda_inductor.plan.draft import Refusal as Refused
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.laws import ROOT
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.rotate_half import OF_HEADS
 from coda_inductor.rewrite.sources import statistics
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
@@ -58,12 +60,13 @@ from coda_inductor.write.verifying import Before, verify, verify_kept
 log = logging.getLogger("coda_inductor")
 
 
-class SplitInVain(Exception):
-    """Not all parts of some products became Regions: these stay `whole`, and the graph is rewritten once more."""
+class InVain(Exception):
+    """The graph is rewritten once more. Not all parts of some products became Regions: these stay `whole`. Or the
+    backward would keep too much for sums: nodes stay `unread` by them."""
 
-    def __init__(self, whole: frozenset[str]) -> None:
-        super().__init__(", ".join(sorted(whole)))
-        self.whole = whole
+    def __init__(self, whole: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()) -> None:
+        super().__init__(", ".join(sorted(whole | unread)))
+        self.whole, self.unread = whole, unread
 
 
 @dataclass(slots=True)
@@ -79,6 +82,8 @@ class Work:
     """Where the graph's products run; None if it has none."""
     whole: frozenset[str] = frozenset()
     """The products that stay whole though they are read in parts."""
+    unread: frozenset[str] = frozenset()
+    """The nodes that the backward would keep for sums alone, which therefore do not read them."""
     packed: tuple[Packed, ...] = ()
     """Those that were split."""
     sites: list[Site] = field(default_factory=list)
@@ -146,12 +151,13 @@ def eight_bit_casts(work: Work) -> None:
 
 def regions(work: Work) -> None:
     """Derives Regions from the graph's terms by the laws, has them accepted, and writes them: one operation for each
-    Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines."""
+    Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines. Raises
+    InVain where the graph must be rewritten once more."""
     graph = work.graph
-    found = settled(graph, work.settings, work.decisions)
+    found = settled(graph, work.settings, work.decisions, Limits(unread=work.unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
     if whole := frozenset(p.name for p in work.packed if not taken.issuperset(p.made)):
-        raise SplitInVain(whole)
+        raise InVain(whole)
     made, lifted = found.plan, found.plan.program.lifted
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
@@ -162,7 +168,11 @@ def regions(work: Work) -> None:
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     work.opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(made.builts)]
+    alone = kept_alone(made) - work.unread
+    most = most_kept(graph) if alone else 0.0
     emit(made, work.target, work.before)
+    if alone and kept(graph) > most:
+        raise InVain(unread=alone)
     left = {n.name for n in graph.nodes}
     gone = [name for name in lines if name in terms and name not in left]
     work.sites = _absorb(sites, made.builts, gone, terms)
@@ -256,8 +266,8 @@ def rewrite(
     try:
         while (vain := _run(stages, work)) is not None:
             module.graph = g.copied(backup)
-            before, whole = Before.of(module.graph), work.whole | vain.whole
-            work = Work(module, settings, target, decisions, before, device, whole)
+            before, whole, unread = Before.of(module.graph), work.whole | vain.whole, work.unread | vain.unread
+            work = Work(module, settings, target, decisions, before, device, whole, unread)
         verify_kept(work.graph)
         if _guards(work.graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
@@ -271,13 +281,13 @@ def rewrite(
     return Report(*done, rewrote, seconds)
 
 
-def _run(stages: tuple[Stage, ...], work: Work) -> SplitInVain | None:
+def _run(stages: tuple[Stage, ...], work: Work) -> InVain | None:
     """The stages, each verified; what asks for another run, None if nothing does."""
     try:
         for stage in stages:
             stage(work)
             verify(work.graph, work.before, stage.__name__)
-    except SplitInVain as vain:
+    except InVain as vain:
         return vain
     return None
 

@@ -94,15 +94,20 @@ def of_backward(described: Any) -> bool:
     return isinstance(described, LATE)
 
 
-def saved_names(graph: fx.Graph) -> frozenset[str]:
-    """The nodes of a joint graph that the forward keeps for the backward; none if it is not joint. Tuning takes it as
-    a hint: where torch's own partitioner fails on the graph as it is by now, it does without."""
+def partitioned(graph: fx.Graph) -> Halves | None:
+    """What `partition` returns, as a hint: None also where torch's own partitioner fails on the graph as it is by
+    now."""
     try:
-        halves = partition(graph)
+        return partition(graph)
     except Exception as error:
         log.info("what the forward saves is not known: %s: %s", type(error).__name__, error)
         forget_frames(error)
-        return frozenset()
+        return None
+
+
+def saved_names(graph: fx.Graph) -> frozenset[str]:
+    """The nodes of a joint graph that the forward keeps for the backward; none if it is not joint, or not known."""
+    halves = partitioned(graph)
     return frozenset(saved(halves)) if halves else frozenset()
 
 
