@@ -24,6 +24,7 @@ from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.blocks import Blocks, write_blocks
 from coda_inductor.passes.casts import Cast, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real
+from coda_inductor.passes.dropped import read_dropped
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.embedding import write_rows
 from coda_inductor.passes.maxima import write_maxima
@@ -41,6 +42,7 @@ from coda_inductor.passes.switches import (
     PARTS,
     REGION_KINDS,
     allowed,
+    laws_of,
 )
 from coda_inductor.passes.tables import Table
 from coda_inductor.patterns import graph as g
@@ -48,7 +50,7 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Computed
 from coda_inductor.plan.draft import Refusal as Refused
 from coda_inductor.plan.plan import Plan
-from coda_inductor.rewrite.laws import ROOT
+from coda_inductor.rewrite.laws import RELU, ROOT
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.rotate_half import OF_HEADS
 from coda_inductor.rewrite.sources import statistics
@@ -112,6 +114,12 @@ def casts_first(work: Work) -> None:
     if work.may(CASTS):
         work.casts = round_first(work.graph)
         widen_last(work.graph)
+
+
+def dropped_signs(work: Work) -> None:
+    """A gradient that asks for a sign of what is dropped out asks for that of what is left."""
+    if RELU.name in laws_of(work.settings):
+        read_dropped(work.graph)
 
 
 def complex_products(work: Work) -> None:
@@ -230,6 +238,7 @@ Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     complex_products,
     casts_first,
+    dropped_signs,
     embedding_gradients,
     column_parts,
     eight_bit_products,
