@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
-from coda_inductor.inductor.kept import kept, kept_alone, most_kept
+from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.blocks import Blocks, write_blocks
@@ -80,12 +80,16 @@ class Work:
     target: str
     decisions: Decisions
     before: Before
+    original: fx.Graph
+    """The graph as it was."""
     device: torch.device | None
     """Where the graph's products run; None if it has none."""
     whole: frozenset[str] = frozenset()
     """The products that stay whole though they are read in parts."""
     unread: frozenset[str] = frozenset()
     """The nodes that the backward would keep for sums alone, which therefore do not read them."""
+    alone: Mapping[str, bool] = field(default_factory=dict)
+    """Those that it keeps for sums alone, and whether that pays (`kept_alone`)."""
     packed: tuple[Packed, ...] = ()
     """Those that were split."""
     sites: list[Site] = field(default_factory=list)
@@ -159,8 +163,7 @@ def eight_bit_casts(work: Work) -> None:
 
 def regions(work: Work) -> None:
     """Derives Regions from the graph's terms by the laws, has them accepted, and writes them: one operation for each
-    Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines. Raises
-    InVain where the graph must be rewritten once more."""
+    Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines."""
     graph = work.graph
     found = settled(graph, work.settings, work.decisions, Limits(unread=work.unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
@@ -176,11 +179,8 @@ def regions(work: Work) -> None:
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     work.opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(made.builts)]
-    alone = kept_alone(made) - work.unread
-    most = most_kept(graph) if alone else 0.0
+    work.alone = {name: pays for name, pays in kept_alone(made).items() if name not in work.unread}
     emit(made, work.target, work.before)
-    if alone and kept(graph) > most:
-        raise InVain(unread=alone)
     left = {n.name for n in graph.nodes}
     gone = [name for name in lines if name in terms and name not in left]
     work.sites = _absorb(sites, made.builts, gone, terms)
@@ -234,6 +234,12 @@ def copies(work: Work) -> None:
     store(work.graph)
 
 
+def little_kept(work: Work) -> None:
+    """If the backward keeps too much, and nodes for sums alone, it takes such sums no more. Raises InVain then."""
+    if work.alone and kept(work.graph) > most_kept(work.original, work.module):
+        raise InVain(unread=dearest(work.alone))
+
+
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     complex_products,
@@ -250,8 +256,10 @@ STAGES: tuple[Stage, ...] = (
     wide_products,
     plain,
     copies,
+    little_kept,
 )
-"""The order, which is meant: a plain product is what no Region took, and copies are made of the finished graph."""
+"""The order, which is meant: a plain product is what no Region took, copies are made of the finished graph, and what is
+kept is what that keeps."""
 WITHOUT_PRODUCTS: tuple[Stage, ...] = (copies,)
 """Those of a graph that has no matrix product."""
 
@@ -271,12 +279,12 @@ def rewrite(
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
     met = set[str]()
     decisions = without_regions(decisions, settings.disable, met)
-    work = Work(module, settings, target, decisions, Before.of(graph), device)
+    work = Work(module, settings, target, decisions, Before.of(graph), backup, device)
     try:
         while (vain := _run(stages, work)) is not None:
             module.graph = g.copied(backup)
             before, whole, unread = Before.of(module.graph), work.whole | vain.whole, work.unread | vain.unread
-            work = Work(module, settings, target, decisions, before, device, whole, unread)
+            work = Work(module, settings, target, decisions, before, backup, device, whole, unread)
         verify_kept(work.graph)
         if _guards(work.graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")

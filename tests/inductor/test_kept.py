@@ -126,6 +126,7 @@ READ: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "by a product, in part, copied": (lambda y: y[:, :4].contiguous() @ y.new_zeros(4, 4), True),
     "by a product, copied, in part": (lambda y: y.t().contiguous()[:, :4] @ y.new_zeros(4, 4), True),
     "by a product, changed": (lambda y: y.sin() @ y.new_zeros(8, 8), True),
+    "by a product, copied, in part, changed": (lambda y: y.t().contiguous()[:, :4].sin() @ y.new_zeros(4, 4), True),
     "by the caller": (lambda y: (y, y.sin()), False),
 }
 
@@ -138,4 +139,22 @@ def test_what_is_alone(name: str) -> None:
     assert kept.alone(node) is alone
     for loop in graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default) if alone else ():
         loop.meta["partitioner_tag"] = "is_backward"
-        assert not kept.alone(node)
+        assert kept.alone(node) is ("in part" in name)
+
+
+@pytest.mark.parametrize("late", [torch.ops.aten.exp.default, torch.ops.aten.mm.default])
+def test_what_loops_make_again_is_not_alone(late: Callable[..., Any]) -> None:
+    """A backward's loop reads the node in place of its sine; a product reads the sine itself."""
+    graph = make_fx(lambda x: ((y := x + 1).sin().exp().sum(), y.sin() @ x), tracing_mode="fake")(
+        torch.rand(8, 8)
+    ).graph
+    node = next(iter(graph.nodes)).next
+    assert kept.alone(node)
+    for reader in graph.find_nodes(op="call_function", target=late):
+        reader.meta["partitioner_tag"] = "is_backward"
+    assert kept.alone(node) is (late is torch.ops.aten.mm.default)
+
+
+def test_those_that_pay_nothing_go_first() -> None:
+    assert kept.dearest({"a": True, "b": False, "c": False}) == {"b", "c"}
+    assert kept.dearest({"a": True}) == {"a"} and kept.dearest({}) == frozenset()
