@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +18,13 @@ from torch._inductor import config as inductor_config
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
+from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.passes.blocks import Blocks, write_blocks
 from coda_inductor.passes.casts import Cast, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real
+from coda_inductor.passes.dropped import read_dropped
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.embedding import write_rows
 from coda_inductor.passes.maxima import write_maxima
@@ -40,6 +42,7 @@ from coda_inductor.passes.switches import (
     PARTS,
     REGION_KINDS,
     allowed,
+    laws_of,
 )
 from coda_inductor.passes.tables import Table
 from coda_inductor.patterns import graph as g
@@ -47,7 +50,8 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Computed
 from coda_inductor.plan.draft import Refusal as Refused
 from coda_inductor.plan.plan import Plan
-from coda_inductor.rewrite.laws import ROOT
+from coda_inductor.rewrite.laws import RELU, ROOT
+from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.rotate_half import OF_HEADS
 from coda_inductor.rewrite.sources import statistics
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
@@ -58,12 +62,13 @@ from coda_inductor.write.verifying import Before, verify, verify_kept
 log = logging.getLogger("coda_inductor")
 
 
-class SplitInVain(Exception):
-    """Not all parts of some products became Regions: these stay `whole`, and the graph is rewritten once more."""
+class InVain(Exception):
+    """The graph is rewritten once more. Not all parts of some products became Regions: these stay `whole`. Or the
+    backward would keep too much for sums: nodes stay `unread` by them."""
 
-    def __init__(self, whole: frozenset[str]) -> None:
-        super().__init__(", ".join(sorted(whole)))
-        self.whole = whole
+    def __init__(self, whole: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()) -> None:
+        super().__init__(", ".join(sorted(whole | unread)))
+        self.whole, self.unread = whole, unread
 
 
 @dataclass(slots=True)
@@ -75,10 +80,16 @@ class Work:
     target: str
     decisions: Decisions
     before: Before
+    original: fx.Graph
+    """The graph as it was."""
     device: torch.device | None
     """Where the graph's products run; None if it has none."""
     whole: frozenset[str] = frozenset()
     """The products that stay whole though they are read in parts."""
+    unread: frozenset[str] = frozenset()
+    """The nodes that the backward would keep for sums alone, which therefore do not read them."""
+    alone: Mapping[str, bool] = field(default_factory=dict)
+    """Those that it keeps for sums alone, and whether that pays (`kept_alone`)."""
     packed: tuple[Packed, ...] = ()
     """Those that were split."""
     sites: list[Site] = field(default_factory=list)
@@ -107,6 +118,12 @@ def casts_first(work: Work) -> None:
     if work.may(CASTS):
         work.casts = round_first(work.graph)
         widen_last(work.graph)
+
+
+def dropped_signs(work: Work) -> None:
+    """A gradient that asks for a sign of what is dropped out asks for that of what is left."""
+    if RELU.name in laws_of(work.settings):
+        read_dropped(work.graph)
 
 
 def complex_products(work: Work) -> None:
@@ -148,10 +165,10 @@ def regions(work: Work) -> None:
     """Derives Regions from the graph's terms by the laws, has them accepted, and writes them: one operation for each
     Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines."""
     graph = work.graph
-    found = settled(graph, work.settings, work.decisions)
+    found = settled(graph, work.settings, work.decisions, Limits(unread=work.unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
     if whole := frozenset(p.name for p in work.packed if not taken.issuperset(p.made)):
-        raise SplitInVain(whole)
+        raise InVain(whole)
     made, lifted = found.plan, found.plan.program.lifted
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
@@ -162,6 +179,7 @@ def regions(work: Work) -> None:
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     work.opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
     sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(made.builts)]
+    work.alone = {name: pays for name, pays in kept_alone(made).items() if name not in work.unread}
     emit(made, work.target, work.before)
     left = {n.name for n in graph.nodes}
     gone = [name for name in lines if name in terms and name not in left]
@@ -216,10 +234,17 @@ def copies(work: Work) -> None:
     store(work.graph)
 
 
+def little_kept(work: Work) -> None:
+    """If the backward keeps too much, and nodes for sums alone, it takes such sums no more. Raises InVain then."""
+    if work.alone and kept(work.graph) > most_kept(work.original, work.module):
+        raise InVain(unread=dearest(work.alone))
+
+
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     complex_products,
     casts_first,
+    dropped_signs,
     embedding_gradients,
     column_parts,
     eight_bit_products,
@@ -231,8 +256,10 @@ STAGES: tuple[Stage, ...] = (
     wide_products,
     plain,
     copies,
+    little_kept,
 )
-"""The order, which is meant: a plain product is what no Region took, and copies are made of the finished graph."""
+"""The order, which is meant: a plain product is what no Region took, copies are made of the finished graph, and what is
+kept is what that keeps."""
 WITHOUT_PRODUCTS: tuple[Stage, ...] = (copies,)
 """Those of a graph that has no matrix product."""
 
@@ -252,12 +279,12 @@ def rewrite(
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
     met = set[str]()
     decisions = without_regions(decisions, settings.disable, met)
-    work = Work(module, settings, target, decisions, Before.of(graph), device)
+    work = Work(module, settings, target, decisions, Before.of(graph), backup, device)
     try:
         while (vain := _run(stages, work)) is not None:
             module.graph = g.copied(backup)
-            before, whole = Before.of(module.graph), work.whole | vain.whole
-            work = Work(module, settings, target, decisions, before, device, whole)
+            before, whole, unread = Before.of(module.graph), work.whole | vain.whole, work.unread | vain.unread
+            work = Work(module, settings, target, decisions, before, backup, device, whole, unread)
         verify_kept(work.graph)
         if _guards(work.graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
@@ -271,13 +298,13 @@ def rewrite(
     return Report(*done, rewrote, seconds)
 
 
-def _run(stages: tuple[Stage, ...], work: Work) -> SplitInVain | None:
+def _run(stages: tuple[Stage, ...], work: Work) -> InVain | None:
     """The stages, each verified; what asks for another run, None if nothing does."""
     try:
         for stage in stages:
             stage(work)
             verify(work.graph, work.before, stage.__name__)
-    except SplitInVain as vain:
+    except InVain as vain:
         return vain
     return None
 

@@ -29,12 +29,12 @@ class Settled:
     normalisers: list[Normaliser]
 
 
-def settled(graph: fx.Graph, settings: Settings, decisions: Decisions) -> Settled:
-    """What is derived from the graph and accepted. A normaliser that no Region takes, or whose Region is not kept, is
-    first written as it was."""
+def settled(graph: fx.Graph, settings: Settings, decisions: Decisions, limits: Limits = NONE) -> Settled:
+    """What is derived from the graph within the limits, and accepted. A normaliser that no Region takes, or whose
+    Region is not kept, is first written as it was."""
     laws = laws_of(settings)
     normalisers = softmax.shorten(graph) if SOFTMAX.name in laws else []
-    lifted, limits = lift(graph, rounding=settings.numerics == "strict"), NONE
+    lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
         made = plan(lifted, laws, limits)
         limits |= Limits(whole_heads=made.program.limits.whole_heads)

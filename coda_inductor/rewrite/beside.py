@@ -85,7 +85,8 @@ def of_tensors(program: Program, t: Term, q: Factors, over: tuple[int, ...], row
         summands += [(terms.const(ONE), constant)] if constant else []
     for x, w in summands:
         inside = bool(x.axes.intersection(over))
-        second = next((n for n in holding(program, x) if program.lifted.reading.roots(n) == dims), None)
+        fitting = (n for n in holding(program, x) if n.name not in program.limits.unread)
+        second = next((n for n in fitting if program.lifted.reading.roots(n) == dims), None)
         if inside and second is None:
             return None
         tile = program.hold(second) if inside and second is not None else terms.const(ONE)
@@ -113,12 +114,15 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     if image.kind != "con":
         return _paired(program, product.rows, terms.red("sum", terms.mul(held, image), over, extents))
     forward = read_anyway(program, image, z, over)
+    if forward.name in program.limits.unread:
+        return None
     whole = program.new[program.lifted.term[forward]]
     parts = affine(terms, whole, image, over)
     if parts is None:
         return None
     scale, rest = parts
     turned = through(program, z, whole, over) if adjoint else None
+    turned = None if turned and turned[1].name in program.limits.unread else turned
     same = next((n for n in holding(program, z) if reading.roots(n) == reading.roots(forward)), node)
     total = terms.red("sum", terms.mul(program.hold(same), program.hold(forward)), over, extents)
     if turned:

@@ -18,7 +18,8 @@ class Limits:
     and epilogues of `only_accumulated` do nothing else, for the given reasons. Nodes of the forward that `never` may
     be made again in the backward are kept. Epilogues of `crowded` products (a bit set) would read too many vectors if
     they combined them themselves. Epilogues of `unrooted` products (a bit set) read anyway what a square is made of,
-    and take no root of it.
+    and take no root of it. No sum beside an operation that is left whole reads the nodes of these names, `unread`:
+    they would be kept for it alone.
     """
 
     banned: Mapping[int, str] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Limits:
     never: frozenset[fx.Node] = frozenset()
     crowded: int = 0
     unrooted: int = 0
+    unread: frozenset[str] = frozenset()
 
     def __or__(self, other: Limits) -> Limits:
         """Both; where both give a reason, the other's."""
@@ -42,6 +44,7 @@ class Limits:
             self.never | other.never,
             self.crowded | other.crowded,
             self.unrooted | other.unrooted,
+            self.unread | other.unread,
         )
 
     def __bool__(self) -> bool:
@@ -59,6 +62,7 @@ class Limits:
             and other.never <= self.never
             and not other.crowded & ~self.crowded
             and not other.unrooted & ~self.unrooted
+            and other.unread <= self.unread
         )
 
 

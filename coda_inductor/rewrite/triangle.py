@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
+
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Product
@@ -121,21 +123,34 @@ def is_relu(t: Term) -> bool:
     return t.kind == "fn" and t.name == "max" and is_number(t.args[1]) and t.args[1].coefficient == 0
 
 
+def _relu_of(program: Program, t: Term) -> tuple[Term, Fraction] | None:
+    """(max(x, 0), c) such that t is c times that wherever t is positive: what a product reads of it, be it that some
+    was dropped out."""
+    if t.kind == "leaf":
+        node = program.lifted.node(t)
+        rest = [a for a in node.all_input_nodes if a.meta["val"].dtype != torch.bool]
+        if node.target is not torch.ops.aten.mul.Tensor or len(rest) != 1 or len(node.all_input_nodes) != 2:
+            return None
+        t = program.new[program.lifted.term[rest[0]]]
+    (relu, power), *more = factors(t).items() or [(t, ONE)]
+    return (relu, number(t)) if not more and power == 1 and number(t) > 0 and is_relu(relu) else None
+
+
 def _behind_relu(program: Program, z: Term, image: Term, over: tuple[int, ...]) -> tuple[Term, Term] | None:
     """(The sum of `image` times z, what stands for the image in it), if z is a gradient that came through the ReLU of
     the image, up to a per-token factor: what that ReLU gave; less its rank-one parts, as biases, if the ReLU's input
     has any beside the image, a product. These are sums of their own."""
     terms, extents = program.lifted.terms, program.lifted.extents(over)
-    through = z.kind == "fn" and z.name == "if_nonpositive" and z.args[1] is terms.const(0.0) and is_relu(z.args[0])
-    if not through:
+    through = z.kind == "fn" and z.name == "if_nonpositive" and z.args[1] is terms.const(0.0)
+    found = _relu_of(program, z.args[0]) if through else None
+    if found is None:
         return None
-    after = z.args[0]
-    scale = terms.mul(
-        terms.const(number(image) / number(after.args[0])), _divided(terms, factors(image), factors(after.args[0]))
-    )
+    relu, weight = found
+    before, after = relu.args[0], terms.mul(terms.const(1 / weight), z.args[0])
+    scale = terms.mul(terms.const(number(image) / number(before)), _divided(terms, factors(image), factors(before)))
     if not scale.axes.intersection(over) and not scale.hosts:
         return terms.red("sum", terms.mul(z, scale, after), over, extents), terms.mul(scale, after)
-    parts = affine(terms, after.args[0], image, over) if image.kind == "con" else None
+    parts = affine(terms, before, image, over) if image.kind == "con" else None
     if parts is None:
         return None
     vectors = dict[Term, list[Term]]()  # of rows: what they multiply

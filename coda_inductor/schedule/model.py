@@ -71,15 +71,16 @@ def kernels(graph: fx.Graph, halves: Halves | None = None) -> list[Kernel]:
     return [original(half, k) for half in halves for k in _kernels(half)]
 
 
-def partition(graph: fx.Graph) -> Halves | None:
-    """Forward and backward of a joint graph, by Inductor's own min-cut; None if the graph is not joint."""
+def partition(graph: fx.Graph, owner: torch.nn.Module | None = None) -> Halves | None:
+    """Forward and backward of a joint graph, by Inductor's own min-cut; None if the graph is not joint. `owner`: whose
+    attributes it reads, if it has no module of its own."""
     if not is_joint(graph):
         return None
     described = graph.output_node().meta.get("desc")  # of every output; None for an input that gets no gradient
     if described is None:
         return None  # of a graph in a graph
     forward = 1 + max(i for i, d in enumerate(described) if d is not None and not of_backward(d))
-    owner_module = graph.owning_module or torch.nn.Module()
+    owner_module = graph.owning_module or owner or torch.nn.Module()
     # Other ranks may not ask. Nothing runs what is made here: its code, a quarter of the time, is not written.
     with _use_lazy_graph_module(True), functorch_config.patch(_sync_decision_cross_ranks=False):
         twin = _make_graph_module(owner_module, copied(graph))
@@ -94,15 +95,20 @@ def of_backward(described: Any) -> bool:
     return isinstance(described, LATE)
 
 
-def saved_names(graph: fx.Graph) -> frozenset[str]:
-    """The nodes of a joint graph that the forward keeps for the backward; none if it is not joint. Tuning takes it as
-    a hint: where torch's own partitioner fails on the graph as it is by now, it does without."""
+def partitioned(graph: fx.Graph, owner: torch.nn.Module | None = None) -> Halves | None:
+    """What `partition` returns, as a hint: None also where torch's own partitioner fails on the graph as it is by
+    now."""
     try:
-        halves = partition(graph)
+        return partition(graph, owner)
     except Exception as error:
         log.info("what the forward saves is not known: %s: %s", type(error).__name__, error)
         forget_frames(error)
-        return frozenset()
+        return None
+
+
+def saved_names(graph: fx.Graph) -> frozenset[str]:
+    """The nodes of a joint graph that the forward keeps for the backward; none if it is not joint, or not known."""
+    halves = partitioned(graph)
     return frozenset(saved(halves)) if halves else frozenset()
 
 
