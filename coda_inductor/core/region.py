@@ -89,6 +89,11 @@ class Reduction:
     of: str = "sum"
 
 
+SAMPLE = 128
+"""Samples come in multiples of so many tokens: each target has tables of tiles of as many rows, which are then all of
+one sample."""
+
+
 def _written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Without the tokens of what is of no sample: what is tuned is known by older texts."""
     return {name: value for name, value in fields if name != "tokens" or value}
