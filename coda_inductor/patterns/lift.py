@@ -101,7 +101,8 @@ def lift(
     is a tensor of which nothing else is said; `matrices` are among those that have features as columns."""
     lifted = Lifted(graph, read_axes(graph, matrices), Terms(rounding), {}, {}, {})
     waits = _order(lifted)
-    of_samples = conditions(lifted.reading, graph)
+    joint = any(map(g.is_backward, graph.nodes))
+    of_samples = set[fx.Node]() if joint else conditions(lifted.reading, graph)  # in training nobody reads them so
     left = {node for node in graph.nodes if node in of_samples or _left(lifted, node) or cut(node)}
     products = (node for node in graph.nodes if node.target in g.PRODUCTS and node not in left)
     lifted.bits = {node: i for i, node in enumerate(products)}
@@ -123,7 +124,7 @@ def lift(
             deps |= term.deps
         lifted.deps[node] = deps
     lifted.place = {node: i for i, node in enumerate(graph.nodes)}
-    lifted.joint = any(map(g.is_backward, graph.nodes))
+    lifted.joint = joint
     lifted.read = tuple(lifted.terms)
     lifted.totalled = frozenset(t.args[0] for t in lifted.read if t.kind == "red" and t.name == "sum")
     return lifted

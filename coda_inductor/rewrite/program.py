@@ -23,6 +23,8 @@ from coda_inductor.rewrite.space import Axes, Heads, Lane, Space
 from coda_inductor.rewrite.state import State, weight_of
 
 MAX_LANES = 2
+IN_TRAINING = "it needs a vector of each sample, which epilogues read in inference alone"
+"""For its gradient, a sum over the tokens of each sample, Inductor reads the product anyway."""
 POINTWISE_KINDS = ("mul", "add", "fn")
 
 
@@ -180,6 +182,8 @@ class Program(State):
 
     def tokens(self, x: Term, space: Space) -> int:
         """Of each sample, of which x is a vector. Raises Unsupported if they are not known to fill tiles."""
+        if self.lifted.joint:
+            raise Unsupported(IN_TRAINING)
         tokens = self.lifted.reading.axes.total(space.within(x)).static
         if not tokens or tokens % SAMPLE:
             many = f"{tokens}, which is not a multiple of {SAMPLE}" if tokens else "a symbol"
