@@ -57,7 +57,8 @@ HELPERS = {
 }
 # A "col" vector varies over M: it is what token vectors are, and what is left of a sum over N.
 OPS_OF_EXTENT = {
-    "token": "ColVecLoad", "feature": "RowVecLoad", "sample": "SampleVector", "tile": "TileLoad", "table": "RotaryCosSinTMALoad",
+    "token": "ColVecLoad", "feature": "RowVecLoad", "sample": "SampleVector", "tile": "TileLoad",
+    "table": "RotaryCosSinTMALoad",
 }  # fmt: skip
 # What the kernel of two summed products is told of their matrices (device._Summed).
 SPANS = ("a_apart", "b_apart", "a_turned", "b_turned")

@@ -38,8 +38,8 @@ def evaluated(
 ) -> Iterator[tuple[int, Tensor]]:
     """The `wanted` outputs, by their place among stores and reductions, each as soon as it is there: stores [M, width]
     before they are rounded, reductions finished. What nothing wants any more is not kept. Of a weight of more than
-    `at_once` numbers only so many are widened at a time. The inputs' rows are those from `start` on, but for operands of
-    samples, which are whole."""
+    `at_once` numbers only so many are widened at a time. The inputs' rows are those from `start` on, but for operands
+    of samples, which are whole."""
     left, values = _leaving(region, wanted), dict[str, Tensor | float]()
     given = {o.name: (o, x) for o, x in zip(region.operands, inputs[region.matrices :], strict=True)}
     uses = _uses(region, left)

@@ -184,7 +184,11 @@ def _some_rows(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor
     read = {i: rows // tokens[i] if i in tokens else rows for i in dim}
     given = [x.index_select(dim[i], read[i]) if i in dim else x for i, x in enumerate(inputs)]
     operands = tuple(replace(o, tokens=min(o.tokens, 1)) for o in region.operands)  # each row has its own
-    return replace(region, operands=operands, reductions=tuple(r for r in region.reductions if r.over == "N")), rows, given
+    return (
+        replace(region, operands=operands, reductions=tuple(r for r in region.reductions if r.over == "N")),
+        rows,
+        given,
+    )
 
 
 def _some_columns(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:

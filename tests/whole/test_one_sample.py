@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from coda_inductor.inductor.joint_pass import REPORTS
 
+
 @pytest.mark.parametrize("of_text", [False, True])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
 def test_one_image_is_eagers(block: Callable[[], nn.Module], of_text: bool) -> None:
