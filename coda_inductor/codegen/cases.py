@@ -284,8 +284,8 @@ def every_op(n: int, k: int) -> Region:
 OF_PAIRS = ("first", "second")
 _MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, sample_gate, sample_swiglu, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores,
-    norm_backward, norm_gradients, summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables, rotary_neighbours,
-    rotary_neighbours_alone, weight_gradient, turned_left,
+    norm_backward, norm_gradients, summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary,
+    rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient, turned_left,
 )  # fmt: skip
 
 

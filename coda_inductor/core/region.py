@@ -21,7 +21,8 @@ Extent = Literal["token", "feature", "sample", "tile", "table", "scalar"]
 """What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N], "sample" is a vector over features
 for each sample, of which row m reads its own; "scalar", of an elementwise pass alone, is one number. Where two products
 are halves of heads, what varies over columns are pairs: a "feature" is [2 * N], as the heads lie, and a "table"
-[M, 2 * half], in which column n of both halves reads the pair at 2 * (n % half). Operations `first` and `second` take them apart."""
+[M, 2 * half], in which column n of both halves reads the pair at 2 * (n % half). Operations `first` and `second` take
+them apart."""
 
 
 @dataclass(frozen=True, slots=True)
