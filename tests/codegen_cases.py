@@ -79,9 +79,7 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
         matrices[first], matrices[second] = both[: region.n], both[region.n :]
     operands = []
     for o in region.operands:
-        shapes = {"token": (m,), "feature": (region.width,), "tile": (m, region.n), "table": (m, 2 * region.half)}
-        shape = shapes[o.extent]
-        value = normal(*shape)
+        value = normal(*region.shape(o, m))
         operands.append((value.abs() + 0.5 if o.extent == "token" else value).to(DTYPES[o.dtype]))
     return [matrices[i] for i in range(region.matrices)] + operands
 

@@ -22,7 +22,7 @@ HANGING = 8  # rows and columns by which the simulated last tile hangs over the 
 LOADS: tuple[str, ...] = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad")
 SINKS = {kind: (row, over) for row in REDUCTIONS.values() for over, kind in row.sinks.items()}
 """By the name of a class of codegen/sinks.py: what is taken, and over what."""
-OF_HALVES = ("HalfStore", "HalfVector", "RotaryCosSinTMALoad")
+OF_VECTORS = ("HalfStore", "HalfVector", "SampleVector", "RotaryCosSinTMALoad")
 
 
 class Pair(NamedTuple):
@@ -50,7 +50,7 @@ def standin() -> dict[str, Any]:
     names["unpack"], names["pack"] = lambda pair: pair, Pair
     for kind in (*LOADS, *SINKS, "MaskedColVecReduce", "MaskedRowVecReduce"):
         names[kind] = lambda name, kind=kind, **given: types.SimpleNamespace(kind=kind, given=given)
-    names |= dict.fromkeys(OF_HALVES, lambda *_: None)
+    names |= dict.fromkeys(OF_VECTORS, lambda *_: None)
     for decorator in ("one_product", "two_products", "summed_products", "neighbours"):
         names[decorator] = lambda **given: lambda fn: (fn, given)
     return names
@@ -89,12 +89,16 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
             lanes = [t.float().t() for t in halves(x)] if x.dim() == 1 else [x[:, i::2].float() for i in (0, 1)]
             values[slot] = Pair(*(hang(t.expand(m, -1).repeat(1, region.n // t.shape[-1])) for t in lanes))
             continue
-        shape = {"token": (-1, 1), "feature": (1, -1), "tile": (m + HANGING, -1)}[o.extent]
+        shape = {"token": (-1, 1), "feature": (1, -1)}.get(o.extent, (m + HANGING, -1))
+        if o.tokens:  # a tile reads the vector of its first row, also where it hangs over the edge
+            x = x.repeat_interleave(o.tokens, 0)[:m]
         padded = hang(x)
+        if o.tokens:
+            padded[m:] = padded[m - 1]
         if o.extent == "token" and o.dtype != "f32" and m % 2:
             padded[m] = torch.nan
         full = padded.reshape(shape).expand(m + HANGING, region.n + HANGING)
-        values[slot] = Pair(full, full) if len(products) == 2 and o.extent == "feature" else full
+        values[slot] = Pair(full, full) if len(products) == 2 and o.extent in ("feature", "sample") else full
     found = function(Pair(*accumulators) if len(products) == 2 else accumulators[0], **values)
     slots = source.slots(region)
 

@@ -26,6 +26,29 @@ def norm_producer(n: int, k: int) -> Region:
     ))  # fmt: skip
 
 
+def sample_gate(n: int, k: int, tokens: int = 768) -> Region:
+    """A residual stream with the gate of each sample, as of several images, the next norm's scale of each, its sums."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),),
+        (Operand("stream", "tile", "bf16"), Operand("bias", "feature", "bf16"),
+         Operand("gate", "sample", "bf16", tokens), Operand("scale", "sample", "f32", tokens)),
+        (Let("y", "add", ("acc", "bias")), Let("gated", "mul", ("y", "gate")), Let("h", "add", ("stream", "gated")),
+         Let("more", "add", ("scale", 1.0)), Let("z", "mul", ("h", "more")), Let("hh", "mul", ("h", "h"))),
+        (Store("h", "bf16"), Store("z", "bf16")), (Reduction("h"), Reduction("hh"), Reduction("z", "M")),
+    ))  # fmt: skip
+
+
+def sample_swiglu(n: int, k: int, tokens: int = 768) -> Region:
+    """Two products, each with a vector of every sample."""
+    return verify(Region(
+        n, "bf16", (Product("g", 0, 1, k, "nk"), Product("u", 0, 2, k, "nk")),
+        (Operand("of_gate", "sample", "f32", tokens), Operand("of_up", "sample", "bf16", tokens)),
+        (Let("gate", "add", ("g", "of_gate")), Let("up", "add", ("u", "of_up")), Let("s", "sigmoid", ("gate",)),
+         Let("silu", "mul", ("gate", "s")), Let("y", "mul", ("silu", "up"))),
+        (Store("y", "bf16"),), (),
+    ))  # fmt: skip
+
+
 def token_scale(n: int, k: int) -> Region:
     """A product after a deferred norm: rsqrt(sum / k + eps) of the row."""
     return verify(Region(
@@ -260,9 +283,9 @@ def every_op(n: int, k: int) -> Region:
 
 OF_PAIRS = ("first", "second")
 _MADE: tuple[Callable[[int, int], Region], ...] = (
-    norm_producer, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores, norm_backward, norm_gradients,
-    summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary, rotary_tables, rotary_neighbours,
-    rotary_neighbours_alone, weight_gradient, turned_left,
+    norm_producer, sample_gate, sample_swiglu, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores,
+    norm_backward, norm_gradients, summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary,
+    rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient, turned_left,
 )  # fmt: skip
 
 

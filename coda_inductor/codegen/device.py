@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
+from quack.compile_utils import make_fake_tensor
 from quack.epilogue import ops
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import RowVecLoad, Scalar, TileStore
@@ -52,6 +53,36 @@ class HalfVector(RowVecLoad):  # type: ignore[misc]
         heads = cute.size(vector) // (2 * self.half)
         halves = cute.make_layout(((2, self.half, heads),), stride=((self.half, 1, 2 * self.half),))
         return {self.name: cute.make_tensor(vector.iterator, halves)}
+
+
+class SampleVector(RowVecLoad):  # type: ignore[misc]
+    """A vector over features for each sample, given for each row as [samples, tokens, N] with a stride of 0. A tile
+    reads that of its first row: its rows are of one sample. With two `lanes`, f32, entry n serves both of pair n."""
+
+    def __init__(self, name: str, lanes: int) -> None:
+        super().__init__(name)
+        self.lanes = lanes
+
+    def config_key(self) -> Any:
+        return (self.lanes,)
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        dtype, _ = key
+        shape = (cute.sym_int(), cute.sym_int(), fctx.n)
+        return make_fake_tensor(dtype, shape, leading_dim=2, divisibility=4)
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        vectors = getattr(args, self.name)
+        (samples, tokens, n), (apart, _, _) = vectors.shape, vectors.stride
+        pitch = cute.assume(apart, divby=128 // vectors.element_type.width)  # rows of 16 bytes, as the launch sees to
+        columns, step = (n, 1) if self.lanes == 1 else ((2, n), (0, 1))
+        layout = cute.make_layout(((tokens, samples), columns), stride=((0, pitch), step))
+        return {self.name: cute.make_tensor(vectors.iterator, layout)}
+
+    def _get_gmem_vec(self, param: Any, ctx: Any) -> Any:
+        # A cluster may have a tile of which no row is left: it reads, for nothing, what the last row does.
+        row, rows = ctx.tile_coord_mnkl[0] * ctx.tile_M, cute.size(param, mode=[0])
+        return param[cutlass.select_(row < rows, row, rows - 1), None]
 
 
 class _Lanes:

@@ -15,6 +15,7 @@ from quack.epilogue.math import F2
 from coda_inductor.codegen.device import HalfStore as HalfStore
 from coda_inductor.codegen.device import HalfVector as HalfVector
 from coda_inductor.codegen.device import LaneVector as LaneVector
+from coda_inductor.codegen.device import SampleVector as SampleVector
 from coda_inductor.codegen.device import decorators
 
 PADDING = 1024  # bytes at most, before the first tile in shared memory, which is aligned to as many

@@ -8,6 +8,7 @@ from __future__ import annotations
 from coda_inductor.codegen.device import HalfStore as HalfStore
 from coda_inductor.codegen.device import HalfVector as HalfVector
 from coda_inductor.codegen.device import LaneVector as LaneVector
+from coda_inductor.codegen.device import SampleVector as SampleVector
 from coda_inductor.codegen.device import decorators
 
 one_product, two_products, summed_products, neighbours = decorators()

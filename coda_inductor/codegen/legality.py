@@ -102,11 +102,15 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     if any(o.extent == "table" for o in region.operands):
         turn = MAINLOOPS[target.mainloop].subtile(config, _streams(region))[1]
         _need(head % turn == 0, f"{config}: {turn} columns at a time and a table of {head} do not fit")
+    for o in region.operands:
+        fits = o.extent != "sample" or o.tokens % config.tile_m == 0  # all rows of a tile read one vector
+        _need(fits, f"{config}: {config.tile_m} rows and samples of {o.tokens} tokens do not fit", WHOLE_TILES)
     found = stages(region, config, target).ab
     room = f"shared memory for {max(found, 0)} of the {target.least_stages} steps that it loads ahead"
     _need(found >= target.least_stages, f"{_beside(region)}, which leave the product {room}", LESS)
 
 
+WHOLE_TILES = "tokens of a sample in multiples of 128: pad them"
 LESS = "keep fewer tensors [M, N] alive there, or in 16 bits: return less, or checkpoint the layer"
 
 
@@ -227,7 +231,7 @@ def _streams(region: Region) -> Streams:
 def _vector_bytes(region: Region, config: Config, loop: Mainloop) -> int:
     """Shared memory of token and feature vectors, and of sums that warps pass on: every warp but the first of those
     that share a row or column of the tile."""
-    length = {"token": config.tile_m, "feature": config.tile_n, "tile": 0, "table": 0}
+    length = {"token": config.tile_m, "feature": config.tile_n, "sample": config.tile_n, "tile": 0, "table": 0}
     warps_m, warps_n = loop.warps(config)
     passed_on = {"N": config.tile_m * (warps_n - 1), "M": config.tile_n * (warps_m - 1)}
     sums = 4 * sum(passed_on[r.over] * REDUCTIONS[r.of].planes for r in region.reductions)
@@ -235,6 +239,6 @@ def _vector_bytes(region: Region, config: Config, loop: Mainloop) -> int:
 
 
 def _vector_itemsize(region: Region, operand: Operand) -> int:
-    """Feature vectors beside two products are read as f32 (one value serves both lanes)."""
-    widened = operand.extent == "feature" and len(region.products) == 2
+    """Vectors over features beside two products are read as f32 (one value serves both lanes)."""
+    widened = operand.extent in ("feature", "sample") and len(region.products) == 2
     return 4 if widened else BYTES[operand.dtype]

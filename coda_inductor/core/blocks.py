@@ -30,12 +30,12 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
     wanted, numbers = [i for i, out in enumerate(outs) if out is not None], numbers or NUMBERS
     m, rows = region.m(inputs), max(1, numbers // max(region.width, region.products[0].k))
     dims = {a: region.m_axis[1] for p in region.products for a, _ in p.pairs}
-    dims |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
+    dims |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent not in ("feature", "sample")}
     stored = len(region.stores)
     for start in range(0, max(m, 1), rows):
         here = min(rows, m - start)
         some = [x.narrow(dims[i], start, here) if i in dims and here < m else x for i, x in enumerate(inputs)]
-        for i, value in evaluated(region, some, wanted, numbers):
+        for i, value in evaluated(region, some, wanted, numbers, start):
             out, reduction = outs[i], region.reductions[i - stored] if i >= stored else None
             assert out is not None
             if reduction is None or reduction.over == "N":

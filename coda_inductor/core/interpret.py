@@ -15,7 +15,7 @@ from torch import Tensor
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.reductions import REDUCTIONS
-from coda_inductor.core.region import Product, Region
+from coda_inductor.core.region import Operand, Product, Region
 
 SHAPE = {"token": (-1, 1), "feature": (1, -1)}
 
@@ -34,18 +34,19 @@ def interpret(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def evaluated(
-    region: Region, inputs: Sequence[Tensor], wanted: Collection[int], at_once: int | None = None
+    region: Region, inputs: Sequence[Tensor], wanted: Collection[int], at_once: int | None = None, start: int = 0
 ) -> Iterator[tuple[int, Tensor]]:
     """The `wanted` outputs, by their place among stores and reductions, each as soon as it is there: stores [M, width]
     before they are rounded, reductions finished. What nothing wants any more is not kept. Of a weight of more than
-    `at_once` numbers only so many are widened at a time."""
+    `at_once` numbers only so many are widened at a time. The inputs' rows are those from `start` on, but for operands
+    of samples, which are whole."""
     left, values = _leaving(region, wanted), dict[str, Tensor | float]()
-    given = {o.name: (o.extent, x) for o, x in zip(region.operands, inputs[region.matrices :], strict=True)}
+    given = {o.name: (o, x) for o, x in zip(region.operands, inputs[region.matrices :], strict=True)}
     uses = _uses(region, left)
 
     def taken(name: str) -> Tensor | float:
         if name not in values:
-            values[name] = _operand(region, *given[name])
+            values[name] = _operand(region, *given[name], start, shape[0])
         uses[name] -= 1
         return values[name] if uses[name] else values.pop(name)
 
@@ -110,12 +111,16 @@ def _by_columns(a: Tensor, b: Tensor, step: int) -> Tensor:
     return out
 
 
-def _operand(region: Region, extent: str, tensor: Tensor) -> Tensor:
-    """An operand as the statements read it."""
+def _operand(region: Region, operand: Operand, tensor: Tensor, start: int, m: int) -> Tensor:
+    """An operand as the statements read it, in m rows from `start` on."""
     value = tensor.to(region.compute)
-    if region.half and extent in ("feature", "table"):
+    if region.half and operand.extent in ("feature", "table"):
         return _pairs(region, value)
-    return value.reshape(SHAPE.get(extent, tensor.shape))
+    if operand.extent == "sample":
+        first, last = start // operand.tokens, -(-(start + m) // operand.tokens)
+        rows = value[first:last].repeat_interleave(operand.tokens, 0)
+        return rows.narrow(0, start - first * operand.tokens, m)
+    return value.reshape(SHAPE.get(operand.extent, tensor.shape))
 
 
 def _pairs(region: Region, value: Tensor) -> Tensor:

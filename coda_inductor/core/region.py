@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 import torch
 
-Extent = Literal["token", "feature", "tile", "table", "scalar"]
-"""What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N]; "scalar", of an elementwise pass
-alone, is one number. Where two products are halves of
-heads, what varies over columns are pairs: a "feature" is [2 * N], as the heads lie, and a "table" [M, 2 * half], in
-which column n of both halves reads the pair at 2 * (n % half). Operations `first` and `second` take them apart."""
+Extent = Literal["token", "feature", "sample", "tile", "table", "scalar"]
+"""What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N], "sample" is a vector over features
+for each sample, of which row m reads its own; "scalar", of an elementwise pass alone, is one number. Where two products
+are halves of heads, what varies over columns are pairs: a "feature" is [2 * N], as the heads lie, and a "table"
+[M, 2 * half], in which column n of both halves reads the pair at 2 * (n % half). Operations `first` and `second` take
+them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,13 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An epilogue input `name`, of `dtype` and `extent`, read as float32 (float64 in a float64 region)."""
+    """An epilogue input `name`, of `dtype` and `extent`, read as float32 (float64 in a float64 region). One of a sample
+    is [ceil(M / tokens), N], and row m reads its row m // tokens."""
 
     name: str
     extent: Extent
     dtype: str
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +90,24 @@ class Reduction:
     of: str = "sum"
 
 
+SAMPLE = 128
+"""Samples come in multiples of so many tokens: each target has tables of tiles of as many rows, which are then all of
+one sample."""
+
+
+def _written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Without the tokens of what is of no sample: what is tuned is known by older texts."""
+    return {name: value for name, value in fields if name != "tokens" or value}
+
+
 class Keyed:
     """A frozen record, of fields that JSON can write, that is named by its content."""
 
     @cached_property
     def text(self) -> str:
         """Canonical JSON: equal text, equal kernel."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
+        fields = dataclasses.asdict(self, dict_factory=_written)  # type: ignore[call-overload]
+        return json.dumps(fields, separators=(",", ":"))
 
     @cached_property
     def digest(self) -> str:
@@ -152,6 +166,14 @@ class Region(Keyed):
         """M of these inputs: an int, of fake tensors perhaps a symbol."""
         i, dim = self.m_axis
         return inputs[i].shape[dim]
+
+    def shape(self, operand: Operand, m: int) -> tuple[int, ...]:
+        """An operand's, beside `m` rows."""
+        columns = {"tile": self.n, "table": 2 * self.half, "sample": self.n}
+        rows = -(-m // operand.tokens) if operand.tokens else m
+        if operand.extent in columns:
+            return rows, columns[operand.extent]
+        return (m,) if operand.extent == "token" else (self.width,)
 
     @property
     def width(self) -> int:

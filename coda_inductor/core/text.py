@@ -33,6 +33,7 @@ def show(region: Region, m: str = "M") -> str:
         lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={p.k}, {_dtypes(region)})")
     for i, o in enumerate(region.operands, region.matrices):
         shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}
+        shapes["sample"] = f"[{m} / {o.tokens}, {region.n}]"
         shape = shapes.get(o.extent, f"[{m}, {region.n}]")
         lines.append(f"load {o.name}{shape} = in{i}  ({o.dtype}, per {o.extent})")
     for let in region.lets:

@@ -31,11 +31,14 @@ def verify(region: Region) -> Region:
     tiles, defined, pairs = set(), set(), set()
     for name, extent in [(p.name, "tile") for p in region.products] + [(o.name, o.extent) for o in region.operands]:
         check(_is_name(name) and name not in defined, f"name {name!r} is taken or no identifier")
-        check(extent in ("token", "feature", "tile", "table"), f"extent {extent!r} of {name}")
+        check(extent in ("token", "feature", "sample", "tile", "table"), f"extent {extent!r} of {name}")
         check(extent != "table" or bool(region.half), f"a table {name} without halves of heads")
         defined.add(name)
         pairs |= {name} if region.half and extent in ("feature", "table") else set()
         tiles |= {name} if extent in ("tile", "table") else set()
+    for o in region.operands:
+        check((o.extent == "sample") == (o.tokens > 0), f"{o.name}, per {o.extent}, of samples of {o.tokens} tokens")
+        check(o.extent != "sample" or not region.half, f"{o.name} of a sample beside halves of heads")
     for let in region.lets:
         check(_is_name(let.name) and let.name not in defined, f"name {let.name!r} is taken or no identifier")
         check(let.op in OPS, f"unknown operation {let.op!r}")

@@ -7,6 +7,7 @@ them up graph by graph.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -146,12 +147,12 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     region, n = site.region, site.region.n
     rows = rows_of(site, nodes)
     width, head = region.width, 2 * region.half
-    shapes = {"token": (rows, f"[{site.m}]"), "feature": (width, f"[{width}]"), "tile": (rows * n, f"[{site.m}, {n}]")}
-    shapes["table"] = rows * head, f"[{site.m}, {head}]"
+    shapes = {"token": f"[{site.m}]", "feature": f"[{width}]", "tile": f"[{site.m}, {n}]"}
+    shapes |= {"table": f"[{site.m}, {head}]", "sample": f"[{n}] of a sample"}
     wide = "f64" if region.dtype == "f64" else "f32"
     size = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-    loads = sum(shapes[o.extent][0] * size[o.dtype] for o in region.operands)
-    sums = {"N": shapes["token"], "M": shapes["feature"]}  # what is left of a sum varies as such a vector
+    loads = sum(math.prod(region.shape(o, rows)) * size[o.dtype] for o in region.operands)
+    sums = {"N": (rows, shapes["token"]), "M": (width, shapes["feature"])}  # what is left of a sum
     stores = sum(rows * width * size[s.dtype] for s in region.stores)
     stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
     tiles = len(region.products) * rows * n * max(size[region.dtype], size["bf16"])  # 8-bit products leave in 16
@@ -168,7 +169,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "k": max(p.k for p in region.products),
         "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
         "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
-        "loads": [f"{o.dtype}{shapes[o.extent][1]}" for o in region.operands],
+        "loads": [f"{o.dtype}{shapes[o.extent]}" for o in region.operands],
         "bare": plain,
         "bytes_before": bytes_before,
         "bytes_after": 0 if plain else max(loads + stores - tiles, 0),

@@ -53,8 +53,9 @@ class Executable:
         self._widened = [
             (place[s], first + i)
             for i, (s, o) in enumerate(zip(names.operands, region.operands, strict=True))
-            if len(region.products) == 2 and o.extent == "feature" and o.dtype != "f32"
+            if len(region.products) == 2 and o.extent in ("feature", "sample") and o.dtype != "f32"
         ]
+        self._samples = [(place[s], o.tokens) for s, o in zip(names.operands, region.operands, strict=True) if o.tokens]
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
         self._seconds = [(place[s], place[source.second(s)]) for s in names.stores] if region.halved else []
         totals = zip(names.sums, region.reductions, strict=True)
@@ -81,6 +82,8 @@ class Executable:
             fields[field] = inputs[i]
         for field, i in self._widened:
             fields[field] = inputs[i].float()
+        for field, tokens in self._samples:
+            fields[field] = _by_rows(fields[field], tokens)
         for field, i in self._stores:
             fields[field] = self._store(i, outs[i], a)
         for field, other in self._seconds:
@@ -128,6 +131,12 @@ class Executable:
             return out
         store_dtype = DTYPES[self.region.stores[i].dtype]
         return torch.empty((like.shape[0], self.region.width), dtype=store_dtype, device=like.device)
+
+
+def _by_rows(x: Tensor, tokens: int) -> Tensor:
+    """Vectors of samples [samples, N] for each row, [samples, tokens, N], without a copy."""
+    samples, n = x.shape
+    return x.as_strided((samples, tokens, n), (x.stride(0), 0, 1))
 
 
 def _spanned(x: Tensor, y: Tensor) -> tuple[Tensor, int, bool]:

@@ -73,8 +73,8 @@ def _plan(region: Region, config: Config, target: Target, epilogue: Any, objects
     mint_key = (kinds, capability[0], len(region.products) == 2, False, (), RoundingMode.RN, (), False)
     values: dict[str, Any] = {}
     for slot, o in zip(names.operands, region.operands, strict=True):
-        wide = "f32" if len(region.products) == 2 and o.extent == "feature" else o.dtype
-        shape = {"tile": (8, 8), "table": (8, 2 * region.half)}.get(o.extent, (8,))
+        wide = "f32" if len(region.products) == 2 and o.extent in ("feature", "sample") else o.dtype
+        shape = {"tile": (8, 8), "table": (8, 2 * region.half), "sample": (8, 8, 8)}.get(o.extent, (8,))
         values[slot] = _blank(wide, *shape)
     stores = {slot: _blank(s.dtype, 8, 8) for slot, s in zip(names.stores, region.stores, strict=True)}
     values |= stores | ({source.second(slot): blank for slot, blank in stores.items()} if region.halved else {})

@@ -181,6 +181,7 @@ def sizes(region: Region, config: Config, blocks: int) -> tuple[int, ...]:
     than BYTES. Multiples of 8, none of a tile, where a row of the left operand is M numbers."""
     columns = -(-region.n * len(region.products) // config.tile_n)
     last = max(SIZES[-1], (WAVES * blocks // columns + 1) * config.tile_m)
+    last = max(last, *(o.tokens + 1 for o in region.operands), 0)  # of two samples
     last = max(LEAST, min(last, BYTES // row_bytes(region)) // 64 * 64 + 1)
     return tuple(-(-m // 8) * 8 if region.m_axis[1] else m for m in (*SIZES[:-1], last))
 
@@ -252,9 +253,9 @@ class _Draw:
         made |= zip(lefts, self.numbers((len(lefts), *left), of_left), strict=True)
         scale = 1 / first.k if self.positive else first.k**-0.5
         made |= zip(rights, self.numbers((len(rights), *right), of_right, scale), strict=True)
-        shapes = {"token": (m,), "feature": (region.width,), "tile": (m, region.n), "table": (m, 2 * region.half)}
         operands = [
-            self.numbers(shapes[o.extent], DTYPES[o.dtype], least=0.5 * (o.extent == "token")) for o in region.operands
+            self.numbers(region.shape(o, m), DTYPES[o.dtype], least=0.5 * (o.extent == "token"))
+            for o in region.operands
         ]
         if turn == 1:  # what is added to a product is small, and what is a maximum may be negative everywhere
             for o, x in zip(region.operands, operands, strict=True):

@@ -180,8 +180,15 @@ def _some_rows(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor
     rows = _sampled(region.m(inputs), inputs[0].device)
     dim = {a: region.m_axis[1] for p in region.products for a, _ in p.pairs}
     dim |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent != "feature"}
-    given = [x.index_select(dim[i], rows) if i in dim else x for i, x in enumerate(inputs)]
-    return replace(region, reductions=tuple(r for r in region.reductions if r.over == "N")), rows, given
+    tokens = {i: o.tokens for i, o in enumerate(region.operands, region.matrices) if o.extent == "sample"}
+    read = {i: rows // tokens[i] if i in tokens else rows for i in dim}
+    given = [x.index_select(dim[i], read[i]) if i in dim else x for i, x in enumerate(inputs)]
+    operands = tuple(replace(o, tokens=min(o.tokens, 1)) for o in region.operands)  # each row has its own
+    return (
+        replace(region, operands=operands, reductions=tuple(r for r in region.reductions if r.over == "N")),
+        rows,
+        given,
+    )
 
 
 def _some_columns(region: Region, inputs: Sequence[Tensor]) -> tuple[Region, Tensor, list[Tensor]]:

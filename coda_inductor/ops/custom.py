@@ -39,12 +39,17 @@ def _require_shapes(r: Region, inputs: list[Tensor]) -> None:
     """Raises BrokenInvariant, while compiling, for inputs that are not what the Region says. Static sizes only."""
     wanted = {a: (1 if p.a_layout == "mk" else 0, p.k) for p in r.products for a, _ in p.pairs}
     wanted |= {b: (1, p.k if p.b_layout == "nk" else r.n) for p in r.products for _, b in p.pairs}
-    sizes = {"feature": (0, r.width), "tile": (1, r.n), "table": (1, 2 * r.half)}
+    sizes = {"feature": (0, r.width), "sample": (1, r.n), "tile": (1, r.n), "table": (1, 2 * r.half)}
     wanted |= {i: sizes[o.extent] for i, o in enumerate(r.operands, r.matrices) if o.extent != "token"}
     for i, (dim, size) in wanted.items():
         rank = 1 if i >= r.matrices and r.operands[i - r.matrices].extent == "feature" else 2
         if inputs[i].dim() != rank or (isinstance(inputs[i].shape[dim], int) and inputs[i].shape[dim] != size):
             raise BrokenInvariant(f"input {i} is {list(inputs[i].shape)}, dimension {dim} of {rank} should be {size}")
+    m = r.m(inputs)
+    for i, o in enumerate(r.operands, r.matrices):
+        samples = inputs[i].shape[0]
+        if o.tokens and isinstance(m, int) and isinstance(samples, int) and samples != -(-m // o.tokens):
+            raise BrokenInvariant(f"input {i} is of {samples} samples of {o.tokens} tokens beside {m} rows")
 
 
 _library.impl("region", _eager, "CompositeExplicitAutograd")

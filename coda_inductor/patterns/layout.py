@@ -43,6 +43,23 @@ def dense(node: fx.Node, order: Sequence[int] | None = None) -> bool:
     return True
 
 
+def in_rows(node: fx.Node, width: Size) -> bool:
+    """Is the node's tensor rows of `width` elements, those of a row side by side, and rows evenly apart by multiples of
+    8? Of a part of a dense matrix's columns they are."""
+    value = tensor(node)
+    assert value is not None
+    found, inside, expected = strides(value), ONE, ONE
+    for stride, size in zip(reversed(found), reversed(sizes(node)), strict=True):
+        if stride is None:
+            continue
+        if inside == width and expected == ONE * width and stride.over(Size(8)) is not None:
+            expected = stride  # from one row to the next
+        if stride != expected:
+            return False
+        inside, expected = inside * size, expected * size
+    return True
+
+
 def major_to_minor(value: Tensor) -> list[int]:
     """The tensor's dimensions, the one with the longest stride first."""
     return sorted(range(value.dim()), key=lambda d: -assumed(value.stride(d)))

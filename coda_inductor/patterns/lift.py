@@ -22,6 +22,7 @@ from coda_inductor.patterns.effects import Memory, behind_tangents, effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.patterns.pointwise import POINTWISE, chain
+from coda_inductor.patterns.samples import conditions
 from coda_inductor.patterns.terms import Term, Terms, is_number
 
 
@@ -100,7 +101,9 @@ def lift(
     is a tensor of which nothing else is said; `matrices` are among those that have features as columns."""
     lifted = Lifted(graph, read_axes(graph, matrices), Terms(rounding), {}, {}, {})
     waits = _order(lifted)
-    left = {node for node in graph.nodes if _left(lifted, node) or cut(node)}
+    joint = any(map(g.is_backward, graph.nodes))
+    of_samples = set[fx.Node]() if joint else conditions(lifted.reading, graph)  # in training nobody reads them so
+    left = {node for node in graph.nodes if node in of_samples or _left(lifted, node) or cut(node)}
     products = (node for node in graph.nodes if node.target in g.PRODUCTS and node not in left)
     lifted.bits = {node: i for i, node in enumerate(products)}
     forward = _forward(lifted)
@@ -121,7 +124,7 @@ def lift(
             deps |= term.deps
         lifted.deps[node] = deps
     lifted.place = {node: i for i, node in enumerate(graph.nodes)}
-    lifted.joint = any(map(g.is_backward, graph.nodes))
+    lifted.joint = joint
     lifted.read = tuple(lifted.terms)
     lifted.totalled = frozenset(t.args[0] for t in lifted.read if t.kind == "red" and t.name == "sum")
     return lifted

@@ -70,7 +70,9 @@ class _Writer(Statements):
                 dtype = source[1]  # type: ignore[index]
             name = f"in{len(self.operands)}"
             extent = self.draft.space.extent(t)  # a scalar is read where the graph has it as a vector over the columns
-            self.operands.append(Operand(name, "feature" if extent == "scalar" else extent, dtype))  # type: ignore[arg-type]
+            extent = "feature" if extent == "scalar" else extent
+            tokens = self.plan.program.tokens(t, self.draft.space) if extent == "sample" else 0
+            self.operands.append(Operand(name, extent, dtype, tokens))  # type: ignore[arg-type]
             self.sources.append(source)
             self.loaded[source] = name
         return self.loaded[source]

@@ -63,6 +63,8 @@ class Inputs:
             if not self.program.has_tile(x, space) or self.program.composed(x, space):
                 return None
             return self._tile_source(x, space)
+        if extent == "sample":
+            return self._of_sample(x, space)
         if extent == "scalar" and not is_number(x) and not statistics(x):
             return self._computed(x, space)
         if x.kind == "red" and self.can_sum(x, space.rows):
@@ -88,6 +90,14 @@ class Inputs:
         if x.kind == "red" and self.program.statistic(x, space.rows) is not None:
             return self._computed(x, space)
         return self._vector(x, space) if x.kind in ("red", "con") else None
+
+    def _of_sample(self, x: Term, space: Space) -> fx.Node | None:
+        """Where a vector over features for each sample is."""
+        node = self.program.by_sample(x, space)
+        if node is None and (x.kind not in POINTWISE_KINDS or not x.args):
+            why = f"{x.name or 'a vector'} of each sample does not lie in rows"
+            raise Conflict(Limits({a.bit: why for a in space.accs}))
+        return node
 
     def _part(self, x: Term, space: Space) -> fx.Node | Computed | None:
         """Where a vector over features is, if it is or reads a part of a tensor that is no node, as of a table to which

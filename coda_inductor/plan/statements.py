@@ -11,7 +11,7 @@ from coda_inductor.core.region import Let
 from coda_inductor.patterns.terms import Term, Terms, positive
 
 Value = str | float
-EXTENTS = ("scalar", "token", "feature", "table", "tile")
+EXTENTS = ("scalar", "token", "feature", "sample", "table", "tile")
 
 
 @dataclass(slots=True, kw_only=True)

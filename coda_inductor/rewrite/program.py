@@ -13,8 +13,9 @@ from fractions import Fraction
 from torch import fx
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.region import SAMPLE
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.layout import dense
+from coda_inductor.patterns.layout import dense, in_rows
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.rotate_half import MIXED, NOT_ROWS, heads, lanes
 from coda_inductor.rewrite.sources import statistics
@@ -22,6 +23,8 @@ from coda_inductor.rewrite.space import Axes, Heads, Lane, Space
 from coda_inductor.rewrite.state import State, weight_of
 
 MAX_LANES = 2
+IN_TRAINING = "it needs a vector of each sample, which epilogues read in inference alone"
+"""For its gradient, a sum over the tokens of each sample, Inductor reads the product anyway."""
 POINTWISE_KINDS = ("mul", "add", "fn")
 
 
@@ -156,6 +159,8 @@ class Program(State):
             if x.kind not in POINTWISE_KINDS or not x.args:
                 raise Unsupported(f"{x.name or 'a value'} is no vector or table beside halves of heads")
             return [a for a, _ in self.summands(x)]
+        if extent == "sample":
+            return self._of_sample(x, space)
         if extent != "tile":
             return []
         if not self.has_tile(x, space):
@@ -165,6 +170,35 @@ class Program(State):
         if self.natural(x, space.order, space.mask) is None and not self.storable(x, space):
             raise Unsupported(NOT_ROWS)
         return []
+
+    def _of_sample(self, x: Term, space: Space) -> list[Term]:
+        """As `_early`, of a vector over features for each sample."""
+        self.tokens(x, space)
+        if self.by_sample(x, space) is not None:
+            return []
+        if x.kind not in POINTWISE_KINDS or not x.args:
+            raise Unsupported(f"{x.name or 'a vector'} of each sample does not lie in rows")
+        return [a for a, _ in self.summands(x)]
+
+    def tokens(self, x: Term, space: Space) -> int:
+        """Of each sample, of which x is a vector. Raises Unsupported if they are not known to fill tiles."""
+        if self.lifted.joint:
+            raise Unsupported(IN_TRAINING)
+        tokens = self.lifted.reading.axes.total(space.within(x)).static
+        if not tokens or tokens % SAMPLE:
+            many = f"{tokens}, which is not a multiple of {SAMPLE}" if tokens else "a symbol"
+            raise Unsupported(f"{x.name or 'a vector'} is of each sample, and its tokens are {many}")
+        return tokens
+
+    def by_sample(self, x: Term, space: Space) -> fx.Node | None:
+        """The first node that holds a vector for each sample, as rows that kernels read where they are."""
+        rows = space.rows[: len(space.rows) - len(space.within(x))]
+        width = self.lifted.reading.axes.total(space.columns)
+        for node in self.nodes.get(x, ()):
+            late = self.lifted.deps[node] & (~x.deps | space.mask)
+            if self.layout(node)[0] == rows + space.columns and in_rows(node, width) and not late:
+                return node
+        return None
 
     def composed(self, x: Term, space: Space) -> bool:
         """Does an epilogue make an early tile x again, of the tiles and vectors that x is made of, rather than read it?

@@ -69,13 +69,19 @@ class Space:
             mask |= acc.hosts
         return mask
 
+    def within(self, t: Term) -> Axes:
+        """The rows' axes within a sample, if of the rows' axes t varies over the outermost alone: those of samples."""
+        rows = t.axes & set(self.rows)
+        alike = rows == set(self.rows[: len(rows)]) and self.heads is None
+        return self.rows[len(rows) :] if alike else ()
+
     def extent(self, t: Term) -> Extent:
-        """What t varies over here: "scalar", "token", "feature", "table", "tile", or "other"."""
+        """What t varies over here: "scalar", "token", "feature", "sample", "table", "tile", or "other"."""
         rows, columns = t.axes & set(self.rows), t.axes & set(self.columns)
         if t.axes - rows - columns:
             return "other"
         if rows and columns and self.heads and columns <= set(self.heads.minor):
             return "table"
         if rows and columns:
-            return "tile"
+            return "sample" if columns == set(self.columns) and self.within(t) else "tile"
         return "token" if rows else "feature" if columns else "scalar"

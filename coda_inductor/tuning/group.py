@@ -129,7 +129,8 @@ class Group:
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.products[0].k)
-        return t.reshape(-1, r.n) if r.operands[i - r.matrices].extent == "tile" else t.reshape(-1)
+        rows = r.operands[i - r.matrices].extent in ("tile", "sample")
+        return t.reshape(-1, r.n) if rows else t.reshape(-1)
 
     def made(self, source: object) -> Tensor:
         """A store or sum of the group; the sum of a Region outside it is sampled."""

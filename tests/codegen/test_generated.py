@@ -18,6 +18,8 @@ from codegen_cases import (
     norm_producer,
     random_inputs,
     random_region,
+    sample_gate,
+    sample_swiglu,
     softmax_sum,
     swiglu_backward,
     weighted_sums,
@@ -38,6 +40,24 @@ def test_generated_functions_mean_what_the_region_means(seed: int) -> None:
     inputs = random_inputs(region, 5, "cpu", seed=seed)
     swapped = len(region.products) == 2 and seed % 2 == 0
     assert agree(region, run(source.render(region, swapped=swapped), region, inputs, swapped=swapped), inputs)
+
+
+@pytest.mark.parametrize("m", [4, 7, 11])
+@pytest.mark.parametrize("make", [sample_gate, sample_swiglu])
+def test_rows_read_their_samples_vectors(make: Callable[..., Region], m: int) -> None:
+    region = make(24, 16, 4)
+    inputs = random_inputs(region, m, "cpu")
+    assert agree(region, run(source.render(region), region, inputs), inputs)
+
+
+def test_what_is_made_of_vectors_of_samples_is_masked_past_the_last_row() -> None:
+    region = sample_gate(24, 16, 4)
+    region = dataclasses.replace(region, lets=(*region.lets, Let("biased", "add", ("acc", "more"))))
+    region = verify(dataclasses.replace(region, reductions=(Reduction("biased", "M"), Reduction("biased"))))
+    inputs = random_inputs(region, 7, "cpu")
+    text = source.render(region)
+    assert "MaskedRowVecReduce(" in text and agree(region, run(text, region, inputs), inputs)
+    assert not agree(region, run(text.replace("Masked", ""), region, inputs), inputs)
 
 
 def test_the_mask_is_needed_and_there() -> None:

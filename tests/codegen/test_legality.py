@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from codegen_cases import CASES, norm_backward, norm_producer, swiglu, token_scale
+from codegen_cases import CASES, norm_backward, norm_producer, sample_gate, sample_swiglu, swiglu, token_scale
 from small_regions import small, two
 
 from coda_inductor.codegen import legality, target
-from coda_inductor.codegen.target import SM_90A
+from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.core import settings
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.core.region import Operand, Product, Reduction, Region, Store
+from coda_inductor.core.region import SAMPLE, Operand, Product, Reduction, Region, Store
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,23 @@ def test_refusals_say_why(region: Region, reason: str) -> None:
     with pytest.raises(Unsupported, match=reason.replace("[", r"\[")):
         legality.check(region)
     assert not legality.candidates(region, 8192)
+
+
+@pytest.mark.parametrize("row", target.TARGETS.values(), ids=lambda row: row.name)
+@pytest.mark.parametrize("make", [sample_gate, sample_swiglu])
+def test_a_tile_is_of_one_sample(make: Callable[..., Region], row: Target) -> None:
+    """Each target has tiles for samples of SAMPLE tokens, whatever M is, and none that two samples would share."""
+    for tokens in (SAMPLE, 3 * SAMPLE, 4096):
+        region = make(4096, 4096, tokens)
+        legality.check(region, row)
+        for m in (1, 64, 300, 1024, 8192, 100000):
+            found = legality.candidates(region, m, row)
+            assert found and all(tokens % config.tile_m == 0 for config in found), (tokens, m)
+    shared = [c for c in row.tiles if SAMPLE % c.tile_m]
+    region = make(4096, 4096, SAMPLE)
+    assert not any(legality.is_legal(region, c, row) for c in shared)
+    with pytest.raises(Unsupported, match="samples of 100 tokens do not fit"):
+        legality.check(make(4096, 4096, 100), row)
 
 
 def test_candidates_are_legal_at_every_size() -> None:

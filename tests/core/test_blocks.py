@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from codegen_cases import (
     random_inputs,
     random_region,
     relative_error,
+    sample_gate,
+    sample_swiglu,
     scores,
     summed,
     turned_left,
@@ -30,6 +33,7 @@ from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch
 
 REGIONS: list[Callable[[int, int], Region]] = [*CASES, *(lambda n, k, s=s: random_region(s) for s in range(20))]
+REGIONS += [partial(sample_gate, tokens=5), partial(sample_swiglu, tokens=5)]  # of several samples
 
 
 def whole(region: Region, inputs: Sequence[Tensor], m: int) -> list[Tensor]:

@@ -22,6 +22,8 @@ from codegen_cases import (
     rotary_neighbours,
     rotary_neighbours_alone,
     rotary_tables,
+    sample_gate,
+    sample_swiglu,
     scores,
     softmax_sum,
     summed,
@@ -72,7 +74,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 
 EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, summed, summed_norm_backward,
-    swiglu_backward, bias_sums, weight_gradient, turned_left, *EIGHT_BITS,
+    swiglu_backward, bias_sums, weight_gradient, turned_left, sample_gate, sample_swiglu, *EIGHT_BITS,
 )  # fmt: skip
 TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain))
 
@@ -177,6 +179,25 @@ def test_two_allocations_in_either_order(cache_dir: str) -> None:
         given, outs = [inputs[0], weights[first], weights[second], *inputs[3:]], blank_outputs(region, 300, "cuda")
         launch.kernel(region.text, cache_dir)(given, outs)
         assert verdict(region, given, outs) == {}
+
+
+@pytest.mark.parametrize("tokens", [128, 256, 1024])
+@pytest.mark.parametrize("make", [sample_gate, sample_swiglu])
+def test_vectors_of_samples_are_parts_of_a_product(
+    make: Callable[[int, int, int], Region], tokens: int, cache_dir: str
+) -> None:
+    """Rows that lie apart are read where they are, of as many samples as there are, the last of them whole or not."""
+    region = make(1000, 528, tokens)
+    place = next(i for i, o in enumerate(region.operands, region.matrices) if o.extent == "sample")
+    before = sum(launch.FALLBACKS.values())
+    for config in (c for c in tiles(region) if legality.is_legal(region, c)):
+        for m in (1, tokens, tokens + 1, 5 * tokens, 5 * tokens + 65):
+            inputs, outs = random_inputs(region, m, "cuda", seed=m), blank_outputs(region, m, "cuda")
+            whole = torch.full((len(inputs[place]), 3000), torch.nan, dtype=inputs[place].dtype, device="cuda")
+            inputs[place] = whole[:, 1000:2000].copy_(inputs[place])
+            launch.kernel(region.text, cache_dir).run_in(config, inputs, outs)
+            assert verdict(region, inputs, outs) == {}, (str(config), m)
+    assert sum(launch.FALLBACKS.values()) == before
 
 
 def test_one_kernel_serves_many_sizes_and_skips_what_nobody_reads(cache_dir: str) -> None:

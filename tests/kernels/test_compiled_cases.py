@@ -50,6 +50,8 @@ print(json.dumps({"case": "other extents", "compiled": len(chosen) - count}))
 """
 
 
+TWO_WEIGHTS = ("swiglu", "lane_sums", "scaled_swiglu", "sample_swiglu")
+
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
 
 
@@ -66,7 +68,7 @@ def test_every_case_compiles(rows: list[dict[str, object]]) -> None:
     assert len({row["case"] for row in rows}) == len(CASES) + 1
     for row in rows[:-1]:
         assert isinstance(row["stack"], int), row
-        assert ("lane_offset" in str(row["fields"])) == (row["case"] in ("swiglu", "lane_sums", "scaled_swiglu"))
+        assert ("lane_offset" in str(row["fields"])) == (row["case"] in TWO_WEIGHTS)
         assert ("a_apart" in str(row["fields"])) == (row["case"] in ("summed", "summed_norm_backward"))
 
 

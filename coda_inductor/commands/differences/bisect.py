@@ -196,8 +196,7 @@ def inputs(region: Region, m: int, device: torch.device) -> list[Tensor]:
             if b not in made:
                 weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
                 made[b] = (weight / p.k**0.5).to(right)
-    shapes = {"token": (m,), "feature": (region.width,), "tile": (m, region.n), "table": (m, 2 * region.half)}
-    operands = [(normal(*shapes[o.extent]), o) for o in region.operands]
+    operands = [(normal(*region.shape(o, m)), o) for o in region.operands]
     values = [(x.abs() + 0.5 if o.extent == "token" else x).to(DTYPES[o.dtype]) for x, o in operands]
     return [made[i] for i in range(region.matrices)] + values
 
