@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HEAD, BYTES = 64, 256
-SIZES = {"width": (2048, 64), "inner": (8192, 128), "layers": (2, 1), "batch": (8, 2), "length": (2048, 64), "seed": (0, 0)}
+SIZES = {
+    "width": (2048, 64),
+    "inner": (8192, 128),
+    "layers": (2, 1),
+    "batch": (8, 2),
+    "length": (2048, 64),
+    "seed": (0, 0),
+}
 
 
 class Layer(nn.Module):
