@@ -44,7 +44,7 @@ def read_dropped(graph: fx.Graph) -> None:
         (dropped, mask), write = found, Writing(graph, choice)
         if dropped.target is not aten.mul.Tensor or mask not in dropped.args:
             dropped = masked_last(graph, dropped, value, mask)
-        scaled, arguments = without(write, gradient, mask), [*choice.args]
+        scaled, arguments = unmasked(write, gradient, mask), [*choice.args]
         arguments[0], arguments[place] = write.call(sign, sign.target, dropped, 0), scaled
         choice.args, written = tuple(arguments), True
     if written:
@@ -88,12 +88,12 @@ def factors(node: fx.Node, whole: fx.Node | None = None) -> tuple[list[fx.Node],
     return found, number
 
 
-def without(write: Writing, node: fx.Node, mask: fx.Node) -> fx.Node | float:
+def unmasked(write: Writing, node: fx.Node, mask: fx.Node) -> fx.Node | float:
     """What the node would be if the mask, which is one of its factors, were 1 everywhere."""
     if node is mask or (g.is_cast(node) and node.args[0] is mask):
         return 1.0
     i = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and mask in factors(a)[0])
-    inner = without(write, node.args[i], mask)  # type: ignore[arg-type]
+    inner = unmasked(write, node.args[i], mask)  # type: ignore[arg-type]
     if node.target in SAME:
         return write.call(node, node.target, inner, **node.kwargs) if isinstance(inner, fx.Node) else inner
     other: Any = node.args[1 - i]
