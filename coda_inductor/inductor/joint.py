@@ -62,7 +62,7 @@ from coda_inductor.write.verifying import Before, verify, verify_kept
 log = logging.getLogger("coda_inductor")
 
 
-class InVain(Exception):
+class RewriteAgain(Exception):
     """The graph is rewritten once more. Not all parts of some products became Regions: these stay `whole`. Or the
     backward would keep too much for sums: nodes stay `unread` by them."""
 
@@ -168,7 +168,7 @@ def regions(work: Work) -> None:
     found = settled(graph, work.settings, work.decisions, Limits(unread=work.unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
     if whole := frozenset(p.name for p in work.packed if not taken.issuperset(p.made)):
-        raise InVain(whole)
+        raise RewriteAgain(whole)
     made, lifted = found.plan, found.plan.program.lifted
     lines = {n.name: g.source_line(n) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
@@ -235,9 +235,9 @@ def copies(work: Work) -> None:
 
 
 def little_kept(work: Work) -> None:
-    """If the backward keeps too much, and nodes for sums alone, it takes such sums no more. Raises InVain then."""
+    """If the backward keeps too much, and nodes for sums alone, it takes such sums no more: raises RewriteAgain."""
     if work.alone and kept(work.graph) > most_kept(work.original, work.module):
-        raise InVain(unread=dearest(work.alone))
+        raise RewriteAgain(unread=dearest(work.alone))
 
 
 Stage = Callable[[Work], None]
@@ -281,9 +281,9 @@ def rewrite(
     decisions = without_regions(decisions, settings.disable, met)
     work = Work(module, settings, target, decisions, Before.of(graph), backup, device)
     try:
-        while (vain := _run(stages, work)) is not None:
+        while (again := _run(stages, work)) is not None:
             module.graph = g.copied(backup)
-            before, whole, unread = Before.of(module.graph), work.whole | vain.whole, work.unread | vain.unread
+            before, whole, unread = Before.of(module.graph), work.whole | again.whole, work.unread | again.unread
             work = Work(module, settings, target, decisions, before, backup, device, whole, unread)
         verify_kept(work.graph)
         if _guards(work.graph) != guards:
@@ -298,14 +298,14 @@ def rewrite(
     return Report(*done, rewrote, seconds)
 
 
-def _run(stages: tuple[Stage, ...], work: Work) -> InVain | None:
+def _run(stages: tuple[Stage, ...], work: Work) -> RewriteAgain | None:
     """The stages, each verified; what asks for another run, None if nothing does."""
     try:
         for stage in stages:
             stage(work)
             verify(work.graph, work.before, stage.__name__)
-    except InVain as vain:
-        return vain
+    except RewriteAgain as again:
+        return again
     return None
 
 
