@@ -65,12 +65,12 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     of_left, of_right = (DTYPES[dtype] for dtype in region.dtypes)
     matrices: dict[int, Tensor] = {}
     for p in region.products:
-        for a, b in p.pairs:
-            matrices[a] = normal(*((m, p.k) if p.a_layout == "mk" else (p.k, m))).to(of_left)
-            weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
-            matrices[b] = (weight / p.k**0.5).to(of_right)
+        for a, b, k in p.terms:
+            matrices[a] = normal(*((m, k) if p.a_layout == "mk" else (k, m))).to(of_left)
+            weight = normal(region.width, k) if p.b_layout == "nk" else normal(k, region.n)
+            matrices[b] = (weight / k**0.5).to(of_right)
     for side, turned in zip(zip(*region.products[0].pairs, strict=True), (False, up_first), strict=True):
-        if region.summed:
+        if region.summed and not region.unlike:
             order = side[::-1] if turned else side
             matrices |= zip(order, torch.stack([matrices[i] for i in order]).unbind(), strict=True)
     if len(region.products) == 2 and not region.half:  # both weights inside one allocation, which fixes their order

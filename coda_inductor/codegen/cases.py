@@ -171,6 +171,20 @@ def summed_norm_backward(n: int, k: int) -> Region:
     return verify(replace(region, products=(Product("acc", 2, 1, deep(k), "kn", (0, 3)),)))
 
 
+def unlike(n: int, k: int) -> Region:
+    """An output projection of attention's result beside an MLP's, with a residual: two products of unlike K."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, deep(k), "nk", (2, 3, 2 * deep(k))),), (Operand("x", "tile", "bf16"),),
+        (Let("y", "add", ("acc", "x")), Let("yy", "mul", ("y", "y"))), (Store("y", "bf16"),), (Reduction("yy"),),
+    ))  # fmt: skip
+
+
+def unlike_columns(n: int, k: int) -> Region:
+    """The same of weights [K, N], and nothing beside it; the second is the less deep one."""
+    products = (Product("acc", 1, 0, 2 * deep(k), "kn", (2, 3, deep(k))),)
+    return verify(Region(n, "f16", products, (), (), (Store("acc", "f16"),), ()))
+
+
 def deep(k: int) -> int:
     """About k, as two products in one sum want it."""
     return max(1, k // 64) * 64
@@ -284,8 +298,8 @@ def every_op(n: int, k: int) -> Region:
 OF_PAIRS = ("first", "second")
 _MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, sample_gate, sample_swiglu, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores,
-    norm_backward, norm_gradients, summed, summed_norm_backward, swiglu_backward, bias_sums, every_op, rotary,
-    rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient, turned_left,
+    norm_backward, norm_gradients, summed, summed_norm_backward, unlike, unlike_columns, swiglu_backward, bias_sums,
+    every_op, rotary, rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient, turned_left,
 )  # fmt: skip
 
 

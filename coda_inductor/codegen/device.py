@@ -24,6 +24,7 @@ from quack.varlen_utils import VarlenArguments
 from coda_inductor.codegen import source
 from coda_inductor.codegen.finish import Total, finish
 from coda_inductor.codegen.sinks import Whole
+from coda_inductor.codegen.unlike import SecondMatrix, Unlike
 
 TILE_K = 64  # legality.TILE_K
 OPEN = 1 << 30  # a door's word; more than a grid has blocks
@@ -337,18 +338,30 @@ class SummedProductsMod(Epilogue):
         super().__init__(fn, extra_ops=apart, **options)
 
 
+class UnlikeProductsMod(Epilogue):
+    """An epilogue over the sum of two products of unlike K, which reads two tensors as A and two as B."""
+
+    mixins, suffix = (Unlike,), "unlike"
+
+    def __init__(self, fn: Any, **options: Any) -> None:
+        seconds = SecondMatrix("a_second", "a"), SecondMatrix("b_second", "b"), Scalar("first_steps", Int32)
+        super().__init__(fn, extra_ops=seconds, **options)
+
+
 def along_n(epilogue_args: Any) -> bool:
     """Stands in for `resolve_epi_m_major`: walk the epilogue's subtiles along N first."""
     return False
 
 
 class Decorators(NamedTuple):
-    """What generated modules make an epilogue with: of one product as quack's `gemm_epilogue`, of two, of a sum of two,
-    and of neighbouring columns. Each takes outputs, ops and reduces by name; `half`, of two products and neighbours."""
+    """What generated modules make an epilogue with: of one product as quack's `gemm_epilogue`, of two, of a sum of two
+    of the same K and of unlike K, and of neighbouring columns. Each takes outputs, ops and reduces by name; `half`, of
+    two products and neighbours."""
 
     one_product: Any
     two_products: Any
     summed_products: Any
+    unlike_products: Any
     neighbours: Any
 
 
@@ -358,8 +371,8 @@ def decorators(*around: type, **options: Any) -> Decorators:
     def decorator(kind: type[Epilogue]) -> Any:
         return lambda **given: lambda fn: kind(fn, around=around, **options, **given)
 
-    return Decorators(*map(decorator, (Epilogue, TwoProductsMod, SummedProductsMod, NeighboursMod)))
+    return Decorators(*map(decorator, (Epilogue, TwoProductsMod, SummedProductsMod, UnlikeProductsMod, NeighboursMod)))
 
 
-one_product, two_products, summed_products, neighbours = decorators(_Overlapping)
+one_product, two_products, summed_products, unlike_products, neighbours = decorators(_Overlapping)
 """Of the target whose kernels overlap; others have a module of their own."""

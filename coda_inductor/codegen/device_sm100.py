@@ -58,4 +58,6 @@ def _both(first: Any, second: Any) -> Any:
 
 
 # quack's own vectorizer of loops over pairs is off: it has crashed the compiler (quack.epilogue.rotary, _sincos_turns).
-one_product, two_products, summed_products, neighbours = decorators(_Lanewise, _Padded, vectorize=False)
+one_product, two_products, summed_products, unlike_products, neighbours = decorators(
+    _Lanewise, _Padded, vectorize=False
+)

@@ -11,4 +11,4 @@ from coda_inductor.codegen.device import LaneVector as LaneVector
 from coda_inductor.codegen.device import SampleVector as SampleVector
 from coda_inductor.codegen.device import decorators
 
-one_product, two_products, summed_products, neighbours = decorators()
+one_product, two_products, summed_products, unlike_products, neighbours = decorators()

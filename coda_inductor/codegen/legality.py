@@ -62,8 +62,7 @@ def _large(region: Region, target: Target) -> tuple[Config, ...]:
         return target.heavy
     if region.halved:
         return target.heads
-    p = region.products[0]
-    if min(region.n, p.k * len(p.pairs)) < target.deep_least:
+    if min(region.n, region.depth) < target.deep_least:
         return target.large
     if region.is_plain:
         return target.plain
@@ -142,9 +141,9 @@ def require_shape(region: Region, target: Target) -> None:
         _need(in_rows, "8-bit matrices that do not lie in rows of K")
         _need(not region.summed, "two products of 8-bit matrices in one sum")
     _need(region.n % 8 == 0, f"n = {region.n} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
-    for p in region.products:
+    for k in region.ks.values():
         unit = 16 // BYTES[region.dtype]
-        _need(p.k % unit == 0, f"k = {p.k} is not a multiple of {unit}", "pad the weight: rows must be 16-byte aligned")
+        _need(k % unit == 0, f"k = {k} is not a multiple of {unit}", "pad the weight: rows must be 16-byte aligned")
     for o in region.operands:
         _need(o.dtype in BYTES, f"operand {o.name} of {o.dtype}")
     for s in region.stores:
@@ -155,8 +154,9 @@ def require_shape(region: Region, target: Target) -> None:
     if len(region.products) == 2:
         _require_lanes(region, target)
     if region.summed:
-        k = region.products[0].k
-        _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
+        for k in region.ks.values():
+            _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
+        _need(not region.unlike or target.unlike, f"two products of unlike k in one sum, on {target.name}")
 
 
 def _require_lanes(region: Region, target: Target) -> None:

@@ -40,6 +40,7 @@ class Target:
     max_operands: int  # vectors and tiles together that an epilogue may read
     multiplies: tuple[str, ...]  # dtypes of matrices
     mixes: bool  # may the two matrices of a product be of different 8-bit dtypes?
+    unlike: bool  # may two products in one sum be of unlike K? Its device code then has what copies through `load_tma`
     halves: tuple[int, ...]  # of heads: the widths that two products may be the halves of
     large: Tiles  # for more than 1024 rows; what fits into none of these is no Region
     deep: Tiles  # for widths of `deep_least` and more, and sums as deep
@@ -80,6 +81,7 @@ SM_90A = Target(
     max_operands=12,  # eight row vectors already spill 700 registers in 128x192
     multiplies=("bf16", "f16", "e4m3", "e5m2"),
     mixes=True,
+    unlike=True,
     halves=(32, 64, 128),  # what was tried on hardware, in every tile
     # For each of 13 Regions one of these is within 1.5 % of the best of 8 to 15 (mean of both times, H200,
     # bench/tiles.py). 160 columns are for widths that neither 128 nor 192 divides; 208 in their place are 1 to 11 %
@@ -126,6 +128,7 @@ SM_100A = Target(
     max_operands=12,
     multiplies=("bf16", "f16", "e4m3", "e5m2"),
     mixes=False,  # GemmSm100 raises
+    unlike=False,  # GemmSm100 makes the descriptor of A otherwise
     halves=(32, 64, 128),
     large=_SM_100A,
     deep=_SM_100A,
@@ -157,6 +160,7 @@ SM_120A = Target(
     max_operands=12,
     multiplies=("bf16", "f16", "e4m3", "e5m2"),
     mixes=True,
+    unlike=True,
     halves=(32, 64, 128),
     large=_SM_120A,
     deep=_SM_120A,

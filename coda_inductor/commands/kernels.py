@@ -127,7 +127,7 @@ def generated(
         "digest": region.digest,
         "m": site.m,
         "n": region.n,
-        "k": max(p.k for p in region.products),
+        "k": max(region.ks.values()),
         "products": sum(len(p.pairs) for p in region.products),
         "source": site.source,
         "kernel": module.removeprefix(EPILOGUE),

@@ -28,7 +28,7 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
     bit as it computes it where M rows are one block; of several, reductions over M are joined block by block, and torch
     may add up a product in another order for fewer rows."""
     wanted, numbers = [i for i, out in enumerate(outs) if out is not None], numbers or NUMBERS
-    m, rows = region.m(inputs), max(1, numbers // max(region.width, region.products[0].k))
+    m, rows = region.m(inputs), max(1, numbers // max(region.width, *region.ks.values()))
     dims = {a: region.m_axis[1] for p in region.products for a, _ in p.pairs}
     dims |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent not in ("feature", "sample")}
     stored = len(region.stores)

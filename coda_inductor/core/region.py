@@ -32,8 +32,8 @@ class Product:
     `a_layout` "mk" means that the tensor A is [M, K] (rows of tokens), "km" that it is [K, M] (what a weight's gradient
     sums over the tokens); `b_layout` "nk" that B is [N, K] (nn.Linear's weight), "kn" that it is [K, N] (Conv1D's); all
     with their last dimension contiguous. `a` and `b` index the operation's matrix inputs: products that share an `a`
-    share its tensor. `plus`: the accumulator also adds A @ B of two further matrices (their indices) of the same sizes
-    and layouts, as the gradient of what gate and up both read does.
+    share its tensor. `plus`: the accumulator also adds A @ B of two further matrices (their indices) of the same
+    layouts, as the gradient of what gate and up both read does; the third number is their K if that is another.
     """
 
     name: str
@@ -41,13 +41,19 @@ class Product:
     b: int
     k: int
     b_layout: Literal["nk", "kn"]
-    plus: tuple[int, int] | None = None
+    plus: tuple[int, ...] | None = None
     a_layout: Literal["mk", "km"] = "mk"
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """(a, b) of each product that is added up."""
-        return ((self.a, self.b),) if self.plus is None else ((self.a, self.b), self.plus)
+        return tuple((a, b) for a, b, _ in self.terms)
+
+    @property
+    def terms(self) -> tuple[tuple[int, int, int], ...]:
+        """(a, b, K) of each product that is added up."""
+        first = self.a, self.b, self.k
+        return (first,) if self.plus is None else (first, (self.plus[0], self.plus[1], [*self.plus, self.k][2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,21 @@ class Region(Keyed):
     def summed(self) -> bool:
         """Does its one accumulator add up two products?"""
         return self.products[0].plus is not None
+
+    @property
+    def unlike(self) -> bool:
+        """Are these of two K?"""
+        return len({k for p in self.products for _, _, k in p.terms}) > 1
+
+    @property
+    def depth(self) -> int:
+        """Over how many numbers one accumulator sums."""
+        return sum(k for _, _, k in self.products[0].terms)
+
+    @property
+    def ks(self) -> dict[int, int]:
+        """K of each matrix."""
+        return {i: k for p in self.products for a, b, k in p.terms for i in (a, b)}
 
     @property
     def is_plain(self) -> bool:

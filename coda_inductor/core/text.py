@@ -30,7 +30,8 @@ def show(region: Region, m: str = "M") -> str:
     lines = []
     for lane, p in enumerate(region.products):
         made = " + ".join(f"{left(region, f'in{a}')} @ {right(region, lane, f'in{b}')}" for a, b in p.pairs)
-        lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={p.k}, {_dtypes(region)})")
+        k = " + ".join(str(k) for _, _, k in p.terms) if region.unlike else p.k
+        lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={k}, {_dtypes(region)})")
     for i, o in enumerate(region.operands, region.matrices):
         shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}
         shapes["sample"] = f"[{m} / {o.tokens}, {region.n}]"

@@ -166,7 +166,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         ],
         "m": site.m,
         "n": n,
-        "k": max(p.k for p in region.products),
+        "k": max(region.ks.values()),
         "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
         "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
         "loads": [f"{o.dtype}{shapes[o.extent]}" for o in region.operands],

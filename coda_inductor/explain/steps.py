@@ -241,13 +241,13 @@ class Listing:
         draft, region = built.draft, built.region
         names = {x: self._input(step, built, s) for x, s in self.derived.loads[at].items()}
         names |= {acc: self.by_term[acc] for acc in built.products}
-        each = [(i, p.k, *pair) for i, p in enumerate(region.products) for pair in p.pairs]
+        each = [(i, *term) for i, p in enumerate(region.products) for term in p.terms]
         products = [
             {
                 "name": self.by_term[acc], "a": self._input(step, built, built.inputs[a]),
                 "b": right(region, i, self._input(step, built, built.inputs[b])), "k": str(k),
             }
-            for acc, (i, k, a, b) in zip(built.products, each, strict=True)
+            for acc, (i, a, b, k) in zip(built.products, each, strict=True)
         ]  # fmt: skip
         results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
         stores, sums = [], []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.codegen import source
+from coda_inductor.codegen.legality import TILE_K
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.region import Region
@@ -70,7 +71,8 @@ class Executable:
         self._plus = products[0].plus
         self._turned = products[0].a_layout == "km"
         self._doors = [place[field] for field in source.DOORS]
-        self._spans = [place[field] for field in source.SPANS] if region.summed else []
+        self._spans = [place[field] for field in source.SPANS] if region.summed and not region.unlike else []
+        self._seconds_of = [place[field] for field in source.SECONDS] if region.unlike else []
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
         """What launches the kernel, and until then keeps all that it reads and writes. `inputs` as the Region orders
@@ -94,7 +96,12 @@ class Executable:
             for (part, whole, i), partial in zip(sums, parts, strict=True):
                 out = outs[i]
                 fields[part], fields[whole] = partial, partial.new_empty(length) if out is None else out
-        if self._plus is not None:
+        if self._seconds_of:
+            assert self._plus is not None
+            given = inputs[self._plus[0]], inputs[self._plus[1]], self.region.products[0].k // TILE_K
+            for field, value in zip(self._seconds_of, given, strict=True):
+                fields[field] = value
+        elif self._plus is not None:
             a, a_apart, a_turned = _spanned(a, inputs[self._plus[0]])
             b, b_apart, b_turned = _spanned(b, inputs[self._plus[1]])
             for field, value in zip(self._spans, (a_apart, b_apart, int(a_turned), int(b_turned)), strict=True):

@@ -82,9 +82,10 @@ def _plan(region: Region, config: Config, target: Target, epilogue: Any, objects
     values |= {source.whole(slot): _blank("f32", 8) for slot in names.sums}
     if len(region.products) == 2 and not region.half:
         values["lane_offset"] = 0
-    values |= dict.fromkeys(source.SPANS, 0) if region.summed else {}
+    values |= dict.fromkeys(source.SPANS, 0) if region.summed and not region.unlike else {}
     values |= dict.fromkeys(source.DOORS, 0)
     left, right = (_blank(dtype, 16, 16) for dtype in region.dtypes)
+    values |= dict(zip(source.SECONDS, (left, right, 0), strict=True)) if region.unlike else {}
     left = left if region.products[0].a_layout == "mk" else left.t()
     attributes: list[tuple[str, Any]] = [NO_WAITS]
     attributes += [("resolve_epi_m_major", along_n)] if config.order == "n" else []

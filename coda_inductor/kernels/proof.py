@@ -188,7 +188,7 @@ def sizes(region: Region, config: Config, blocks: int) -> tuple[int, ...]:
 
 def row_bytes(region: Region) -> int:
     """Of all inputs and outputs that have a row for each of M, the outputs twice; of one row."""
-    left = {a: p.k for p in region.products for a, _ in p.pairs}
+    left = {a: k for p in region.products for a, _, k in p.terms}
     total = sum(left.values()) * DTYPES[region.dtype].itemsize
     columns = {"tile": region.n, "table": 2 * region.half, "token": 1}
     total += sum(columns.get(o.extent, 0) * DTYPES[o.dtype].itemsize for o in region.operands)
@@ -248,11 +248,15 @@ class _Draw:
             lefts, rights = (lefts[::-1] if turn & 1 else lefts), (rights if turn & 1 else rights[::-1])
         elif others and swapped:
             rights = rights[::-1]
-        left = (m, first.k) if first.a_layout == "mk" else (first.k, m)
-        right = (region.width, first.k) if first.b_layout == "nk" else (first.k, region.n)
+        k = max(region.ks.values())
+        left = (m, k) if first.a_layout == "mk" else (k, m)
+        right = (region.width, k) if first.b_layout == "nk" else (k, region.n)
         made |= zip(lefts, self.numbers((len(lefts), *left), of_left), strict=True)
-        scale = 1 / first.k if self.positive else first.k**-0.5
+        scale = 1 / k if self.positive else k**-0.5
         made |= zip(rights, self.numbers((len(rights), *right), of_right, scale), strict=True)
+        if region.unlike:  # which then lie with gaps
+            of_k = {i: 1 if i in lefts or first.b_layout == "nk" else 0 for i in made}
+            made = {i: x.narrow(of_k[i], 0, region.ks[i]) for i, x in made.items()}
         operands = [
             self.numbers(region.shape(o, m), DTYPES[o.dtype], least=0.5 * (o.extent == "token"))
             for o in region.operands

@@ -37,8 +37,8 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
 
 def _require_shapes(r: Region, inputs: list[Tensor]) -> None:
     """Raises BrokenInvariant, while compiling, for inputs that are not what the Region says. Static sizes only."""
-    wanted = {a: (1 if p.a_layout == "mk" else 0, p.k) for p in r.products for a, _ in p.pairs}
-    wanted |= {b: (1, p.k if p.b_layout == "nk" else r.n) for p in r.products for _, b in p.pairs}
+    wanted = {a: (1 if p.a_layout == "mk" else 0, k) for p in r.products for a, _, k in p.terms}
+    wanted |= {b: (1, k if p.b_layout == "nk" else r.n) for p in r.products for _, b, k in p.terms}
     sizes = {"feature": (0, r.width), "sample": (1, r.n), "tile": (1, r.n), "table": (1, 2 * r.half)}
     wanted |= {i: sizes[o.extent] for i, o in enumerate(r.operands, r.matrices) if o.extent != "token"}
     for i, (dim, size) in wanted.items():
@@ -127,4 +127,4 @@ def _flops(inputs: list[torch.Size], region: str, target: str, *_: object, **__:
     """What the partitioner weighs against memory, under an activation memory budget."""
     r = parse(region)
     i, dim = r.m_axis
-    return sum(2 * inputs[i][dim] * r.n * p.k for p in r.products for _ in p.pairs)
+    return sum(2 * inputs[i][dim] * r.n * k for p in r.products for _, _, k in p.terms)

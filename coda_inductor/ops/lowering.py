@@ -105,8 +105,8 @@ class RegionKernel(ir.FallbackKernel):
         """Of those of its inputs that have a row for each token and are read for the `last` time (names)."""
         region, columns = self.region, dict[int, float]()
         for product in region.products:
-            for a, b in product.pairs:  # if tokens are summed over, both are theirs, and no weight
-                columns |= {a: math.inf, b: math.inf} if product.a_layout == "km" else {a: product.k}
+            for a, b, k in product.terms:  # if tokens are summed over, both are theirs, and no weight
+                columns |= {a: math.inf, b: math.inf} if product.a_layout == "km" else {a: k}
         for i, operand in enumerate(region.operands, region.matrices):
             columns[i] = {"tile": region.n, "table": 2 * region.half}.get(operand.extent, 0)
         names = {x.get_name(): columns.get(i, 0) for i, x in enumerate(self.inputs)}  # type: ignore[union-attr]

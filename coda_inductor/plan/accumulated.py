@@ -14,7 +14,7 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.layout import dense
+from coda_inductor.patterns.layout import dense, strides
 from coda_inductor.patterns.terms import ONE, Term
 from coda_inductor.plan.draft import Draft
 from coda_inductor.plan.plan import Plan
@@ -37,7 +37,9 @@ def addend(plan: Plan, draft: Draft) -> Term | None:
     uses = _uses(plan, draft)
     if not all(reader is not None and reader.kind == "add" for reader, _ in uses[acc]):
         return None
-    alike = (x for x in uses if x.kind == "con" and x is not acc and uses[x] == uses[acc])
+    alike = [x for x in uses if x.kind == "con" and x is not acc and uses[x] == uses[acc]]
+    total = plan.program.lifted.reading.axes.total
+    alike.sort(key=lambda con: total(con.over) != total(acc.over))  # of one K first, which take less of a kernel
     return next((con for con in alike if _fits(plan, draft, con)), None)
 
 
@@ -56,13 +58,13 @@ def _uses(plan: Plan, draft: Draft) -> dict[Term, Uses]:
 
 
 def _fits(plan: Plan, draft: Draft, con: Term) -> bool:
-    """Is a product of the sizes and layouts of the draft's, of other matrices, and read by its epilogue alone?"""
+    """Is a product of the columns and layouts of the draft's, of other matrices, and read by its epilogue alone?"""
     program, acc = plan.program, draft.space.accs[0]
     if con.bit not in program.lifted.products or con.lanes or con.bit == acc.bit:
         return False
     mine, other = program.product(acc), program.product(con)
-    total, made = program.lifted.reading.axes.total, plan.drafts.get(con)
-    if (other.rows, other.columns) != (mine.rows, mine.columns) or total(con.over) != total(acc.over):
+    made = plan.drafts.get(con)
+    if (other.rows, other.columns) != (mine.rows, mine.columns) or not _static(plan, con.over):
         return False
     if g.is_weight_gradient(other.node) or (made is not None and not plan.plain(made)):
         return False
@@ -76,7 +78,17 @@ def _fits(plan: Plan, draft: Draft, con: Term) -> bool:
     if _starts(a) == _starts(c) or _starts(b) == _starts(d):
         return False  # no distance to encode
     alike = g.tensor(a).dtype == g.tensor(c).dtype  # type: ignore[union-attr]
-    return alike and all(map(dense, (a, b, c, d))) and _alone(plan, other.node)
+    return alike and dense(a) and dense(c) and _lie_alike(b, d) and _alone(plan, other.node)
+
+
+def _static(plan: Plan, over: tuple[int, ...]) -> bool:
+    """Is the number of what a product adds up no symbol?"""
+    return plan.program.lifted.reading.axes.total(over).static is not None
+
+
+def _lie_alike(b: fx.Node, d: fx.Node) -> bool:
+    """Are two weights dense, or parts of matrices with the same distance from row to row?"""
+    return (dense(b) and dense(d)) or strides(b.meta["val"]) == strides(d.meta["val"])
 
 
 def _starts(node: fx.Node) -> tuple[fx.Node, str]:

@@ -122,10 +122,12 @@ def build(plan: Plan, draft: Draft) -> Built:
         for con in (acc, writer.added) if writer.added is not None else (acc,):
             pair = plan.operand(con), _weight(plan, draft, con)
             matrices += [m for m in pair if m not in matrices]
-            placed.append((matrices.index(pair[0]), matrices.index(pair[1])))
-        k, layout = total(acc.over).static, weight_of(plan.program.product(acc))[1]
-        assert k is not None
-        products.append(Product(f"acc{i}", *placed[0], k, layout, *placed[1:]))  # type: ignore[arg-type]
+            deep = total(con.over).static
+            assert deep is not None
+            placed.append((matrices.index(pair[0]), matrices.index(pair[1]), deep))
+        (a, b, k), layout = placed[0], weight_of(plan.program.product(acc))[1]
+        plus = [(*pair, deep) if deep != k else tuple(pair) for *pair, deep in placed[1:]]
+        products.append(Product(f"acc{i}", a, b, k, layout, *plus))  # type: ignore[arg-type]
         writer.values[acc] = f"acc{i}"
     stores = tuple(writer.store(s) for s in draft.stores)
     rows = set(draft.space.rows)

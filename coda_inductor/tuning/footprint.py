@@ -28,7 +28,7 @@ def footprint(group: Group, plan: Plan) -> int:
         apart += stored(region, group.tokens)
         for i, source in enumerate(built.inputs):
             nodes |= _nodes(source)
-            apart += _beside(source, region, i < region.matrices, group.tokens)
+            apart += _beside(source, region, region.ks.get(i, region.n), group.tokens)
     return of_nodes(nodes) + apart
 
 
@@ -51,10 +51,10 @@ def _nodes(source: Source) -> set[fx.Node]:
     return {source} if isinstance(source, fx.Node) else set()
 
 
-def _beside(source: Source, region: Region, matrix: bool, tokens: int) -> int:
+def _beside(source: Source, region: Region, width: int, tokens: int) -> int:
     """Bytes of an input that is no tensor of the graph: what another Region stores, a table, a vector."""
     if isinstance(source, Table):
         return tokens * 2 * source.half * source.dtype.itemsize
     if isinstance(source, Stored):
-        return tokens * (region.products[0].k if matrix else region.n) * DTYPES[source.dtype].itemsize
+        return tokens * width * DTYPES[source.dtype].itemsize
     return 0 if _nodes(source) else max(tokens, region.width) * region.compute.itemsize

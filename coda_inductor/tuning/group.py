@@ -124,11 +124,11 @@ class Group:
                 self.values[source] = torch.randn(sizes, dtype=source.dtype, device=self.device)
             return self.values[source]  # type: ignore[no-any-return]
         if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
-            width = r.products[0].k if i < r.matrices else r.n
+            width = r.ks.get(i, r.n)
             self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
-            return t.reshape(-1, r.products[0].k)
+            return t.reshape(-1, r.ks[i])
         rows = r.operands[i - r.matrices].extent in ("tile", "sample")
         return t.reshape(-1, r.n) if rows else t.reshape(-1)
 

@@ -72,7 +72,7 @@ class Emission(Writing):
         node = source if isinstance(source, fx.Node) else self.made[source]
         r = built.region
         extent = r.operands[index - r.matrices].extent if index >= r.matrices else "matrix"
-        shapes = {"matrix": [-1, r.products[0].k], "tile": [-1, r.n], "sample": [-1, r.n], "table": [-1, 2 * r.half]}
+        shapes = {"matrix": [-1, r.ks.get(index, 0)], "tile": [-1, r.n], "sample": [-1, r.n], "table": [-1, 2 * r.half]}
         shape = shapes.get(extent, [-1])
         value = g.tensor(node)
         assert value is not None

@@ -68,7 +68,11 @@ GRAPHS: dict[str, tuple[Callable[..., Any], int]] = {
     "of two slices": (lambda i: (i["x"] @ i["big"][:16] + i["y"] @ i["big"][16:]).relu(), 1),
     "and multiplied": (lambda i: ((p := i["x"] @ i["w"]) + i["y"] @ i["v"]) * p, 0),
     "the first again": (lambda i: (i["x"] @ i["w"] + (q := i["y"] @ i["v"])).relu() * q, 0),
-    "other depths": (lambda i: (i["tall"] @ i["t"] + i["y"] @ i["v"]).relu(), 0),
+    "other depths": (lambda i: (i["tall"] @ i["t"] + i["y"] @ i["v"]).relu(), 1),
+    "of parts of one weight": (lambda i: (i["x"] @ i["big"][:16] + i["tall"] @ i["big"][16:24]).relu(), 1),
+    "of parts of its rows": (lambda i: (i["x"] @ i["long"][:, :16].t() + i["tall"] @ i["long"][:, 16:].t()).relu(), 1),
+    "of a part and a whole": (lambda i: (i["x"] @ i["long"][:, :16].t() + i["y"] @ i["wt"].t()).relu(), 0),
+    "of one depth first": (lambda i: (i["tall"] @ i["t"] + i["x"] @ i["w"] + i["z"] @ i["u"]).relu(), 1),
     "other layouts": (lambda i: (i["x"] @ i["wt"].t() + i["y"] @ i["v"]).relu(), 0),
     "of one left operand": (lambda i: (i["x"] @ i["w"] + i["x"] @ i["v"]).relu(), 0),
     "of one weight": (lambda i: (i["x"] @ i["w"] + i["y"] @ i["w"]).relu(), 0),
@@ -83,7 +87,7 @@ def sums(regions: list[Region]) -> int:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_which_products_meet_in_one_accumulator(name: str) -> None:
     function, wanted = GRAPHS[name]
-    inputs = given() | {"gaps": drawn(300, 40)[:, :16], "big": drawn(32, 24)}
+    inputs = given() | {"gaps": drawn(300, 40)[:, :16], "big": drawn(32, 24), "long": drawn(24, 24)}
 
     def called(*tensors: Tensor) -> Any:
         return function(dict(zip(inputs, tensors, strict=True)))

@@ -157,9 +157,9 @@ def _before(path: Path, card: str) -> Facts:
 
 def _what(region: Region) -> str:
     """A Region in a few words, for who reads the file."""
-    p = region.products[0]
+    k = "+".join(str(k) for _, _, k in region.products[0].terms) if region.unlike else region.products[0].k
     left, right = region.dtypes
-    said = [f"n={region.n} k={p.k} {left}" + (f"x{right}" if left != right else "")]
+    said = [f"n={region.n} k={k} {left}" + (f"x{right}" if left != right else "")]
     said += [f"{len(region.products)} products"] if len(region.products) > 1 else []
     said += ["summed"] if region.summed else []
     counts = {"load": region.operands, "op": region.lets, "store": region.stores, "sum": region.reductions}

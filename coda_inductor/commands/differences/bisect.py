@@ -190,12 +190,12 @@ def inputs(region: Region, m: int, device: torch.device) -> list[Tensor]:
 
     made = dict[int, Tensor]()
     for p in region.products:
-        for a, b in p.pairs:
+        for a, b, k in p.terms:
             if a not in made:
-                made[a] = normal(*((m, p.k) if p.a_layout == "mk" else (p.k, m))).to(left)
+                made[a] = normal(*((m, k) if p.a_layout == "mk" else (k, m))).to(left)
             if b not in made:
-                weight = normal(region.width, p.k) if p.b_layout == "nk" else normal(p.k, region.n)
-                made[b] = (weight / p.k**0.5).to(right)
+                weight = normal(region.width, k) if p.b_layout == "nk" else normal(k, region.n)
+                made[b] = (weight / k**0.5).to(right)
     operands = [(normal(*region.shape(o, m)), o) for o in region.operands]
     values = [(x.abs() + 0.5 if o.extent == "token" else x).to(DTYPES[o.dtype]) for x, o in operands]
     return [made[i] for i in range(region.matrices)] + values
