@@ -27,6 +27,7 @@ from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.dropped import read_dropped
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.embedding import write_rows
+from coda_inductor.passes.joined import in_vain, split_joined
 from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.parts import Packed, split_products
@@ -38,6 +39,7 @@ from coda_inductor.passes.switches import (
     COMPLEX,
     ELEMENTWISE,
     EMBEDDING,
+    JOINED,
     NAMES,
     PARTS,
     REGION_KINDS,
@@ -63,8 +65,8 @@ log = logging.getLogger("coda_inductor")
 
 
 class RewriteAgain(Exception):
-    """The graph is rewritten once more. Not all parts of some products became Regions: these stay `whole`. Or the
-    backward would keep too much for sums: nodes stay `unread` by them."""
+    """The graph is rewritten once more. Not all parts of some products became Regions, or not one: these stay `whole`.
+    Or the backward would keep too much for sums: nodes stay `unread` by them."""
 
     def __init__(self, whole: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()) -> None:
         super().__init__(", ".join(sorted(whole | unread)))
@@ -85,13 +87,15 @@ class Work:
     device: torch.device | None
     """Where the graph's products run; None if it has none."""
     whole: frozenset[str] = frozenset()
-    """The products that stay whole though they are read in parts."""
+    """The products that stay whole though they are read in parts, or read what is put beside each other."""
     unread: frozenset[str] = frozenset()
     """The nodes that the backward would keep for sums alone, which therefore do not read them."""
     alone: Mapping[str, bool] = field(default_factory=dict)
     """Those that it keeps for sums alone, and whether that pays (`kept_alone`)."""
     packed: tuple[Packed, ...] = ()
     """Those that were split."""
+    joined: tuple[Packed, ...] = ()
+    """Those whose left operand was."""
     sites: list[Site] = field(default_factory=list)
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()
@@ -144,6 +148,12 @@ def column_parts(work: Work) -> None:
         work.packed = split_products(work.graph, work.whole)
 
 
+def joined_operands(work: Work) -> None:
+    """A product of two tensors beside each other is the sum of a product of each."""
+    if work.may(JOINED) and work.settings.numerics != "strict":
+        work.joined = split_joined(work.graph, work.whole, work.before.effects.memory)
+
+
 def eight_bit_products(work: Work) -> None:
     """Of 8-bit products: what is computed twice is computed once, also what both sides of the graph compute of few
     values; right matrices are transposed views of [N, K]; scales are in memory."""
@@ -167,7 +177,8 @@ def regions(work: Work) -> None:
     graph = work.graph
     found = settled(graph, work.settings, work.decisions, Limits(unread=work.unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
-    if whole := frozenset(p.name for p in work.packed if not taken.issuperset(p.made)):
+    whole = frozenset(p.name for p in work.packed if not taken.issuperset(p.made))
+    if whole := whole | in_vain(found.plan, work.joined):
         raise RewriteAgain(whole)
     made, lifted = found.plan, found.plan.program.lifted
     lines = {n.name: g.source_line(n) for n in graph.nodes}
@@ -247,6 +258,7 @@ STAGES: tuple[Stage, ...] = (
     dropped_signs,
     embedding_gradients,
     column_parts,
+    joined_operands,
     eight_bit_products,
     eight_bit_casts,
     regions,

@@ -18,7 +18,7 @@ KINDS = {
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
-PARTS, EMBEDDING, BLOCKS = "parts", "embedding", "blocks"
+PARTS, JOINED, EMBEDDING, BLOCKS = "parts", "joined", "embedding", "blocks"
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
@@ -26,6 +26,7 @@ PASSES = {
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns",
     PARTS: "no Region: a product that is read in parts, as gate and up of one weight, is a product for each part",
+    JOINED: "no Region: a product of two tensors beside each other, as attention's and an MLP's, is a product of each",
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",
     BLOCKS: "no Region: scores of a head and its loss, or their gradient, are made of some rows at a time",
     LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor.passes.joined import is_joined, rejoined
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.sizes import hint
 from coda_inductor.patterns.terms import Term
@@ -179,7 +180,7 @@ def _stood_for(group: Group, plan: Plan) -> tuple[set[fx.Node], set[fx.Node], li
     deps, mask = plan.program.lifted.deps, group.mask
     late = [n for n in nodes if deps[n] & mask and n not in given and isinstance(n.meta.get("val"), Tensor)]
     # (Two products that are added up: the sum is part of the loop that reads it, and of no time of its own.)
-    sums = {node for b in group.builts if b.only_sums for node in b.draft.supplies}
+    sums = {n for b in group.builts if b.only_sums and not is_joined(plan, b) for n in b.draft.supplies}
     read = {a for n in late if n.users.keys() - needed for a in (n.all_input_nodes if n in sums else [n])}
     left = {held for n in read for held in group.memory.of(n)} | {n for n in late if group.memory.saves(n)}
     return needed, given, [*again, *(n for n in late if n in left), *group.taken]
@@ -206,7 +207,7 @@ def _program(plan: Plan, needed: set[fx.Node], given: set[fx.Node], wanted: list
             alike[key] = new.node_copy(node, copies.__getitem__)
         copies[node] = alike[key]
     new.output(tuple(copies[n] for n in wanted))
-    return written_out(new), tensors
+    return rejoined(written_out(new)), tensors
 
 
 def put_off(group: Group, plan: Plan) -> list[fx.Node]:

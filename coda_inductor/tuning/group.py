@@ -16,6 +16,7 @@ from coda_inductor.codegen import legality
 from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
+from coda_inductor.passes import joined
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.sizes import hint
 from coda_inductor.patterns.terms import Term
@@ -169,10 +170,16 @@ def sample(node: fx.Node, device: torch.device) -> Any:
 def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
     """Regions that one cannot keep without the other, in running order: a store that no node equals ties its reader
     to its maker, and so does a sum to the product that was deferred for it. (A mean that only shifts what a later
-    stream stores does not: without it there is another.)"""
+    stream stores does not: without it there is another.) So does what was beside something else in an operand: as it
+    came, what wrote that made it in passing."""
     makers = {key: i for i, b in enumerate(builts) for key in outputs(b)}
     deferred = {f.product for f in plan.firings}
     leader = list(range(len(builts)))
+
+    def tie(i: int, j: int) -> None:
+        first, second = sorted((leader[i], leader[j]))
+        leader[:] = [first if x == second else x for x in leader]
+
     for i, b in enumerate(builts):
         waits = any(acc.bit in deferred for acc in b.draft.space.accs)
         for source in b.inputs:
@@ -183,8 +190,9 @@ def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
                 late, early = (plan.program.in_backward(x.draft.space) for x in (b, builts[maker]))
                 if late and not early:
                     continue  # without the one the other keeps, or reads, what the user's graph has
-                first, second = sorted((leader[i], leader[maker]))
-                leader = [first if x == second else x for x in leader]
+                tie(i, maker)
+        for maker_of_a_part in joined.makers(plan, b, builts):
+            tie(i, builts.index(maker_of_a_part))
     return [[b for b, x in zip(builts, leader, strict=True) if x == i] for i in dict.fromkeys(leader)]
 
 

@@ -1,0 +1,132 @@
+"""A product of two tensors that are put beside each other first is a product of each: [x y] [A; B] = x A + y B.
+
+One accumulator adds both up, step by step as it would have added up the one, and nothing puts x beside y. So what a
+product's epilogue can make of y, as an MLP's activation beside attention, leaves that epilogue and is read where it
+lies. Of the weight both products read a part, which is a view. (The second product is written first: what is added to
+an accumulator comes behind its own.)
+
+It is worth it only where both meet in one accumulator, and an epilogue makes x or y: else the copy, with all that
+Inductor fuses into it, stays as it came. So it does where the copy is read by others, too, as by a weight's gradient.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, fx
+
+from coda_inductor.passes.parts import UNIT, Packed, can_flatten, flat, reshapes
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import Memory
+from coda_inductor.patterns.graph import aten
+from coda_inductor.plan.built import Built
+from coda_inductor.plan.plan import Plan
+from coda_inductor.write.writing import Writing
+
+JOINED = "coda_joined"
+"""The mark, in a node's meta, of the two products and their sum."""
+
+
+def split_joined(
+    graph: fx.Graph, whole: frozenset[str] = frozenset(), overwritten: frozenset[str] = frozenset()
+) -> tuple[Packed, ...]:
+    """Rewrites the graph in place, but for the products named `whole`, and what lies in memory that is `overwritten`:
+    a copy of it has to stay one."""
+    products = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default) and not g.is_backward(n)]
+    memory, found = Memory(graph) if overwritten else None, []
+    for product in products:
+        operands = g.operands(product)
+        if product.name in whole or not operands.understood or not g.reads_weight(product):
+            continue
+        pieces = pieces_of(operands.left, product)
+        if pieces and not (memory and overwritten.intersection(map(memory.of, pieces))):
+            found.append(Packed(product.name, write(graph, product, pieces)))
+            graph.eliminate_dead_code()
+    return tuple(found)
+
+
+def pieces_of(left: fx.Node, reader: fx.Node) -> list[fx.Node]:
+    """The two tensors beside each other in a product's left operand, if nothing else reads that; else none."""
+    width = left.meta["val"].shape[-1]
+    while len(left.users) == 1 and reshapes(left, width):
+        left = left.all_input_nodes[0]
+    if left.target is not aten.cat.default or len(left.users) != 1 or reader.all_input_nodes.count(left) > 1:
+        return []
+    args: tuple[Any, ...] = left.args
+    value, pieces, dim = left.meta["val"], [*args[0]], args[1] if len(args) > 1 else 0
+    along_k = dim in (-1, value.dim() - 1) and len(pieces) == 2 and pieces[0] is not pieces[1]
+    return pieces if along_k and all(fits(piece, value) for piece in pieces) else []
+
+
+def fits(piece: fx.Node, value: Tensor) -> bool:
+    """Can a product read a piece of a tensor in its place?"""
+    made = piece.meta["val"]
+    width = made.shape[-1]
+    whole = isinstance(width, int) and width > 0 and width % UNIT == 0
+    return whole and made.dtype == value.dtype and made.dim() == value.dim() and can_flatten(piece)
+
+
+def write(graph: fx.Graph, product: fx.Node, pieces: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """Puts a sum of two products, and then of a bias, in the place of one; returns the two."""
+    writing, of = Writing(graph, product), g.operands(product)
+    ends = list(accumulate((x.meta["val"].shape[-1] for x in pieces), initial=0))
+    parts = [*zip(pieces, ends[:-1], ends[1:], strict=True)]
+    second, first = (
+        writing.call(product, aten.mm.default, flat(writing, x), rows(writing, of.right, *cut))
+        for x, *cut in reversed(parts)
+    )
+    whole = writing.call(product, aten.add.Tensor, first, second)
+    for node in (first, second, whole):
+        node.meta[JOINED] = True
+    for bias in of.addends:
+        whole = writing.call(product, aten.add.Tensor, whole, bias)
+    product.replace_all_uses_with(whole)
+    return first, second
+
+
+def rows(writing: Writing, right: fx.Node, start: int, stop: int) -> fx.Node:
+    """Some rows of a product's right matrix: columns of the weight, where that is a transposed view of it."""
+    if right.target is aten.permute.default:
+        weight = right.args[0]
+        columns = writing.call(right, aten.slice.Tensor, weight, 1, start, stop)
+        return writing.call(right, aten.permute.default, columns, [1, 0])
+    return writing.call(right, aten.slice.Tensor, right, 0, start, stop)
+
+
+def is_joined(plan: Plan, built: Built) -> bool:
+    """Does a Region add up what was one product?"""
+    return built.added is not None and JOINED in plan.program.product(built.added).node.meta
+
+
+def makers(plan: Plan, built: Built, builts: list[Built]) -> list[Built]:
+    """The Regions whose epilogues make what lay beside each other, of what was one product; none of other Regions."""
+    read = {con.args[0] for con in built.products} if is_joined(plan, built) else set()
+    return [b for b in builts if any(s.term in read for s in b.draft.stores)]
+
+
+def in_vain(plan: Plan, packed: tuple[Packed, ...]) -> frozenset[str]:
+    """The names of products whose two did not meet in one accumulator, or of which no epilogue makes a piece."""
+    taken = {
+        frozenset(plan.program.product(acc).node for acc in b.products)
+        for b in plan.builts
+        if makers(plan, b, plan.builts)
+    }
+    return frozenset(p.name for p in packed if frozenset(p.made) not in taken)
+
+
+def rejoined(graph: fx.Graph) -> fx.Graph:
+    """The graph with what was one product as it came, in place."""
+    for node in [n for n in graph.nodes if JOINED in n.meta and n.target is aten.add.Tensor]:
+        if any(n.target is not aten.mm.default or len(n.users) > 1 for n in node.all_input_nodes):
+            continue  # of a part of what was cut out
+        first, second = (g.operands(n) for n in node.all_input_nodes)
+        writing = Writing(graph, node)
+        joined = writing.call(node, aten.cat.default, [first.left, second.left], 1)
+        part = first.right.meta["val"]  # behind which, in memory, the other lies
+        sizes = [joined.meta["val"].shape[1], part.shape[1]]
+        whole = writing.call(node, aten.as_strided.default, first.right, sizes, [*part.stride()])
+        node.replace_all_uses_with(writing.call(node, aten.mm.default, joined, whole))
+        for gone in (node, *node.all_input_nodes):
+            graph.erase_node(gone)
+    return graph

@@ -1,0 +1,258 @@
+"""A product of two tensors beside each other becomes one of each: which do, in float64 as eager, and when it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import REFERENCE, close, pretend, run
+from evaluate import error, strict_reference
+from torch import Tensor, fx, nn
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.explain.capture import capture
+from coda_inductor.explain.facts import explain
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.passes.joined import rejoined, split_joined
+from coda_inductor.patterns import graph as g
+
+pytestmark = pytest.mark.usefixtures("uncached")
+D, N = 32, 64
+Join = Callable[[Tensor, Tensor], Tensor]
+
+
+def beside(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b], -1)
+
+
+def first(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([b, a], 2)
+
+
+def flat(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a.flatten(0, 1), b.flatten(0, 1)], 1).view(*a.shape[:2], -1)
+
+
+def thrice(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b, a], -1)
+
+
+def itself(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([b, b], -1)
+
+
+def odd(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b[..., : N - 4]], -1)
+
+
+def tokens(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b[..., :D]], 1)
+
+
+def mixed(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b.float()], -1).to(a.dtype)
+
+
+def scaled(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a, b], -1) * 2
+
+
+ONE, NONE = (beside, first, flat), (thrice, itself, odd, tokens, mixed, scaled)
+
+
+class Block(nn.Module):
+    """Attention and an MLP of one input, and the projection of both, as parallel blocks have it."""
+
+    def __init__(self, join: Join = beside, bias: bool = True, d: int = D, n: int = N, twice: bool = False) -> None:
+        super().__init__()
+        self.q, self.up, self.join, self.twice = nn.Linear(d, d, bias=bias), nn.Linear(d, n, bias=bias), join, twice
+        with torch.device("meta"):
+            width = join(torch.empty(1, 1, d), torch.empty(1, 1, n)).shape[-1]
+        self.out = nn.Linear(width, d, bias=bias)
+
+    def forward(self, x: Tensor) -> Any:
+        q = self.q(x).unflatten(-1, (-1, 16)).transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        both = self.join(a, F.gelu(self.up(x)))
+        y: Tensor = self.out(both)
+        y = torch.add(x, y) if y.shape == x.shape else y  # of twice as many tokens
+        return (y, both.amax()) if self.twice else y
+
+
+class Columns(nn.Module):
+    """A weight that lies as Conv1D's, and nothing behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, N)
+        self.out = nn.Parameter(torch.randn(D + N, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x.sin(), torch.tanh(self.up(x))], -1) @ self.out
+
+
+def given(dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(3, 8, D, dtype=dtype, requires_grad=grad)
+
+
+def unlike(model: nn.Module, *inputs: Tensor, inductor: bool = False) -> list[bool]:
+    """Of the sums of two products that are made of a model: are they of unlike K? What it returns is as eager's."""
+    REPORTS.clear()
+    with strict_reference(run=inductor), torch.no_grad():
+        found, wanted = torch.compile(model, backend="coda")(*inputs), model(*inputs)
+    for mine, theirs in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, wanted)), strict=True):
+        assert mine.stride() == theirs.stride() and error(mine, theirs) < 1e-10
+    (report,) = REPORTS
+    return [site.region.unlike for site in report.sites if site.region.summed]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("join", ONE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("inductor", [False, True], ids=["interpreted", "inductor"])
+def test_the_copy_is_never_made(join: Join, bias: bool, inductor: bool) -> None:
+    assert unlike(Block(join, bias).double(), given(), inductor=inductor) == [True]
+    assert unlike(Block(join, bias, n=D).double(), given(), inductor=inductor) == [False]
+
+
+def test_a_weight_in_columns() -> None:
+    assert unlike(Columns().double(), given()) == [True]
+
+
+@pytest.mark.parametrize("join", NONE, ids=lambda f: f.__name__)
+def test_what_is_beside_each_other_otherwise(join: Join) -> None:
+    assert unlike(Block(join).double(), given()) == []
+
+
+def test_others_read_the_copy() -> None:
+    assert unlike(Block(twice=True).double(), given()) == []
+
+
+class Attended(nn.Module):
+    """What no epilogue makes is beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.add(x, self.out(torch.cat([x.sin(), y], -1)))
+
+
+def test_no_epilogue_makes_a_piece() -> None:
+    assert unlike(Attended().double(), given(), given()) == []
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients(frozen: bool) -> None:
+    """A weight's gradient reads the copy, so it stays; without one it goes, and the gradients of both are slices."""
+    model, x = Block().double(), given(grad=True)
+    model.out.weight.requires_grad_(not frozen)
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    REPORTS.clear()
+    with strict_reference(run=True):
+        out = torch.compile(model, backend="coda")(x)
+        found = [out, *torch.autograd.grad(out.sin().sum(), wanted)]
+    out = model(x)
+    for mine, theirs in zip(found, [out, *torch.autograd.grad(out.sin().sum(), wanted)], strict=True):
+        assert mine.stride() == theirs.stride() and error(mine, theirs) < 1e-10
+    assert any(site.region.unlike for site in REPORTS[0].sites) is frozen
+
+
+def split(join: Join, mode: Any = "infer", **kwargs: Any) -> int:
+    """How many products of a graph are split."""
+    found, x = list[int](), torch.empty(3, 8, D, dtype=torch.bfloat16, requires_grad=True)
+    capture(Block(join, **kwargs).bfloat16(), (x,), {}, mode, lambda graph: found.append(len(split_joined(graph))))
+    return found[0]
+
+
+def test_which_are_split() -> None:
+    assert [split(join) for join in ONE] == [1] * len(ONE)
+    assert [split(join) for join in NONE] == [0] * len(NONE)
+    assert split(beside, "train") == split(beside, twice=True) == 0
+
+
+def test_what_is_overwritten_is_copied_first() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.out = nn.Linear(D, N), nn.Linear(D + N, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            both = torch.cat([x, F.gelu(self.up(x))], -1)
+            x.mul_(2)
+            return torch.add(self.out(both), x)
+
+    torch.manual_seed(0)
+    model, x = Model().double(), given()
+    with strict_reference(run=True), torch.no_grad():
+        mine, theirs = x.clone(), x.clone()
+        assert error(torch.compile(model, backend="coda")(mine), model(theirs)) < 1e-10
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("options", [{"disable": "joined"}, {"disable": "summed"}, {"numerics": "strict"}], ids=str)
+def test_switches_and_strict_leave_it(options: dict[str, str]) -> None:
+    """Strict rounds each product before they are added up."""
+    model, x = Block().double(), given()
+    ran = run(model, x, options=REFERENCE | options)
+    with torch.no_grad():
+        close(ran.output, model(x))
+    assert not any(site.region.summed for report in ran.reports for site in report.sites)
+
+
+def test_sizes_that_are_symbols() -> None:
+    model = Block(flat).double()
+    with strict_reference(run=False), torch.no_grad():
+        compiled = torch.compile(model, backend="coda", dynamic=True)
+        for rows in (8, 12):
+            x = torch.randn(3, rows, D, dtype=torch.float64)
+            assert error(compiled(x), model(x)) < 1e-10
+
+
+@pytest.mark.parametrize("model", [Columns(), Block()], ids=["columns", "rows"])
+def test_the_baseline_is_the_graph_as_it_came(model: nn.Module) -> None:
+    """Of a graph that ran once in two products."""
+    x, graphs = given(), list[fx.Graph]()
+    capture(model.double(), (x,), {}, "infer", lambda graph: graphs.append(g.copied(graph)))
+    (graph,) = graphs
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    values = [drawn(n) for n in inputs]
+    results, counts = list[Tensor](), list[int]()
+    for change in (lambda graph: None, split_joined, rejoined):
+        change(graph)
+        graph.lint()
+        results.append(fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*values)[0])
+        counts.append(sum(n.target is torch.ops.aten.cat.default for n in graph.nodes))
+    assert counts == [1, 0, 1]
+    assert all(error(found, results[0]) < 1e-10 for found in results)
+
+
+def drawn(node: fx.Node) -> Tensor:
+    return torch.randn(node.meta["val"].shape, dtype=torch.float64)
+
+
+def test_a_tuner_is_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the graph in one piece, on a machine that is pretended."""
+    pretend(monkeypatch, tmp_path)
+    torch.manual_seed(0)
+    model, x = Block(d=64, n=128).bfloat16(), torch.randn(2, 256, 64, dtype=torch.bfloat16)
+    for off, count in (("", 1), ("summed", 0)):
+        with torch.no_grad():
+            ran = run(model, x, options={"disable": off, "strict": True})
+            assert error(ran.output, model(x)) < 2e-2
+        assert sum(site.region.unlike for r in ran.reports for site in r.sites) == count
+
+
+def test_bytes() -> None:
+    """The copy is gone, and what its loop made of the MLP leaves the epilogue."""
+    with torch.device("meta"):
+        model, x = Block(d=512, n=2048).bfloat16(), torch.empty(4, 1024, 512, dtype=torch.bfloat16)
+    found = [explain(model, (x,), {}, "infer", Settings(target=t))["totals"] for t in ("sm_90a", "sm_100a")]
+    assert [facts["passes_left"] for facts in found] == [0, 1]
+    moved = 2 * 4096 * 2 * (512 + 2048)
+    assert moved * 0.9 < found[1]["bytes_after"] - found[0]["bytes_after"] <= moved
