@@ -17,7 +17,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.facts import explain
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.passes.joined import rejoined, split_joined
+from coda_inductor.passes.joined import fits, rejoined, split_joined
 from coda_inductor.patterns import graph as g
 
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -174,6 +174,17 @@ def test_which_are_split() -> None:
     assert [split(join) for join in ONE] == [1] * len(ONE)
     assert [split(join) for join in NONE] == [0] * len(NONE)
     assert split(beside, "train") == split(beside, twice=True) == 0
+
+
+def test_a_piece_of_another_dtype_or_width() -> None:
+    node = fx.Graph().placeholder("x")
+    node.meta["val"] = torch.empty(8, 16, dtype=torch.bfloat16)
+    whole = torch.empty(8, 48, dtype=torch.bfloat16)
+    assert fits(node, whole)
+    assert not fits(node, whole.float())
+    assert not fits(node, whole[None])
+    node.meta["val"] = torch.empty(8, 12, dtype=torch.bfloat16)
+    assert not fits(node, whole)
 
 
 def test_what_is_overwritten_is_copied_first() -> None:
