@@ -165,6 +165,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "complex"): [],
     ("only", "elementwise"): [],
     ("only", "parts"): [],
+    ("disable", "joined"): BEFORE,  # test_joined.py
+    ("only", "joined"): [],
     ("disable", "embedding"): BEFORE,  # test_embedding.py
     ("only", "embedding"): [],
     ("disable", "blocks"): BEFORE,  # test_row_blocks.py
