@@ -33,7 +33,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.core.versions import check_torch
 from coda_inductor.explain.autocast import autocast_like_cuda
 from coda_inductor.explain.like_cuda import like_cuda
-from coda_inductor.passes.tracing import functorch_options, passes
+from coda_inductor.inductor.tracing import functorch_options, passes
 from coda_inductor.patterns.graph import copied
 from coda_inductor.patterns.sizes import assumed
 

@@ -14,8 +14,8 @@ from torch._inductor.compile_fx import compile_fx
 from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.joint_pass import JointPass, machine
 from coda_inductor.inductor.post_pass import PostPass
+from coda_inductor.inductor.tracing import functorch_options
 from coda_inductor.passes.switches import NAMES
-from coda_inductor.passes.tracing import functorch_options
 from coda_inductor.tuning.tuner import warm_up_early
 
 __all__ = ["NAMES", "check_options", "prepared"]

@@ -41,11 +41,11 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import notes
 from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, rewrite
 from coda_inductor.inductor.records import Report
+from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.kernels import record, store
 from coda_inductor.measure import free_memory
 from coda_inductor.ops import elementwise, lowering
 from coda_inductor.passes.switches import ELEMENTWISE, NAMES
-from coda_inductor.passes.tracing import passes, uuids
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.tuning import shipped

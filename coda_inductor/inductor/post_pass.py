@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.inductor import notes
 from coda_inductor.inductor.joint_pass import JointPass
-from coda_inductor.passes.tracing import passes, uuids
+from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.write.aliases import part, sharing
 from coda_inductor.write.kept import part_copies
 from coda_inductor.write.writing import Writing
