@@ -13,6 +13,7 @@ from compiling import REFERENCE, close, pretend, run
 from evaluate import error, strict_reference
 from torch import Tensor, fx, nn
 
+from coda_inductor.core.region import SAMPLE, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.facts import explain
@@ -121,6 +122,33 @@ def test_the_copy_is_never_made(join: Join, bias: bool, inductor: bool) -> None:
 
 def test_a_weight_in_columns() -> None:
     assert unlike(Columns().double(), given()) == [True]
+
+
+class Stream(nn.Module):
+    """A single-stream block of a diffusion transformer: what shifts, scales and gates the tokens is a vector of each
+    image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition, self.q, self.up = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, N)
+        self.out = nn.Linear(D + N, D)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        shift, scale, gate = self.condition(F.silu(t))[:, None].chunk(3, -1)
+        n = F.layer_norm(x, (D,)) * (1 + scale) + shift
+        q = self.q(n).unflatten(-1, (-1, 16)).transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        out: Tensor = x + gate * self.out(torch.cat([a, F.gelu(self.up(n), approximate="tanh")], -1))
+        return out
+
+
+@pytest.mark.parametrize(("batch", "extent"), [(1, "feature"), (2, "sample")])
+def test_a_gate_of_each_image(batch: int, extent: str) -> None:
+    torch.manual_seed(0)
+    x, t = torch.randn(batch, SAMPLE, D, dtype=torch.float64), torch.randn(batch, D, dtype=torch.float64)
+    assert unlike(Stream().double(), x, t) == [True]
+    (region,) = [site.region for site in REPORTS[0].sites if site.region.unlike]
+    assert sorted(o.extent for o in region.operands) == ["feature", extent, "tile"] and parse(region.text) == region
 
 
 @pytest.mark.parametrize("join", NONE, ids=lambda f: f.__name__)
