@@ -31,6 +31,8 @@ from codegen_cases import (
     swiglu,
     swiglu_backward,
     turned_left,
+    unlike,
+    unlike_columns,
     weight_gradient,
     weighted_sums,
     whole_rows,
@@ -74,7 +76,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missin
 
 EVERYWHERE = (
     norm_producer, swiglu, softmax_sum, scores, lane_sums, norm_backward, norm_gradients, summed, summed_norm_backward,
-    swiglu_backward, bias_sums, weight_gradient, turned_left, sample_gate, sample_swiglu, *EIGHT_BITS,
+    unlike, unlike_columns, swiglu_backward, bias_sums, weight_gradient, turned_left, sample_gate, sample_swiglu,
+    *EIGHT_BITS,
 )  # fmt: skip
 TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain))
 
