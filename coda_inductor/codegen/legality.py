@@ -34,11 +34,33 @@ def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config,
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
     few = target.tiny if size <= 64 else target.small if size <= 256 else target.middle
-    many, slow = _large(region, target), BYTES.get(region.dtype) == 1 and not region.fast
+    eight_bits = BYTES.get(region.dtype) == 1
+    many, slow = _large(region, target), eight_bits and not region.fast
     for table in (few if size <= 1024 and not slow else many, _any(region, target)):
         if legal := tuple(c for c in table if is_legal(region, c, target)):
-            return legal
+            return legal if size <= 1024 or eight_bits else legal + _even(region, m, target, legal)
     return ()
+
+
+EVENER = 0.95
+"""An even tile is timed if by `_work` it takes at most this part of the time that the best of the table takes."""
+
+
+def _even(region: Region, m: int, target: Target, table: tuple[Config, ...]) -> tuple[Config, ...]:
+    """What else is worth timing at `m` rows, as the tiles of the table divide the machine badly."""
+    if not target.even:
+        return ()
+    least = EVENER * min(_work(region, m, config, target) for config in table)
+    better = (c for c in target.even if c not in table and _work(region, m, c, target) <= least)
+    return tuple(c for c in better if is_legal(region, c, target))
+
+
+def _work(region: Region, m: int, config: Config, target: Target) -> int:
+    """The accumulators that the busiest multiprocessor makes: 4608 x 3072 are 432 tiles of 128 x 256, of which 132
+    multiprocessors make four each at most, and some three."""
+    columns = region.n * len(region.products)
+    count = -(-m // config.tile_m) * -(-columns // config.tile_n)
+    return -(-count // target.multiprocessors) * config.tile_m * config.tile_n
 
 
 def _any(region: Region, target: Target) -> tuple[Config, ...]:
@@ -104,6 +126,8 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     for o in region.operands:
         fits = o.extent != "sample" or o.tokens % config.tile_m == 0  # all rows of a tile read one vector
         _need(fits, f"{config}: {config.tile_m} rows and samples of {o.tokens} tokens do not fit", WHOLE_TILES)
+    turned = any(p.b_layout == "kn" for p in region.products)
+    _need(not turned or MAINLOOPS[target.mainloop].turns(config), f"{config} is not for a weight [K, N]")
     found = stages(region, config, target).ab
     room = f"shared memory for {max(found, 0)} of the {target.least_stages} steps that it loads ahead"
     _need(found >= target.least_stages, f"{_beside(region)}, which leave the product {room}", LESS)

@@ -54,6 +54,8 @@ class Target:
     middle: Tiles  # for up to 1024 rows
     small: Tiles  # for up to 256 rows
     tiny: Tiles  # for up to 64 rows
+    multiprocessors: int = 0  # each of which works at one tile at a time
+    even: Tiles = ()  # for many rows of 16 bits, where those of the table would leave many of them idle at the end
 
     @property
     def caveat(self) -> str:
@@ -64,7 +66,7 @@ class Target:
     def tiles(self) -> Tiles:
         """Those of all tables, each once."""
         of_many = (*self.large, *self.deep, *self.plain, *self.heavy, *self.heads, *self.fast)
-        of_many += (*self.slow, *self.slow_heavy)
+        of_many += (*self.slow, *self.slow_heavy, *self.even)
         return tuple(dict.fromkeys((*of_many, *self.middle, *self.small, *self.tiny)))
 
 
@@ -109,6 +111,8 @@ SM_90A = Target(
     # The weight is read once, at the memory's speed.
     small=tiles("128x64co1x1 128x128co1x1 64x64co1x1 64x128co1x1 128x256co1x2"),
     tiny=tiles("64x64co1x1 64x128co1x1 64x32co1x1 64x256co1x1"),
+    multiprocessors=132,  # SXM and NVL; 114 on PCIe, where these tiles are timed in vain now and then
+    even=tiles("192x192co2x1n 128x224co2x1n"),
 )
 # No card of the two below was at hand: their kernels were compiled and never timed. So their tables are no result, but
 # what compiles with the least spilled (bench/results/targets.jsonl), larger tiles first.

@@ -47,7 +47,7 @@ def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None,
     """Compiles, checks and times the candidates at the inputs' M. Raises Unsupported if none is right."""
     kernel = launch.kernel(region.text, cache_dir)
     size = legality.bucket(region.m(inputs))
-    configs = legality.candidates(region, size, kernel.row)
+    configs = legality.candidates(region, region.m(inputs), kernel.row)
     rows = measure(kernel, inputs, configs, rounds=rounds)
     right = [row for row in rows if "ms" in row]
     if not right and (spilled := [i for i, row in enumerate(rows) if row.get("stack", 0) > MAX_STACK]):

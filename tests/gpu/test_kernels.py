@@ -79,7 +79,7 @@ EVERYWHERE = (
     unlike, unlike_columns, swiglu_backward, bias_sums, weight_gradient, turned_left, sample_gate, sample_swiglu,
     *EIGHT_BITS,
 )  # fmt: skip
-TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain))
+TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain + SM_90A.even))
 
 
 def tiles(region: Region) -> tuple[Config, ...]:
