@@ -33,8 +33,8 @@ class Mainloop(Protocol):
     def exists(self, config: Config) -> bool:
         """Can the machine multiply such a tile?"""
 
-    def turns(self, config: Config) -> bool:
-        """Can the machine multiply such a tile with a weight [K, N]?"""
+    def shares(self, config: Config) -> bool:
+        """Is such a tile for one product with a weight [N, K] only, as two warp groups have half of its columns each?"""
 
     def warps(self, config: Config) -> tuple[int, int]:
         """How the warps of one tile's epilogue split it along M and N."""
@@ -58,9 +58,10 @@ class Wgmma:
             return n % 32 == 0 and n <= 256
         return m in (64, 128, 256) and n % 16 == 0 and n <= 256 and m * n <= 256 * 192
 
-    def turns(self, config: Config) -> bool:
-        """Not where two warp groups share its columns: the compiler of cutlass-dsl 4.8.1 aborts the process."""
-        return self._groups(config)[1] == 1
+    def shares(self, config: Config) -> bool:
+        """With a weight [K, N] the compiler of cutlass-dsl 4.8.1 aborts the process. Of two products the kernel's
+        results are wrong (H100, 192x192co2x1)."""
+        return self._groups(config)[1] > 1
 
     def warps(self, config: Config) -> tuple[int, int]:
         """Four warps of a group split its rows."""
@@ -94,9 +95,9 @@ class Tcgen05:
         in_step = config.tile_n % 32 == 0 and 32 <= config.tile_n <= 256
         return config.tile_m == 128 and in_step and not config.pingpong and config.cluster_m == 1
 
-    def turns(self, config: Config) -> bool:
-        """Each."""
-        return True
+    def shares(self, config: Config) -> bool:
+        """None."""
+        return False
 
     def warps(self, config: Config) -> tuple[int, int]:
         """Each has a quarter of the rows."""
@@ -124,9 +125,9 @@ class Mma:
         fits = config.tile_m % rows == 0 and config.tile_m * config.tile_n <= 128 * threads
         return fits and config.tile_n % 32 == 0 and (config.cluster_m, config.cluster_n) == (1, 1)
 
-    def turns(self, config: Config) -> bool:
-        """Each."""
-        return True
+    def shares(self, config: Config) -> bool:
+        """None."""
+        return False
 
     def warps(self, config: Config) -> tuple[int, int]:
         """Four or, without pingpong, eight."""

@@ -111,7 +111,9 @@ SM_90A = Target(
     # The weight is read once, at the memory's speed.
     small=tiles("128x64co1x1 128x128co1x1 64x64co1x1 64x128co1x1 128x256co1x2"),
     tiny=tiles("64x64co1x1 64x128co1x1 64x32co1x1 64x256co1x1"),
-    multiprocessors=132,  # SXM and NVL; 114 on PCIe, where these tiles are timed in vain now and then
+    multiprocessors=132,  # 114 on PCIe, where these tiles are timed in vain now and then
+    # 4608 x 3072 x 15360 with a bias, a gate, a residual and sums: 568 and 582 us, in the best of `large` 622, and in
+    # cuBLAS 563 for the product alone (H100, bench/results/tiles.jsonl).
     even=tiles("192x192co2x1n 128x224co2x1n"),
 )
 # No card of the two below was at hand: their kernels were compiled and never timed. So their tables are no result, but

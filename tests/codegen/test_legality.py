@@ -11,7 +11,8 @@ from codegen_cases import CASES, norm_backward, norm_producer, sample_gate, samp
 from small_regions import small, two
 
 from coda_inductor.codegen import legality, target
-from coda_inductor.codegen.target import SM_90A, Target
+from coda_inductor.codegen.target import SM_90A, SM_100A, Target
+from coda_inductor.codegen.tiles import tiles
 from coda_inductor.core import settings
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import SAMPLE, Operand, Product, Reduction, Region, Store
@@ -86,6 +87,26 @@ def test_tiles_for_wide_and_deep_products() -> None:
         assert names(token_scale(n, k)) == [str(c) for c in SM_90A.large]
     assert names(norm_producer(8192, 22016)) == [str(c) for c in SM_90A.large]  # no stages left for larger ones
     assert names(norm_backward(8192, 22016)) == [str(c) for c in SM_90A.heavy if c.tile_n != 256]
+
+
+def test_tiles_that_divide_the_machine_better() -> None:
+    """4608 x 3072: 128 x 256 gives a multiprocessor four tiles, 192 x 192 three, of 1.125 times the size."""
+    region, even = norm_producer(3072, 15360), [str(c) for c in SM_90A.even]
+    assert [str(c) for c in legality.candidates(region, 4608)] == [str(c) for c in SM_90A.large] + even
+    assert legality.candidates(region, 4608)[0] == SM_90A.large[0]  # what runs untuned is still the first of the table
+    assert not set(legality.candidates(norm_producer(2048, 8192), 8192)) & set(SM_90A.even)
+    assert not set(legality.candidates(region, 1000)) & set(SM_90A.even)  # few rows have tables of their own
+    assert legality.candidates(region, 4608, SM_100A) == legality.candidates(region, 8192, SM_100A)
+
+
+@pytest.mark.parametrize("make", [norm_backward, swiglu])
+def test_tiles_whose_columns_are_shared(make: Callable[..., Region]) -> None:
+    """A weight [K, N] ends the compiler's process there, and two products come out wrong."""
+    shared, whole = tiles("192x192co2x1n 128x224co2x1n")
+    with pytest.raises(Unsupported, match="192x192co2x1n is for one product with a weight"):
+        legality.require(make(3072, 3072), shared)
+    legality.require(make(3072, 3072), whole)
+    legality.require(norm_producer(3072, 3072), shared)
 
 
 def test_buckets() -> None:
