@@ -50,7 +50,7 @@ EDGE = 32
 
 def _even(region: Region, m: int, target: Target, table: tuple[Config, ...]) -> tuple[Config, ...]:
     """What else is worth timing at `m` rows, as the tiles of the table divide the machine badly."""
-    if not target.even:
+    if not target.even or region.unlike:  # which was tried in the tiles of the tables only
         return ()
     least = EVENER * min(_work(region, m, config, target) for config in table)
     better = (c for c in target.even if c not in table and _work(region, m, c, target) <= least)
