@@ -22,6 +22,7 @@ WRITTEN: dict[str, Callable[[Any], str]] = SPELLINGS | {
     "ms of us": lambda us: SPELLINGS["ms"](us / 1000),
     "us": lambda us: f"{us:.1f}",
     "whole": lambda number: f"{number:.0f}",
+    "whole us of ms": lambda ms: f"{1000 * ms:.0f}",
 }
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import page_names as names
 from page_dated import Dated, Line, cells
+from page_log_timed import TIMED
 from page_tables import DEFAULT
 
 training, profiled = partial(cells, "training.jsonl"), partial(cells, "profile.jsonl")
@@ -85,12 +86,12 @@ def product(label: str, case: str, tiles: tuple[str, ...]) -> Line:
     return (label, *(cell for line in tried for cell in line))
 
 
-DATED: dict[str, Dated] = {
+DATED: dict[str, Dated] = TIMED | {
     "shipped tunings": Dated(
         ("commit", "`torch.compile`, s", "coda, searched, s", "from shipped tunings, s",
          "second process: `torch.compile`, s", "coda, s"),
         (trained("dd4aad4"), trained("066689f"), trained("9d11757", searched=False),
-         trained("e59b6bd", searched=False)),
+         trained("e59b6bd", searched=False), trained("5227892", searched=False), trained("5eb59d2", searched=False)),
     ),
     "maxima": Dated(
         ("16384 rows", "rounded and masked one by one, us", "once, us"),

@@ -90,6 +90,7 @@ DISTRIBUTED = {
     "fsdp2-llama-1b": "FSDP2, each layer compiled by itself, 2 layers",
 }
 TITAN_FSDP2 = "Llama as TorchTitan compiles it, FSDP2, width 2048, 8 layers, 16384 tokens"
+TITAN_ALONE = TITAN_FSDP2.replace("16384", "8192")
 FSDP2_NAMES = {
     TITAN_FSDP2: "FSDP2, each layer compiled by itself, 8 layers, AdamW",
     FSDP2: "the same step, as the profile below has it",
@@ -115,6 +116,13 @@ BENCH = {
     )
     for part in ("2 layers", "2 layers, disable=parts", "2 blocks", "2 layers and head")
 }  # fmt: skip
+DIFFUSION = {
+    "flux_1_dev, 4 layers and head": "FLUX.1-dev, two blocks of each kind",
+    "sd35_large, 3 layers and head": "SD3.5-large, three blocks",
+    "wan_1b3, 2 layers and head": "Wan-1.3B, two blocks",
+    "pixart_1024, 2 layers and head": "PixArt-1024, two blocks",
+}
+BENCH |= DIFFUSION
 
 EXAMPLES = {
     "Llama of transformers, width 2048, 4 layers, 8192 tokens, AdamW": "train_llama.py: width 2048, 4 layers",
@@ -124,6 +132,7 @@ EXAMPLES = {
         "float8_llama.py: rowwise, width 2048, 2 layers",
     "DiT, width 1152, 28 blocks, 10 steps with guidance": "diffusion.py: a DiT, width 1152, 28 blocks",
     TITAN_FSDP2: "titan_fsdp2.py: width 2048, 8 layers",
+    TITAN_ALONE: "titan_fsdp2.py on one GPU: width 2048, 8 layers",
     "GPT, width 1600, 4 layers, 8192 tokens, autocast, AdamW": "nanogpt.py: width 1600, 4 layers",
 }  # fmt: skip
 LEARNING = "examples/float8_llama.py --width 512 --layers 4 --inner 2048 --train-steps 300, rowwise"
@@ -132,8 +141,26 @@ PEERS = {
     "llama-1b": "Llama-1B of transformers, 4 x 2048 tokens, with AdamW",
     "llama-8b": "two layers of Llama-8B's widths, 2 x 4096 tokens",
     "dit": "two blocks of DiT-XL",
+    "dit-infer": "two blocks of DiT-XL",
     "nano": "nanochat-like, 20 layers of width 1280, 32768 tokens, with AdamW",
 }
+DIT_EXAMPLE = "DiT, width 1152, 28 blocks, 10 steps with guidance"
+WHEEL = (
+    "the wheel, installed with --no-index and --no-deps beside packed dependencies; as printed; three other GPUs of the"
+    " host compiled and tested meanwhile, on cores of their own"
+)
+QUIET = (
+    "three drawings in a row, three times by turns, medians; gpu_ms: the sum of its kernels' times; nothing else on the"
+    " host"
+)
+FLUX_BLOCK = "a block of Flux of one stream, 4608 tokens of width 3072, inference"
+FAST = "rowwise, two layers of width 2048, by accumulation of the backward"
+EVEN = (
+    "4608 x 3072 x 15360, bias, gate, residual, sums", "4608 x 12288 x 3072, bias, GELU",
+    "8100 x 1536 x 8960, bias, gate, residual, sums", "8192 x 2432 x 9728, bias, gate, residual, sums",
+    "8192 x 9728 x 2432, bias, GELU", "8192 x 1152 x 1152, bias, gate, residual, sums",
+    "8192 x 2048 x 8192, norm producer", "8192 x 4096 x 4096, norm producer",
+)  # fmt: skip
 HEADS_IN_BLOCKS = {case: f"head of vocabulary {name}, in blocks" for case, name in HEADS.items()}
 
 
@@ -159,7 +186,9 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("steps.jsonl", "training"): (NANO,),
         ("models.jsonl", "training"): (LLAMA, TITAN),
         ("bench.jsonl", "training"): ("modernbert_large, 2 layers",),
-        ("examples.jsonl", "training"): scripts("train_llama.py", "lora.py", "trainer.py", "nanogpt.py"),
+        ("examples.jsonl", "training"): scripts(
+            "train_llama.py", "lora.py", "trainer.py", "nanogpt.py", "titan_fsdp2.py on one"
+        ),
     },
     "training of width 3584 and more": {
         ("training.jsonl", "training"): ("layer-4096", "layer-8192", "rotary-4096", "rotary-8192", "llama-8b"),
@@ -174,12 +203,12 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("examples.jsonl", "training"): (TITAN_FSDP2,),
     },
     "DDP or TP on two GPUs": {("distributed.jsonl", "training"): ("ddp-llama-1b", "tp-llama-1b")},
-    "a DiT": {
+    "diffusion, inference": {
         ("models.jsonl", "inference"): ("dit-xl x2",),
-        ("bench.jsonl", "inference"): ("dit_xl, 2 blocks",),
-        ("bench.jsonl", "training"): ("dit_xl, 2 blocks",),
+        ("bench.jsonl", "inference"): ("dit_xl, 2 blocks", *DIFFUSION),
         ("examples.jsonl", "inference"): scripts("diffusion.py"),
     },
+    "diffusion, training": {("bench.jsonl", "training"): ("dit_xl, 2 blocks",)},
     "FP8 training": {
         ("float8.jsonl", "training"): (*tuple(FLOAT8)[:3], FP8_STEP),
         ("examples.jsonl", "training"): scripts("float8_llama.py"),

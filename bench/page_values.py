@@ -144,4 +144,5 @@ def figures(results: Path = RESULTS) -> dict[str, str]:
     for row in read("coverage.jsonl", results):
         if (row["model"], row["mode"]) == ("flux_1_dev", "infer"):
             found["coverage of Flux"] = f"{100 * row['coverage']:.0f} %"
+            found["bytes of Flux"] = f"{100 * (1 - row['bytes_after'] / row['bytes_before']):.0f} %"
     return found

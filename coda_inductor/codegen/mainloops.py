@@ -34,7 +34,7 @@ class Mainloop(Protocol):
         """Can the machine multiply such a tile?"""
 
     def shares(self, config: Config) -> bool:
-        """Is such a tile for one product with a weight [N, K] only, as two warp groups have half of its columns each?"""
+        """Is such a tile for one product with a weight [N, K] only, as two warp groups share its columns?"""
 
     def warps(self, config: Config) -> tuple[int, int]:
         """How the warps of one tile's epilogue split it along M and N."""

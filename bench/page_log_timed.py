@@ -1,0 +1,49 @@
+"""Tables of docs/log.md, as page_log.py has them: diffusion models, and FP8 by accumulation."""
+
+from __future__ import annotations
+
+import page_names as names
+from page_dated import Dated, Line, cells
+
+
+def sampled(label: str, *paths: str, **facts: str) -> Line:
+    """Of a sampling of images: torch.compile's and our ms."""
+    found = (cells("examples.jsonl", "5eb59d2", path, "ms", case=names.DIT_EXAMPLE, **facts) for path in paths)
+    return (label, *(cell for line in found for cell in line))
+
+
+EVEN_TILES = ("128x256co2x1", "128x192pp2x1", "128x192pp2x1n", "192x192co2x1n", "128x224co2x1n")
+
+TIMED: dict[str, Dated] = {
+    "Flux": Dated(
+        ("a block", "`torch.compile` by turns, ms", "coda, ms", "coda without joined operands, ms"),
+        tuple(
+            (label, *(cell for side in ("inductor", "coda", "apart")
+                      for cell in cells("layers.jsonl", commit, f"rows/{side}/turns_ms", "ms", case=names.FLUX_BLOCK)))
+            for label, commit in (("first run", "789b330"), ("second run", "f1a9249"))
+        ),
+    ),
+    "even tiles": Dated(
+        ("rows x columns x depth", "`torch.mm` alone, us", *EVEN_TILES),
+        tuple(
+            (case, *(cell for tile in ("mm", *EVEN_TILES)
+                     for cell in cells("tiles.jsonl", "4642e6e", "mean_ms", "whole us of ms", case=case, tile=tile)))
+            for case in names.EVEN
+        ),
+    ),
+    "a sampling": Dated(
+        ("28 blocks of a DiT, 16 images, ten steps", "`torch.compile`, ms", "coda, ms"),
+        (sampled("beside three GPUs that compiled", "baseline_ms", "ms", beside=names.WHEEL),
+         sampled("alone on the host", "baseline_ms", "ms", beside=names.QUIET),
+         sampled("the sum of the kernels' times", "gpu_ms/inductor", "gpu_ms/coda")),
+    ),
+    "fast accumulation": Dated(
+        ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
+        tuple(
+            (label, *(cell for key, how in (("ms", "ms"), ("difference", "error"))
+                      for cell in cells("float8.jsonl", "5eb59d2", f"rows/{side}/{key}", how, case=names.FAST)))
+            for label, side in (("`torch.compile`", "inductor"), ("`torch.compile`, fast", "inductor fast"),
+                                ("coda, fast", "coda fast"))
+        ),
+    ),
+}  # fmt: skip
