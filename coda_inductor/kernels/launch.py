@@ -26,7 +26,7 @@ from coda_inductor.core.blocks import into
 from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.text import show
-from coda_inductor.kernels import library, proof, record
+from coda_inductor.kernels import library, prebuild, proof, record
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.store import HINT, open_store
 
@@ -225,6 +225,9 @@ class Kernel:
             with BUILDING, uncollected():
                 found: Any = library.load(self.region, config, self.directory, swapped=swapped, target=self.row)
                 if found is None:
+                    job = prebuild.Job(self.region, config, swapped, self.row.name)
+                    if prebuild.ABORTED and job.place(self.directory) in prebuild.ABORTED:
+                        raise Unsupported(f"no kernel for {config}: {prebuild.ENDED}")
                     build = compiler().Compiled
                     try:
                         found = build(self.region, config, self.directory, swapped=swapped, target=self.row)

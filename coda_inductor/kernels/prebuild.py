@@ -34,6 +34,9 @@ BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from coda_inductor.kernels import worker; worker.serve()"
 )
 MAX_WORKERS = 16
+ENDED = "its compile ended the compiling process"
+ABORTED = set[Path]()
+"""Where kernels would lie whose compile ends any process, as the compiler's own aborts do: this one is to go on."""
 LAST_BYTES = 500
 
 
@@ -268,10 +271,16 @@ def _ask_for(
     request = json.dumps([count, str(directory.absolute()), [job.request() for job in jobs]])
     with _lock:
         compiler = _compiler(name)
-        found = compiler.ask(request, len(jobs), known)
+
+        def heard(i: int, outcome: Outcome) -> None:
+            if outcome.reason == ENDED:
+                ABORTED.add(jobs[i].place(directory))
+            known(i, outcome)
+
+        found = compiler.ask(request, len(jobs), heard)
         if not found and compiler.process.returncode == 0:  # it had just ended, idle
             compiler = _compiler(name)
-            found = compiler.ask(request, len(jobs), known)
+            found = compiler.ask(request, len(jobs), heard)
         said = compiler.last_words() if len(found) < len(jobs) else ""
     for i in range(len(jobs)):
         if i not in found:

@@ -25,7 +25,7 @@ from coda_inductor.codegen.target import of_name
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import parse
-from coda_inductor.kernels import kernel
+from coda_inductor.kernels import kernel, prebuild
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 IDLE_S = 60.0  # after which it ends; it holds 330 MB
@@ -50,14 +50,15 @@ def serve() -> None:
 
 
 def compiled(answers: int, workers: int, directory: str, jobs: list[Any]) -> Iterator[Done]:
-    """What becomes of each job, in the order in which they end. When a worker dies its pool loses what is under way."""
+    """What becomes of each job, in the order in which they end. When a worker dies its pool loses what is under way.
+    What is left after some attempts is tried alone, so that no other job is held to have ended the process."""
     left = dict(enumerate(jobs))
     for _ in range(ATTEMPTS):
         for i, reason, seconds in pooled(answers, workers, directory, left) if left else ():
             del left[i]
             yield i, reason, seconds
     for i in left:
-        yield i, "its compiling process ended early", 0.0
+        yield next(pooled(answers, 1, directory, {i: left[i]}), (i, prebuild.ENDED, 0.0))
 
 
 def pooled(answers: int, workers: int, directory: str, jobs: dict[int, Any]) -> Iterator[Done]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from codegen_cases import CASES, norm_backward, norm_producer, sample_gate, sample_swiglu, swiglu, token_scale
+from codegen_cases import CASES, norm_backward, norm_producer, sample_gate, sample_swiglu, swiglu, token_scale, unlike
 from small_regions import small, two
 
 from coda_inductor.codegen import legality, target
@@ -96,6 +96,7 @@ def test_tiles_that_divide_the_machine_better() -> None:
     assert legality.candidates(region, 4608)[0] == SM_90A.large[0]  # what runs untuned is still the first of the table
     assert not set(legality.candidates(norm_producer(2048, 8192), 8192)) & set(SM_90A.even)
     assert not set(legality.candidates(region, 1000)) & set(SM_90A.even)  # few rows have tables of their own
+    assert not set(legality.candidates(unlike(3072, 3072), 4608)) & set(SM_90A.even)  # not tried on a card in these
     assert legality.candidates(region, 4608, SM_100A) == legality.candidates(region, 8192, SM_100A)
 
 

@@ -15,6 +15,7 @@ from codegen_cases import norm_backward, swiglu, token_scale
 from compiler_process import MISSING, amid, kernels_of
 from processes import fresh
 
+from coda_inductor.codegen.mainloops import Wgmma
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.kernels import launch
@@ -112,6 +113,26 @@ def test_a_worker_may_die(tmp_path: Path) -> None:
     store, (heavy,) = str(tmp_path / "kernels"), kernels_of(norm_backward(256, 64))
     assert amid(heavy, store, lambda server, worker: os.kill(worker, signal.SIGKILL)) == {}
     assert len(list(Path(store).rglob("*.o"))) == 1
+
+
+def test_a_compile_that_aborts_ends_no_process_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of cutlass-dsl 4.8.1 aborts on this tile with a weight [K, N], which legality refuses: allowed, it
+    ends its workers. What was compiled beside it is there, and a launch of it is refused."""
+    region, shared = norm_backward(3072, 3072), Config(192, 192, 2, 1, False, "n")
+    monkeypatch.setattr(Wgmma, "shares", lambda self, config: False)
+    (tmp_path / "sitecustomize.py").write_text(
+        "from coda_inductor.codegen.mainloops import Wgmma\nWgmma.shares = lambda self, config: False\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(prebuild_module, "ABORTED", set())
+    for compiler in prebuild_module._running:
+        compiler.end()
+    store, aborting, (small,) = str(tmp_path / "kernels"), Job(region, shared), kernels_of(token_scale(256, 64))
+    assert prebuild([aborting, small], store, workers=2) == {aborting: prebuild_module.ENDED}
+    prebuild_module._running[0].end()
+    kernel = launch.Kernel(region, Path(store))
+    with pytest.raises(Unsupported, match="its compile ended the compiling process"):
+        kernel.compiled(shared)
 
 
 def test_what_is_printed_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
