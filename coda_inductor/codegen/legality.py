@@ -30,6 +30,13 @@ def bucket(m: int) -> int:
     return min(max(64, 1 << (m - 1).bit_length()), 32768) if m > 1 else 64
 
 
+def size_class(region: Region, m: int, target: Target = SM_90A) -> int:
+    """The name of the token counts that share a tile choice with `m`: its bucket, or where even tiles are worth timing
+    `m` itself, as at most others of the bucket they are slow."""
+    offered = target.even and bucket(m) > 1024 and not set(target.even).isdisjoint(candidates(region, m, target))
+    return m if offered else bucket(m)
+
+
 def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config, ...]:
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
@@ -44,13 +51,15 @@ def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config,
 
 EVENER = 0.93
 """An even tile is timed if by `_work` it takes at most this part of what the best of the table takes. Of eight shapes,
-the one at 0.86 won by 9 %, and two at 0.94 lost by 15 to 20 % (H100, bench/results/tiles.jsonl)."""
+the one at 0.86 won by 9 %, and two at 0.94 lost by 15 and 21 % (H100, bench/results/tiles.jsonl)."""
 EDGE = 32
+"""What a row or column of a tile costs to load, in accumulators: so weighed, the tiles of 4608 x 3072 x 15360 come in
+the order of their times but for one (the same rows)."""
 
 
 def _even(region: Region, m: int, target: Target, table: tuple[Config, ...]) -> tuple[Config, ...]:
     """What else is worth timing at `m` rows, as the tiles of the table divide the machine badly."""
-    if not target.even or region.unlike:  # which was tried in the tiles of the tables only
+    if not target.even or region.unlike or region.is_plain:  # unlike: no card has run it in these; plain: has a table
         return ()
     least = EVENER * min(_work(region, m, config, target) for config in table)
     better = (c for c in target.even if c not in table and _work(region, m, c, target) <= least)
@@ -131,7 +140,10 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
         fits = o.extent != "sample" or o.tokens % config.tile_m == 0  # all rows of a tile read one vector
         _need(fits, f"{config}: {config.tile_m} rows and samples of {o.tokens} tokens do not fit", WHOLE_TILES)
     simple = lanes == 1 and region.products[0].b_layout == "nk"
-    _need(simple or not MAINLOOPS[target.mainloop].shares(config), f"{config} is for one product with a weight [N, K]")
+    _need(
+        simple or not MAINLOOPS[target.mainloop].shares(config),
+        f"{config} is for a tile of one product, with a weight [N, K]",
+    )
     found = stages(region, config, target).ab
     room = f"shared memory for {max(found, 0)} of the {target.least_stages} steps that it loads ahead"
     _need(found >= target.least_stages, f"{_beside(region)}, which leave the product {room}", LESS)

@@ -59,8 +59,8 @@ class Wgmma:
         return m in (64, 128, 256) and n % 16 == 0 and n <= 256 and m * n <= 256 * 192
 
     def shares(self, config: Config) -> bool:
-        """With a weight [K, N] the compiler of cutlass-dsl 4.8.1 aborts the process. Of two products the kernel's
-        results are wrong (H100, 192x192co2x1)."""
+        """With a weight [K, N] the compiler of cutlass-dsl 4.8.1 aborts the process. Of two products side by side in a
+        tile the results are wrong; of two that are added up they are right (H100, 192x192co2x1n)."""
         return self._groups(config)[1] > 1
 
     def warps(self, config: Config) -> tuple[int, int]:

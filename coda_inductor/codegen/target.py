@@ -40,7 +40,7 @@ class Target:
     max_operands: int  # vectors and tiles together that an epilogue may read
     multiplies: tuple[str, ...]  # dtypes of matrices
     mixes: bool  # may the two matrices of a product be of different 8-bit dtypes?
-    unlike: bool  # may two products in one sum be of unlike K? Its device code then has what copies through `load_tma`
+    unlike: bool  # may two products in one sum be of unlike K? Its GEMM class then loads with `load_tma`
     halves: tuple[int, ...]  # of heads: the widths that two products may be the halves of
     large: Tiles  # for more than 1024 rows; what fits into none of these is no Region
     deep: Tiles  # for widths of `deep_least` and more, and sums as deep

@@ -100,7 +100,9 @@ def _tiles(region: Region, rows: int, target: Target, settings: Settings, build:
     if build == "all":
         return every
     store = existing(settings.cache_dir)
-    chosen = record.remembered(store, region, legality.bucket(rows), target=target) if store else None
+    chosen = (
+        record.remembered(store, region, legality.size_class(region, rows, target), target=target) if store else None
+    )
     return (chosen,) if chosen else every[:1]
 
 
@@ -112,7 +114,7 @@ def generated(
     text = source.render(region, target)
     module = source.module_name(text)
     path = store / "epilogues" / f"{module}.py" if store else None
-    bucket = legality.bucket(rows)
+    bucket = legality.size_class(region, rows, target)
     chosen = record.remembered(store, region, bucket, target=target) if store else None
     tiles = []
     for config in dict.fromkeys([*legality.candidates(region, rows, target), *([chosen] if chosen else [])]):

@@ -53,7 +53,9 @@ class Product:
     def terms(self) -> tuple[tuple[int, int, int], ...]:
         """(a, b, K) of each product that is added up."""
         first = self.a, self.b, self.k
-        return (first,) if self.plus is None else (first, (self.plus[0], self.plus[1], [*self.plus, self.k][2]))
+        if self.plus is None:
+            return (first,)
+        return first, (self.plus[0], self.plus[1], self.plus[2] if len(self.plus) > 2 else self.k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ def verify(region: Region) -> Region:
 
     check(bool(region.products), "no product")
     check(bool(region.stores or region.reductions), "nothing leaves it")
+    check(all(len(p.plus or (0, 0)) in (2, 3) for p in region.products), "a sum of what is no product")
     depths = [k for p in region.products for _, _, k in p.terms]
     check(region.n > 0 and all(k > 0 for k in depths), f"n={region.n}, k={depths}")
     _verify_products(region, check)
@@ -77,8 +78,7 @@ def _verify_products(region: Region, check: Callable[[bool, str], None]) -> None
     if any(p.plus for p in region.products):
         check(len(region.products) == 1, f"{len(region.products)} products in a tile that sums two")
         check(len(used) == 4, f"a sum of products of {pairs}")
-        check(all(len(p.plus or (0, 0)) in (2, 3) for p in region.products), "a sum of what is no product")
-        check(all([*(p.plus or ()), 0][2] != p.k for p in region.products), "the same K, said twice")
+        check(all(p.plus is None or p.plus[2:] != (p.k,) for p in region.products), "the same K, said twice")
     for p in region.products:
         check(p.b_layout in ("nk", "kn"), f"layout {p.b_layout!r} of {p.name}'s weight is neither nk nor kn")
         check(p.a_layout in ("mk", "km"), f"layout {p.a_layout!r} of {p.name}'s left operand is neither mk nor km")

@@ -65,8 +65,9 @@ log = logging.getLogger("coda_inductor")
 
 
 class RewriteAgain(Exception):
-    """The graph is rewritten once more. Not all parts of some products became Regions, or not one: these stay `whole`.
-    Or the backward would keep too much for sums: nodes stay `unread` by them."""
+    """The graph is rewritten once more. Not all parts of some products became Regions, or two products did not
+    meet in one accumulator: these stay `whole`. Or the backward would keep too much for sums: nodes stay `unread` by
+    them."""
 
     def __init__(self, whole: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()) -> None:
         super().__init__(", ".join(sorted(whole | unread)))
@@ -95,7 +96,7 @@ class Work:
     packed: tuple[Packed, ...] = ()
     """Those that were split."""
     joined: tuple[Packed, ...] = ()
-    """Those whose left operand was."""
+    """Those that were split because their left operand is two tensors beside each other."""
     sites: list[Site] = field(default_factory=list)
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()

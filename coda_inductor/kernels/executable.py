@@ -72,7 +72,7 @@ class Executable:
         self._turned = products[0].a_layout == "km"
         self._doors = [place[field] for field in source.DOORS]
         self._spans = [place[field] for field in source.SPANS] if region.summed and not region.unlike else []
-        self._seconds_of = [place[field] for field in source.SECONDS] if region.unlike else []
+        self._second_matrices = [place[field] for field in source.SECONDS] if region.unlike else []
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
         """What launches the kernel, and until then keeps all that it reads and writes. `inputs` as the Region orders
@@ -96,10 +96,10 @@ class Executable:
             for (part, whole, i), partial in zip(sums, parts, strict=True):
                 out = outs[i]
                 fields[part], fields[whole] = partial, partial.new_empty(length) if out is None else out
-        if self._seconds_of:
+        if self._second_matrices:
             assert self._plus is not None
             given = inputs[self._plus[0]], inputs[self._plus[1]], self.region.products[0].k // TILE_K
-            for field, value in zip(self._seconds_of, given, strict=True):
+            for field, value in zip(self._second_matrices, given, strict=True):
                 fields[field] = value
         elif self._plus is not None:
             a, a_apart, a_turned = _spanned(a, inputs[self._plus[0]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import importlib
 import threading
@@ -62,7 +63,8 @@ class Kernel:
         self.row = row
         self._digest = region.digest
         self._refusal = f"no kernel for region {self._digest}"
-        self._ready: dict[tuple[int, bool], Any] = {}  # by bucket and lane order; None: no kernel could be built
+        self._ready: dict[tuple[int, bool], Any] = {}  # by size class and lane order; None: no kernel could be built
+        self._classes: dict[int, int] = {}  # by token count
         self._here = -1 if row.tested else _device()  # the card of which that, and what is wrong, was found out
         self._compiled: dict[tuple[Config, bool], Any] = {}
         self._wrong: dict[tuple[Config, bool], str] = {}  # of what had to be proved: why it may not run, "" if it may
@@ -113,7 +115,7 @@ class Kernel:
         else:
             if not self.row.tested:
                 self._move()
-            key = (legality.bucket(inputs[self._m].shape[self._dim]), swapped)
+            key = (self._class(inputs[self._m].shape[self._dim]), swapped)
             compiled = self._ready[key] if key in self._ready else self._choose(*key)
         if compiled is None:
             self.fall_back(inputs, outs, self._refusal)
@@ -122,10 +124,17 @@ class Kernel:
         run: Run = compiled.prepare(inputs, outs)
         return run
 
+    def _class(self, m: int) -> int:
+        """The size class of `m` tokens."""
+        if (found := self._classes.get(m)) is None:
+            found = self._classes[m] = legality.size_class(self.region, m, self.row)
+        return found
+
     def _choose(self, size: int, swapped: bool) -> Any:
-        """The bucket's kernel: of the configuration that was measured best, else of the first that can be built and
-        may run here."""
-        measured = record.remembered(self.directory, self.region, size, target=self.row) if self.measured else None
+        """The kernel of a size class: of the configuration that was measured best, else of the first that can be built
+        and may run here."""
+        known = functools.partial(record.remembered, self.directory, self.region, target=self.row)
+        measured = known(size) or known(legality.bucket(size)) if self.measured else None
         found, refusals = None, list[str]()
         for config in (*([measured] if measured else []), *legality.candidates(self.region, size, self.row)):
             try:
@@ -200,13 +209,13 @@ class Kernel:
     def build(self, m: int) -> None:
         """Builds the kernel of `m` tokens now, and proves it where that is needed. Raises Unsupported if there is
         none."""
-        key = (legality.bucket(m), False)
+        key = (self._class(m), False)
         if (self._ready[key] if key in self._ready else self._choose(*key)) is None:
             raise Unsupported(self._refusal)
 
     def config(self, m: int) -> Config | None:
         """The configuration in which `m` tokens run, None before the first launch of their bucket."""
-        found = self._ready.get((legality.bucket(m), False)) or self._ready.get((legality.bucket(m), True))
+        found = self._ready.get((self._class(m), False)) or self._ready.get((self._class(m), True))
         return found.config if found else None
 
     def use(self, size: int, config: Config) -> None:

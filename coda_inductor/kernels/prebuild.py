@@ -36,7 +36,8 @@ BOOT = (
 MAX_WORKERS = 16
 ENDED = "its compile ended the compiling process"
 ABORTED = set[Path]()
-"""Where kernels would lie whose compile ends any process, as the compiler's own aborts do: this one is to go on."""
+"""Where kernels would lie whose compile ended three workers, the last by itself, as aborts of the compiler do: this
+process, which is the user's, does not try. Another process finds out anew."""
 LAST_BYTES = 500
 
 

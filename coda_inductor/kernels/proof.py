@@ -254,7 +254,7 @@ class _Draw:
         made |= zip(lefts, self.numbers((len(lefts), *left), of_left), strict=True)
         scale = 1 / k if self.positive else k**-0.5
         made |= zip(rights, self.numbers((len(rights), *right), of_right, scale), strict=True)
-        if region.unlike:  # which then lie with gaps
+        if region.unlike:  # parts of wider ones: most then lie with gaps
             of_k = {i: 1 if i in lefts or first.b_layout == "nk" else 0 for i in made}
             made = {i: x.narrow(of_k[i], 0, region.ks[i]) for i, x in made.items()}
         operands = [

@@ -50,7 +50,7 @@ def serve() -> None:
 
 
 def compiled(answers: int, workers: int, directory: str, jobs: list[Any]) -> Iterator[Done]:
-    """What becomes of each job, in the order in which they end. When a worker dies its pool loses what is under way.
+    """What becomes of each job, in the order in which they end. When a worker dies its pool loses what is not done.
     What is left after some attempts is tried alone, so that no other job is held to have ended the process."""
     left = dict(enumerate(jobs))
     for _ in range(ATTEMPTS):

@@ -46,8 +46,8 @@ class Tuned:
 def tune(region: Region, inputs: Sequence[Tensor], cache_dir: str | None = None, *, rounds: int = 15) -> Tuned:
     """Compiles, checks and times the candidates at the inputs' M. Raises Unsupported if none is right."""
     kernel = launch.kernel(region.text, cache_dir)
-    size = legality.bucket(region.m(inputs))
-    configs = legality.candidates(region, region.m(inputs), kernel.row)
+    size = legality.size_class(region, region.m(inputs), kernel.row)
+    configs = legality.candidates(region, size, kernel.row)
     rows = measure(kernel, inputs, configs, rounds=rounds)
     right = [row for row in rows if "ms" in row]
     if not right and (spilled := [i for i, row in enumerate(rows) if row.get("stack", 0) > MAX_STACK]):
@@ -83,7 +83,7 @@ def tuned(region: Region, inputs: Sequence[Tensor], cache_dir: str | None, *, hi
     """The Region's kernel, tuned at the inputs' M unless that is remembered (with `hints`, also from a hint). Raises
     Unsupported as `tune` does."""
     kernel = launch.kernel(region.text, cache_dir)
-    size = legality.bucket(region.m(inputs))
+    size = legality.size_class(region, region.m(inputs), kernel.row)
     if record.remembered(kernel.directory, region, size, hints=hints, target=kernel.row) is None:
         tune(region, inputs, cache_dir)
     elif not kernel.row.tested:
@@ -99,7 +99,7 @@ def hinted(region: Region, inputs: Sequence[Tensor], cache_dir: str | None, conf
     if "why" in row:
         raise Unsupported(f"region {region.digest} in {config}: {row['why']}")
     kernel.prove(config)
-    kernel.use(legality.bucket(region.m(inputs)), config)
+    kernel.use(legality.size_class(region, region.m(inputs), kernel.row), config)
     return kernel
 
 

@@ -79,7 +79,8 @@ def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
     found, todo = dict[Part, list[fx.Node]](), list(product.users)
     width = product.meta["val"].shape[-1]
     biases = [tuple(bias.meta["val"].shape) for bias in g.operands(product).addends]
-    if not isinstance(width, int) or any(shape != (width,) for shape in biases):
+    vectors = all(len(shape) == 1 and isinstance(shape[0], int) for shape in biases)  # to compare a symbol adds a guard
+    if not isinstance(width, int) or not vectors or any(shape != (width,) for shape in biases):
         return {}
     while todo:
         node = todo.pop()

@@ -22,7 +22,7 @@ def key_of(group: Group, plan: Plan, settings: Settings) -> str:
     compile them."""
     parts = [
         *(name for name in (ELEMENTWISE, TABLES) if not allowed(name, NAMES, settings)),
-        str(legality.bucket(group.tokens)),
+        *sorted({str(legality.size_class(b.region, group.tokens)) for b in group.builts}),
         record.device_name(),
         record.sources_digest(),
         str(target.versions()),

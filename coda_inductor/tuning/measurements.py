@@ -118,13 +118,11 @@ class Measurements:
 
     def jobs(self, plan: Plan, builts: Iterable[Built]) -> list[prebuild.Job]:
         """The kernels of Regions that are not tuned: of one with a hint, that of its tile."""
-        of = {b.region: b for b in builts}
-        new = self.untuned(plan, of.values())
+        new = self.untuned(plan, builts)
 
         def configs(region: Region, size: int) -> Sequence[Config]:
-            if (tile := self.hints.tile(region, size)) is not None:
-                return (tile.config,)
-            return legality.candidates(region, tokens(plan, of[region]), self.target)
+            tile = self.hints.tile(region, size)
+            return legality.candidates(region, size, self.target) if tile is None else (tile.config,)
 
         return [prebuild.Job(found[0], config, target=self.target.name) for found in new for config in configs(*found)]
 

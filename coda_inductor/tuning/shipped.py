@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coda_inductor.codegen import legality
-from coda_inductor.codegen.target import SM_90A
 from coda_inductor.codegen.tiles import Config, tiles
 from coda_inductor.core.region import Region
 
@@ -98,8 +97,7 @@ class Hints:
         if not isinstance(tile, str) or not TILE.fullmatch(tile):
             return None
         (config,) = tiles(tile)
-        even = config in SM_90A.even and legality.is_legal(region, config)  # was timed at some number of rows
-        if not even and config not in legality.candidates(region, size):
+        if config not in legality.candidates(region, size):
             return None
         return Tile(config, share if _positive(share) else None)
 

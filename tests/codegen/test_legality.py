@@ -7,7 +7,17 @@ from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from codegen_cases import CASES, norm_backward, norm_producer, sample_gate, sample_swiglu, swiglu, token_scale, unlike
+from codegen_cases import (
+    CASES,
+    norm_backward,
+    norm_producer,
+    plain,
+    sample_gate,
+    sample_swiglu,
+    swiglu,
+    token_scale,
+    unlike,
+)
 from small_regions import small, two
 
 from coda_inductor.codegen import legality, target
@@ -97,6 +107,10 @@ def test_tiles_that_divide_the_machine_better() -> None:
     assert not set(legality.candidates(norm_producer(2048, 8192), 8192)) & set(SM_90A.even)
     assert not set(legality.candidates(region, 1000)) & set(SM_90A.even)  # few rows have tables of their own
     assert not set(legality.candidates(unlike(3072, 3072), 4608)) & set(SM_90A.even)  # not tried on a card in these
+    assert not set(legality.candidates(plain(3072, 15360), 4608)) & set(SM_90A.even)
+    sizes = [legality.size_class(region, m) for m in (100, 4608, 5000, 8192)]
+    assert sizes == [128, 4608, 8192, 8192]  # what wins at 4608 rows runs there only
+    assert legality.size_class(region, 4608, SM_100A) == 8192
     assert legality.candidates(region, 4608, SM_100A) == legality.candidates(region, 8192, SM_100A)
 
 
@@ -104,7 +118,7 @@ def test_tiles_that_divide_the_machine_better() -> None:
 def test_tiles_whose_columns_are_shared(make: Callable[..., Region]) -> None:
     """A weight [K, N] ends the compiler's process there, and two products come out wrong."""
     shared, whole = tiles("192x192co2x1n 128x224co2x1n")
-    with pytest.raises(Unsupported, match="192x192co2x1n is for one product with a weight"):
+    with pytest.raises(Unsupported, match="192x192co2x1n is for a tile of one product"):
         legality.require(make(3072, 3072), shared)
     legality.require(make(3072, 3072), whole)
     legality.require(norm_producer(3072, 3072), shared)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from codegen_cases import bias_sums, blank_outputs, random_inputs, summed, swiglu, token_scale
+from codegen_cases import bias_sums, blank_outputs, norm_producer, random_inputs, summed, swiglu, token_scale
 from torch import Tensor
 
 from coda_inductor.codegen import legality
@@ -17,7 +17,7 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Region
-from coda_inductor.kernels import launch
+from coda_inductor.kernels import launch, record
 from coda_inductor.kernels.executable import Run
 
 
@@ -117,6 +117,19 @@ def test_launch_copies_what_no_descriptor_spans(
     assert all(map(torch.equal, outs, interpret(region, inputs)))
     pairs = 2 if region.summed and way == "too far apart" else 1
     assert launch.LAUNCHES[region.digest] == before + 1 and sum(launch.FALLBACKS.values()) == pairs
+
+
+def test_an_even_tile_runs_where_it_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its own number of rows. Others of the bucket run in what won there, and so does one that was not measured."""
+    region, even = norm_producer(3072, 512), SM_90A.even[0]
+    k = launched(monkeypatch, region, tmp_path)
+    table = legality.candidates(region, 8192)[1]
+    record.remember(k.directory, region, 8192, table, 1.0, [])
+    assert legality.size_class(region, 4608) == 4608 and even in legality.candidates(region, 4608)
+    assert k._choose(4608, False).config == table
+    k._ready.clear()
+    record.remember(k.directory, region, 4608, even, 0.9, [])
+    assert [k._choose(k._class(m), False).config for m in (4608, 8192, 5000)] == [even, table, table]
 
 
 def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,3 +268,15 @@ def test_bytes_of_gate_and_up_in_one_weight() -> None:
     totals = explain(model, (x,), {}, "train", Settings(target="sm_90a"))["totals"]
     assert totals["bytes_after"] < 0.75 * totals["bytes_before"]
     assert totals["saved_bytes"] <= 1.02 * totals["saved_bytes_inductor"]
+
+
+def test_a_matrix_that_is_added_asks_nothing_of_dynamic_sizes() -> None:
+    """Its sizes are symbols: to compare one with the product's width would be a guard."""
+    w = torch.randn(8, 16, dtype=torch.float64)
+    add = lambda x, y: torch.addmm(y.reshape(-1, 16), x.reshape(-1, 8), w)  # noqa: E731
+    x, y = torch.randn(3, 100, 8, dtype=torch.float64), torch.randn(3, 100, 16, dtype=torch.float64)
+    with strict_reference():
+        compiled = torch.compile(add, backend="coda", dynamic=True)
+        for n in (3, 5):
+            x, y = torch.randn(n, 100, 8, dtype=torch.float64), torch.randn(n, 100, 16, dtype=torch.float64)
+            torch.testing.assert_close(compiled(x, y), add(x, y), rtol=1e-10, atol=1e-10)
