@@ -273,8 +273,10 @@ def test_bytes_of_gate_and_up_in_one_weight() -> None:
 def test_a_matrix_that_is_added_asks_nothing_of_dynamic_sizes() -> None:
     """Its sizes are symbols: to compare one with the product's width would be a guard."""
     w = torch.randn(8, 16, dtype=torch.float64)
-    add = lambda x, y: torch.addmm(y.reshape(-1, 16), x.reshape(-1, 8), w)  # noqa: E731
-    x, y = torch.randn(3, 100, 8, dtype=torch.float64), torch.randn(3, 100, 16, dtype=torch.float64)
+
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        return torch.addmm(y.reshape(-1, 16), x.reshape(-1, 8), w)
+
     with strict_reference():
         compiled = torch.compile(add, backend="coda", dynamic=True)
         for n in (3, 5):
