@@ -49,7 +49,7 @@ def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config,
     return ()
 
 
-EVENER = 0.93
+WORTH_TIMING = 0.93
 """An even tile is timed if by `_work` it takes at most this part of what the best of the table takes. Of eight shapes,
 the one at 0.86 won by 9 %, and two at 0.94 lost by 15 and 21 % (H100, bench/results/tiles.jsonl)."""
 EDGE = 32
@@ -61,7 +61,7 @@ def _even(region: Region, m: int, target: Target, table: tuple[Config, ...]) -> 
     """What else is worth timing at `m` rows, as the tiles of the table divide the machine badly."""
     if not target.even or region.unlike or region.is_plain:  # unlike: no card has run it in these; plain: has a table
         return ()
-    least = EVENER * min(_work(region, m, config, target) for config in table)
+    least = WORTH_TIMING * min(_work(region, m, config, target) for config in table)
     better = (c for c in target.even if c not in table and _work(region, m, c, target) <= least)
     return tuple(c for c in better if is_legal(region, c, target))
 

@@ -99,11 +99,14 @@ def _tiles(region: Region, rows: int, target: Target, settings: Settings, build:
     every = legality.candidates(region, rows, target)
     if build == "all":
         return every
-    store = existing(settings.cache_dir)
-    chosen = (
-        record.remembered(store, region, legality.size_class(region, rows, target), target=target) if store else None
-    )
+    chosen = _chosen(region, rows, target, settings)
     return (chosen,) if chosen else every[:1]
+
+
+def _chosen(region: Region, rows: int, target: Target, settings: Settings) -> Config | None:
+    """The tile that was measured best for so many rows, if one is remembered."""
+    store, size = existing(settings.cache_dir), legality.size_class(region, rows, target)
+    return record.remembered(store, region, size, target=target) if store else None
 
 
 def generated(
@@ -114,8 +117,7 @@ def generated(
     text = source.render(region, target)
     module = source.module_name(text)
     path = store / "epilogues" / f"{module}.py" if store else None
-    bucket = legality.size_class(region, rows, target)
-    chosen = record.remembered(store, region, bucket, target=target) if store else None
+    size, chosen = legality.size_class(region, rows, target), _chosen(region, rows, target, settings)
     tiles = []
     for config in dict.fromkeys([*legality.candidates(region, rows, target), *([chosen] if chosen else [])]):
         outcome = made.get(Job(region, config, target=target.name))
@@ -135,9 +137,9 @@ def generated(
         "kernel": module.removeprefix(EPILOGUE),
         "path": str(path) if path and path.exists() else None,
         "text": text,
-        "bucket": bucket,
+        "bucket": size,
         "tiles": tiles,
-        "records": [r for r in measured if r["digest"] == region.digest and r["bucket"] == bucket],
+        "records": [r for r in measured if r["digest"] == region.digest and r["bucket"] == size],
     }
 
 

@@ -164,6 +164,12 @@ class Region(Keyed):
         return len({k for p in self.products for _, _, k in p.terms}) > 1
 
     @property
+    def spanned(self) -> bool:
+        """Does its accumulator add up two products of the same K, so that one descriptor reads both left matrices, and
+        one both right ones?"""
+        return self.summed and not self.unlike
+
+    @property
     def depth(self) -> int:
         """Over how many numbers one accumulator sums."""
         return sum(k for _, _, k in self.products[0].terms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coda_inductor.core.region import Region
+from coda_inductor.core.region import Product, Region
 
 INFIX = {"add": "+", "sub": "-", "mul": "*"}
 
@@ -20,6 +20,11 @@ def right(region: Region, lane: int, name: str) -> str:
     return f"{turned}[:, {('first', 'second')[lane]} {region.half} of {2 * region.half}]" if region.half else turned
 
 
+def contracted(product: Product) -> str:
+    """K, of two products that are added up both if they differ."""
+    return " + ".join(map(str, dict.fromkeys(k for _, _, k in product.terms)))
+
+
 def _dtypes(region: Region) -> str:
     left, right = region.dtypes
     return f"{left}{f' @ {right}' if right != left else ''}{', fast' if region.fast else ''}"
@@ -30,8 +35,7 @@ def show(region: Region, m: str = "M") -> str:
     lines = []
     for lane, p in enumerate(region.products):
         made = " + ".join(f"{left(region, f'in{a}')} @ {right(region, lane, f'in{b}')}" for a, b in p.pairs)
-        k = " + ".join(str(k) for _, _, k in p.terms) if region.unlike else p.k
-        lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={k}, {_dtypes(region)})")
+        lines.append(f"{p.name}[{m}, {region.n}] = {made}  (K={contracted(p)}, {_dtypes(region)})")
     for i, o in enumerate(region.operands, region.matrices):
         shapes = {"token": f"[{m}]", "feature": f"[{region.width}]", "table": f"[{m}, {2 * region.half}]"}
         shapes["sample"] = f"[{m} / {o.tokens}, {region.n}]"

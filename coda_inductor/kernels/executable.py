@@ -71,7 +71,7 @@ class Executable:
         self._plus = products[0].plus
         self._turned = products[0].a_layout == "km"
         self._doors = [place[field] for field in source.DOORS]
-        self._spans = [place[field] for field in source.SPANS] if region.summed and not region.unlike else []
+        self._spans = [place[field] for field in source.SPANS] if region.spanned else []
         self._second_matrices = [place[field] for field in source.SECONDS] if region.unlike else []
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:

@@ -82,7 +82,7 @@ def _plan(region: Region, config: Config, target: Target, epilogue: Any, objects
     values |= {source.whole(slot): _blank("f32", 8) for slot in names.sums}
     if len(region.products) == 2 and not region.half:
         values["lane_offset"] = 0
-    values |= dict.fromkeys(source.SPANS, 0) if region.summed and not region.unlike else {}
+    values |= dict.fromkeys(source.SPANS, 0) if region.spanned else {}
     values |= dict.fromkeys(source.DOORS, 0)
     left, right = (_blank(dtype, 16, 16) for dtype in region.dtypes)
     values |= dict(zip(source.SECONDS, (left, right, 0), strict=True)) if region.unlike else {}

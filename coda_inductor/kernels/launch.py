@@ -71,8 +71,7 @@ class Kernel:
         first, *others = region.products
         self._lanes = [(first.b, p.b) for p in others if not region.half]  # whose order in memory a kernel is made for
         self._m, self._dim = region.m_axis
-        spanned = region.summed and not region.unlike
-        self._spanned = [*zip(*first.pairs, strict=True)] if spanned else self._lanes
+        self._spanned = [*zip(*first.pairs, strict=True)] if region.spanned else self._lanes
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if

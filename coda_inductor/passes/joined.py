@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from coda_inductor.passes.parts import UNIT, Packed, can_flatten, flat, reshapes
+from coda_inductor.passes.parts import UNIT, Packed, can_flatten, flat, reshapes, sliced
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory
 from coda_inductor.patterns.graph import aten
@@ -73,7 +73,7 @@ def write(graph: fx.Graph, product: fx.Node, pieces: list[fx.Node]) -> tuple[fx.
     ends = list(accumulate((x.meta["val"].shape[-1] for x in pieces), initial=0))
     parts = [*zip(pieces, ends[:-1], ends[1:], strict=True)]
     second, first = (
-        writing.call(product, aten.mm.default, flat(writing, x), rows(writing, of.right, *cut))
+        writing.call(product, aten.mm.default, flat(writing, x), sliced(writing, of.right, 0, *cut))
         for x, *cut in reversed(parts)
     )
     whole = writing.call(product, aten.add.Tensor, first, second)
@@ -83,15 +83,6 @@ def write(graph: fx.Graph, product: fx.Node, pieces: list[fx.Node]) -> tuple[fx.
         whole = writing.call(product, aten.add.Tensor, whole, bias)
     product.replace_all_uses_with(whole)
     return first, second
-
-
-def rows(writing: Writing, right: fx.Node, start: int, stop: int) -> fx.Node:
-    """Some rows of a product's right matrix: columns of the weight, where that is a transposed view of it."""
-    if right.target is aten.permute.default:
-        weight = right.args[0]
-        columns = writing.call(right, aten.slice.Tensor, weight, 1, start, stop)
-        return writing.call(right, aten.permute.default, columns, [1, 0])
-    return writing.call(right, aten.slice.Tensor, right, 0, start, stop)
 
 
 def is_joined(plan: Plan, built: Built) -> bool:
@@ -123,9 +114,9 @@ def rejoined(graph: fx.Graph) -> fx.Graph:
         first, second = (g.operands(n) for n in node.all_input_nodes)
         writing = Writing(graph, node)
         joined = writing.call(node, aten.cat.default, [first.left, second.left], 1)
-        part = first.right.meta["val"]  # behind which, in memory, the other lies
-        sizes = [joined.meta["val"].shape[1], part.shape[1]]
-        whole = writing.call(node, aten.as_strided.default, first.right, sizes, [*part.stride()])
+        upper = first.right.meta["val"]  # behind which, in memory, the other lies
+        sizes = [joined.meta["val"].shape[1], upper.shape[1]]
+        whole = writing.call(node, aten.as_strided.default, first.right, sizes, [*upper.stride()])
         node.replace_all_uses_with(writing.call(node, aten.mm.default, joined, whole))
         for gone in (node, *node.all_input_nodes):
             graph.erase_node(gone)

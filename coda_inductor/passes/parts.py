@@ -170,7 +170,7 @@ def write_forward(graph: fx.Graph, product: fx.Node, parts: dict[Part, list[fx.N
     writing, operands, made = Writing(graph, product), g.operands(product), list[fx.Node]()
     for (start, stop), cuts in parts.items():
         biases = [writing.call(b, aten.slice.Tensor, b, 0, start, stop) for b in operands.addends]
-        right = columns(writing, operands.right, start, stop)
+        right = sliced(writing, operands.right, 1, start, stop)
         made.append(writing.call(product, product.target, *biases, operands.left, right))
         for cut in cuts:
             cut.replace_all_uses_with(Writing(graph, cut).reshape(made[-1], list(cut.meta["val"].shape)))
@@ -207,10 +207,10 @@ def flat(writing: Writing, node: fx.Node) -> fx.Node:
     return node if value.dim() == 2 else writing.call(node, aten.reshape.default, node, [-1, value.shape[-1]])
 
 
-def columns(writing: Writing, right: fx.Node, start: int, stop: int) -> fx.Node:
-    """Some columns of a product's right matrix: rows of the weight, where that is a transposed view of it."""
+def sliced(writing: Writing, right: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+    """Some rows (dimension 0) or columns (1) of a product's right matrix; of a weight that it is the transposed view of
+    these are columns or rows."""
     if right.target is aten.permute.default:
-        weight = right.args[0]
-        rows = writing.call(right, aten.slice.Tensor, weight, 0, start, stop)
-        return writing.call(right, aten.permute.default, rows, [1, 0])
-    return writing.call(right, aten.slice.Tensor, right, 1, start, stop)
+        cut = writing.call(right, aten.slice.Tensor, right.args[0], 1 - dim, start, stop)
+        return writing.call(right, aten.permute.default, cut, [1, 0])
+    return writing.call(right, aten.slice.Tensor, right, dim, start, stop)

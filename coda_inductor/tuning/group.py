@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from coda_inductor.codegen import legality
+from coda_inductor.codegen.target import Target
 from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -228,12 +229,12 @@ def outputs(built: Built) -> list[object]:
     return [*built.draft.stores, *built.draft.sums]
 
 
-def sizes(plan: Plan, builts: Iterable[Built]) -> list[tuple[Region, int]]:
+def sizes(plan: Plan, builts: Iterable[Built], target: Target) -> list[tuple[Region, int]]:
     """The Regions, each once, with the size class to measure in, if it is known."""
     found = dict[tuple[Region, int], None]()
     for b in builts:
         with contextlib.suppress(Unsupported):
-            found[b.region, legality.size_class(b.region, tokens(plan, b))] = None
+            found[b.region, legality.size_class(b.region, tokens(plan, b), target)] = None
     return [*found]
 
 

@@ -131,7 +131,7 @@ class Measurements:
         by default."""
         directory, hints = store.open_store(self.settings.cache_dir), self.settings.hinted if hints is None else hints
         known = functools.partial(record.remembered, directory, hints=hints, target=self.target)
-        return [found for found in sizes(plan, builts) if known(*found) is None]
+        return [found for found in sizes(plan, builts, self.target) if known(*found) is None]
 
     def marked(self, found: Record, *sides: tuple[Plan, list[Built]]) -> Record:
         """The record of a measurement, as hinted if the tile of a Region that ran is."""
@@ -163,7 +163,8 @@ class Measurements:
         if not self.settings.measures:
             return
         directory = store.open_store(self.settings.cache_dir)
-        for region, size in sizes(plan, (b for b in builts if len(b.region.products) == 2 and not b.region.half)):
+        two = [b for b in builts if len(b.region.products) == 2 and not b.region.half]
+        for region, size in sizes(plan, two, self.target):
             config = record.remembered(directory, region, size, target=self.target)
             if config is not None and not library.kept(region, config, directory, swapped=True, target=self.target):
                 yield prebuild.Job(region, config, swapped=True, target=self.target.name)

@@ -192,13 +192,13 @@ def halves_are_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def parts_are_swapped(patch: pytest.MonkeyPatch) -> None:
-    columns = parts.columns
+    sliced = parts.sliced
 
-    def swapped(writing: Any, right: Any, start: int, stop: int) -> Any:
-        width = right.meta["val"].shape[1]
-        return columns(writing, right, width - stop, width - start)
+    def swapped(writing: Any, right: Any, dim: int, start: int, stop: int) -> Any:
+        width = right.meta["val"].shape[dim]
+        return sliced(writing, right, dim, width - stop, width - start)
 
-    patch.setattr(parts, "columns", swapped)
+    patch.setattr(parts, "sliced", swapped)
 
 
 def transposes_are_forgotten(patch: pytest.MonkeyPatch) -> None:

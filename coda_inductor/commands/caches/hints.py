@@ -20,6 +20,7 @@ from coda_inductor.core.blocks import outputs
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
+from coda_inductor.core.text import contracted
 from coda_inductor.kernels import launch, proof, record, store
 from coda_inductor.measure.products import beside_products
 from coda_inductor.tuning import outcome, shipped
@@ -157,9 +158,8 @@ def _before(path: Path, card: str) -> Facts:
 
 def _what(region: Region) -> str:
     """A Region in a few words, for who reads the file."""
-    k = "+".join(str(k) for _, _, k in region.products[0].terms) if region.unlike else region.products[0].k
     left, right = region.dtypes
-    said = [f"n={region.n} k={k} {left}" + (f"x{right}" if left != right else "")]
+    said = [f"n={region.n} k={contracted(region.products[0])} {left}" + (f"x{right}" if left != right else "")]
     said += [f"{len(region.products)} products"] if len(region.products) > 1 else []
     said += ["summed"] if region.summed else []
     counts = {"load": region.operands, "op": region.lets, "store": region.stores, "sum": region.reductions}
