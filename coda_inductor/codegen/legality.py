@@ -59,7 +59,7 @@ the order of their times but for one (the same rows)."""
 
 def _even(region: Region, m: int, target: Target, table: tuple[Config, ...]) -> tuple[Config, ...]:
     """What else is worth timing at `m` rows, as the tiles of the table divide the machine badly."""
-    if not target.even or region.unlike or region.is_plain:  # unlike: no card has run it in these; plain: has a table
+    if not target.even or region.is_plain:  # plain products have a table of their own
         return ()
     least = WORTH_TIMING * min(_work(region, m, config, target) for config in table)
     better = (c for c in target.even if c not in table and _work(region, m, c, target) <= least)

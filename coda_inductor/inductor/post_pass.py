@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -36,6 +37,7 @@ class PostPass(CustomGraphPass):
                 part_copies(graph)
             except Exception as error:
                 self.first.failed(error, graph, "a graph")
+        shorten_names(graph)
         for theirs in self.chained:
             theirs(graph)
 
@@ -43,3 +45,21 @@ class PostPass(CustomGraphPass):
         """As of the pass before: its sources are ours too. None: not to be cached."""
         first, theirs = self.first.uuid(), uuids(self.chained)
         return None if first is None or theirs is None else (first, theirs)
+
+
+def shorten_names(graph: fx.Graph) -> None:
+    """Takes views and constants out of the names that Inductor gives its kernels.
+
+    A name lists the operators that a kernel fuses, as `triton_red_fused_add_expand_full_mean_mul_view`. Triton keeps
+    150 characters of it as the file's name. Torch (2.11 to 2.15) looks for the whole name, finds nothing, and leaves
+    such a kernel out of its cache: it is compiled again in the next process.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and computes_nothing(node.target):
+            node.meta.pop("original_aten", None)
+
+
+def computes_nothing(operator: torch._ops.OpOverload) -> bool:
+    """Whether it returns its argument's memory, or reads no tensor."""
+    views = any(value.alias_info and not value.alias_info.is_write for value in operator._schema.returns)
+    return views or not any("Tensor" in str(argument.type) for argument in operator._schema.arguments)

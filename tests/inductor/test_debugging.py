@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import INNER, REFERENCE, half, pretend, run, streams
+from compiling import INNER, REFERENCE, TOKENS, WIDTH, half, pretend, run, streams
 from processes import python
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import coda_inductor.backend  # noqa: F401  (torch.compile imports it, and it reads the environment a first time)
 
@@ -53,6 +56,25 @@ def test_log_shows_regions_and_refusals(caplog: pytest.LogCaptureFixture) -> Non
         run(half(), *streams(), options={**REFERENCE, "disable": "bilinearity"})
     text = caplog.text
     assert "3 regions, " in text and "store v" in text and "refused: " in text
+
+
+def test_names_of_kernels_are_short() -> None:
+    """Triton cuts off a file's name, and torch caches no kernel whose file it does not find (post_pass.py)."""
+
+    def copied(x: Tensor, w: Tensor) -> Tensor:
+        heads = (x @ w).view(TOKENS, -1, 16).unsqueeze(0).transpose(1, 2)
+        angles = torch.arange(TOKENS, dtype=x.dtype).unsqueeze(1).expand(TOKENS, 16).cos()
+        turned = torch.cat((-heads[..., 8:], heads[..., :8]), -1)
+        return torch.bmm((turned * angles).squeeze(0), (heads * angles).squeeze(0).transpose(1, 2))
+
+    x, w = torch.randn(TOKENS, WIDTH), torch.randn(WIDTH, WIDTH)
+    compiled = torch.compile(copied, backend="coda", options=REFERENCE)
+    got, code = run_and_get_code(compiled, x, w)
+    assert torch.allclose(got, copied(x, w), atol=1e-3)
+    named = set(re.findall(r"cpp_(fused_\w+?)_\d+", "".join(code)))
+    assert any({"cat", "neg"} <= set(name.split("_")) for name in named)
+    for view in ("view", "unsqueeze", "transpose", "slice", "expand"):
+        assert not any(view in name.split("_") for name in named)
 
 
 def test_torch_logs_knows_our_name(tmp_path: Path) -> None:
