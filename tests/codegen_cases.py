@@ -66,13 +66,15 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     matrices: dict[int, Tensor] = {}
     for p in region.products:
         for a, b, k in p.terms:
-            matrices[a] = normal(*((m, k) if p.a_layout == "mk" else (k, m))).to(of_left)
+            matrices[a] = laid_out(normal(*((m, k) if p.a_layout == "mk" else (k, m))).to(of_left))
             weight = normal(region.width, k) if p.b_layout == "nk" else normal(k, region.n)
             matrices[b] = (weight / k**0.5).to(of_right)
     for side, turned in zip(zip(*region.products[0].pairs, strict=True), (False, up_first), strict=True):
         if region.summed and not region.unlike:
             order = side[::-1] if turned else side
-            matrices |= zip(order, torch.stack([matrices[i] for i in order]).unbind(), strict=True)
+            both = torch.stack([matrices[i] for i in order])
+            rows = laid_out(both.flatten(0, 1)).unflatten(0, both.shape[:2])
+            matrices |= zip(order, rows.unbind(), strict=True)
     if len(region.products) == 2 and not region.half:  # both weights inside one allocation, which fixes their order
         first, second = (p.b for p in (reversed(region.products) if up_first else region.products))
         both = torch.cat([matrices[first], matrices[second]])
@@ -80,13 +82,15 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     operands = []
     for o in region.operands:
         value = normal(*region.shape(o, m))
-        operands.append((value.abs() + 0.5 if o.extent == "token" else value).to(DTYPES[o.dtype]))
+        value = (value.abs() + 0.5 if o.extent == "token" else value).to(DTYPES[o.dtype])
+        operands.append(laid_out(value) if value.dim() == 2 else value)
     return [matrices[i] for i in range(region.matrices)] + operands
 
 
-def whole_rows(region: Region, m: int) -> int:
-    """M, up to a multiple of 8 where the left operand's rows are M long."""
-    return -(-m // 8) * 8 if region.m_axis[1] else m
+def laid_out(x: Tensor) -> Tensor:
+    """A matrix in rows that a kernel reads: those of no multiple of 8 lie farther apart."""
+    rows = blocks.empty_rows(x, *x.shape, x.dtype)
+    return x if rows.stride() == x.stride() else rows.copy_(x)
 
 
 def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:

@@ -180,10 +180,7 @@ def require_shape(region: Region, target: Target) -> None:
         in_rows = all((p.a_layout, p.b_layout) == ("mk", "nk") for p in region.products)
         _need(in_rows, "8-bit matrices that do not lie in rows of K")
         _need(not region.summed, "two products of 8-bit matrices in one sum")
-    _need(region.n % 8 == 0, f"n = {region.n} is not a multiple of 8", "pad the weight: rows must be 16-byte aligned")
-    for k in region.ks.values():
-        unit = 16 // BYTES[region.dtype]
-        _need(k % unit == 0, f"k = {k} is not a multiple of {unit}", "pad the weight: rows must be 16-byte aligned")
+    _require_rows(region)
     for o in region.operands:
         _need(o.dtype in BYTES, f"operand {o.name} of {o.dtype}")
     for s in region.stores:
@@ -198,6 +195,22 @@ def require_shape(region: Region, target: Target) -> None:
             _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
         _need(not region.unlike or target.unlike, f"two products of unlike k in one sum, on {target.name}")
 
+
+PAD = "pad the weight: rows must be 16-byte aligned"
+
+
+def _require_rows(region: Region) -> None:
+    """What lies in memory as the user left it must have rows of multiples of 16 bytes: weights, and 8-bit matrices.
+    What else has rows is laid out for a kernel that reads or writes it (core/blocks.py, pitch)."""
+    unit = 16 // BYTES[region.dtype]
+    across = {(p.b_layout, k if p.b_layout == "nk" else region.n) for p in region.products for _, _, k in p.terms}
+    for layout, size in sorted(across):
+        _need(size % unit == 0, f"{'k' if layout == 'nk' else 'n'} = {size} is not a multiple of {unit}", PAD)
+    if region.n % 8:
+        _need(unit == 8 and len(region.products) == 1, f"n = {region.n} is not a multiple of 8", PAD)
+        # Vectors of 16 bits are copied two numbers at a time: the last would come from behind an odd end.
+        halves = [o.name for o in region.operands if o.extent in ("feature", "sample") and o.dtype != "f32"]
+        _need(region.n % 2 == 0 or not halves, f"n = {region.n} is odd beside a vector of 16 bits", PAD)
 
 def _require_lanes(region: Region, target: Target) -> None:
     """Two products become adjacent columns of one: same A, same K, both weights [N, K]."""

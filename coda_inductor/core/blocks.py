@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from coda_inductor.core.dtypes import DTYPES
@@ -15,10 +16,25 @@ from coda_inductor.core.region import Region
 NUMBERS = 1 << 24  # of one value at a time: 64 MB in float32
 
 
+LINE = 64
+"""Rows that are no multiple of 8 long lie a multiple of so many elements apart: of 16 bits, 128 bytes."""
+
+
+def pitch(columns: int) -> int:
+    """How many elements apart rows of so many lie, where a kernel writes them: its stores begin at multiples of 16
+    bytes. 50257 columns lie 50304 apart, 768 lie 768 apart."""
+    return columns if columns % 8 == 0 else -(-columns // LINE) * LINE
+
+
+def empty_rows(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """An empty matrix [rows, columns] of such a pitch."""
+    return like.new_empty_strided((rows, columns), (pitch(columns), 1), dtype=dtype)
+
+
 def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Empty outputs for `inputs`: the stores [M, width], then the reductions [M] or [N]."""
     like, m = inputs[region.products[0].a], region.m(inputs)
-    stores = [like.new_empty((m, region.width), dtype=DTYPES[s.dtype]) for s in region.stores]
+    stores = [empty_rows(like, m, region.width, DTYPES[s.dtype]) for s in region.stores]
     sizes = [m if r.over == "N" else region.n for r in region.reductions]
     return stores + [like.new_empty(size, dtype=region.compute) for size in sizes]
 

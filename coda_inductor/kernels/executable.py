@@ -16,6 +16,7 @@ from torch import Tensor
 from coda_inductor.codegen import source
 from coda_inductor.codegen.legality import TILE_K
 from coda_inductor.codegen.tiles import Config
+from coda_inductor.core.blocks import empty_rows
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.region import Region
 
@@ -76,8 +77,8 @@ class Executable:
 
     def prepare(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> Run:
         """What launches the kernel, and until then keeps all that it reads and writes. `inputs` as the Region orders
-        them, on one device, in 16-byte aligned rows; `outs`: stores, then sums, contiguous. What is None is written to
-        scratch. M >= 1."""
+        them, on one device, in 16-byte aligned rows; `outs`: stores, in such rows too, then sums. What is None is
+        written to scratch. M >= 1."""
         a, b = inputs[self._a].t() if self._turned else inputs[self._a], inputs[self._b]
         fields = self._blank.copy()
         for field, i in self._inputs:
@@ -136,8 +137,7 @@ class Executable:
     def _store(self, i: int, out: Tensor | None, like: Tensor) -> Tensor:
         if out is not None:
             return out
-        store_dtype = DTYPES[self.region.stores[i].dtype]
-        return torch.empty((like.shape[0], self.region.width), dtype=store_dtype, device=like.device)
+        return empty_rows(like, like.shape[0], self.region.width, DTYPES[self.region.stores[i].dtype])
 
 
 def _by_rows(x: Tensor, tokens: int) -> Tensor:

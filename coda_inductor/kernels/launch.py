@@ -23,7 +23,7 @@ from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.doors import doors, forget
 from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core.blocks import into
+from coda_inductor.core.blocks import empty_rows, into
 from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.text import show
@@ -74,8 +74,8 @@ class Kernel:
         self._spanned = [*zip(*first.pairs, strict=True)] if region.spanned else self._lanes
 
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
-        """`inputs`: matrices, then operands. `outs`: [M, n] stores, then [M] and [n] sums, contiguous; None if
-        unread."""
+        """`inputs`: matrices, then operands. `outs`: [M, n] stores in rows of the pitch of core/blocks.py, then [M] and
+        [n] sums; None if unread."""
         together(((self, inputs, outs),))
 
     def run_in(self, config: Config, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
@@ -93,9 +93,6 @@ class Kernel:
             for out in outs:
                 if out is not None:
                     out.zero_()  # of no tokens: what is not empty is a sum over them
-            return None
-        if self._dim and inputs[self._m].shape[1] & 7:
-            self.fall_back(inputs, outs, "the left operand has rows of M numbers, which is not a multiple of 8")
             return None
         for t in inputs:
             *pitch, step = t.stride()
@@ -345,7 +342,7 @@ def capturing() -> bool:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """`t`, or a copy whose rows are contiguous and 16-byte aligned."""
+    """`t`, or a copy whose rows are contiguous and start at multiples of 16 bytes."""
     if t.data_ptr() & 15:
         why = "it does not start at a multiple of 16 bytes"
     elif t.stride(-1) != 1:
@@ -356,7 +353,8 @@ def aligned(t: Tensor) -> Tensor:
         return t
     kind = "vector" if t.dim() == 1 else "matrix"
     report(f"an input was copied, a {kind} of {str(t.dtype).removeprefix('torch.')}: {why}")
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+    copy = torch.empty_like(t, memory_format=torch.contiguous_format) if t.dim() == 1 else empty_rows(t, *t.shape, t.dtype)
+    return copy.copy_(t)
 
 
 def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from coda_inductor.codegen import target
 from coda_inductor.codegen.target import Target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core.blocks import into, outputs
+from coda_inductor.core.blocks import into, outputs, pitch
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
@@ -271,11 +271,13 @@ class _Draw:
 
     def numbers(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0, least: float = 0.0) -> Tensor:
         """Normal ones, of which only PIECE are wider than `dtype` at a time; from `least` on if that is not 0."""
-        out = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        *rows, columns = shape
+        apart = pitch(columns) if rows else columns
+        out = torch.empty((*rows, apart), dtype=dtype, device=self.device)
         for piece in out.view(-1).split(PIECE):
             value = torch.randn(piece.shape, generator=self.generator, device=self.device) * scale
             piece.copy_(value.abs() + least if least or self.positive else value)
-        return out
+        return out[..., :columns]
 
 
 # ---- what is kept of it

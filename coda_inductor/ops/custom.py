@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
+from coda_inductor.core.blocks import empty_rows, pitch
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import interpret
@@ -23,7 +24,12 @@ _library.define("region(Tensor[] inputs, str region, str target) -> Tensor[]", t
 
 
 def _eager(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
-    return interpret(parse(region), inputs)
+    r = parse(region)
+    outs = interpret(r, inputs)
+    if pitch(r.width) == r.width:
+        return outs
+    count = len(r.stores)
+    return [empty_rows(x, *x.shape, x.dtype).copy_(x) for x in outs[:count]] + outs[count:]
 
 
 def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
@@ -31,7 +37,7 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     x = inputs[r.products[0].a]
     _require_shapes(r, inputs)
     m = r.m(inputs)
-    tiles = [x.new_empty((m, r.width), dtype=DTYPES[s.dtype]) for s in r.stores]
+    tiles = [empty_rows(x, m, r.width, DTYPES[s.dtype]) for s in r.stores]
     return tiles + [x.new_empty((m if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from functools import cache, cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
@@ -20,6 +21,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import clone, fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
+from coda_inductor.core.blocks import pitch
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region, parse
@@ -227,10 +229,15 @@ def in_memory(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _in_rows(x: Any) -> Any:
-    """x in rows. What is cast to 8 bits is a transposed weight, and would come as that lies: in columns."""
+    """x in rows that a kernel can read: a copy, if it lies in memory and they are apart by no multiple of 8. What is
+    cast to 8 bits is a transposed weight, and would come as that lies: in columns."""
     if x.get_dtype().itemsize == 1:
         return ir.ExternKernel.require_stride_order(x, [1, 0])
-    return ir.ExternKernel.require_stride1(x)
+    x = ir.ExternKernel.require_stride1(x)
+    apart, columns = x.get_stride()[:-1], x.get_size()[-1]
+    if any(isinstance(n, int | sympy.Integer) and n % 8 for n in apart) and isinstance(columns, int | sympy.Integer):
+        return ir.ExternKernel.require_exact_strides(x, [pitch(int(columns)), 1])
+    return x
 
 
 def launched(kernel: Any, op: Any, tensors: list[Any], constants: tuple[str, str], layouts: list[Any]) -> list[Any]:
@@ -242,7 +249,8 @@ def launched(kernel: Any, op: Any, tensors: list[Any], constants: tuple[str, str
 
 def _layouts(region: Region, m: Any, device: torch.device) -> list[ir.FixedLayout]:
     """Of the outputs: stores, then sums."""
-    stores = [ir.FixedLayout(device, DTYPES[s.dtype], [m, region.width], [region.width, 1]) for s in region.stores]
+    lie = [pitch(region.width), 1]
+    stores = [ir.FixedLayout(device, DTYPES[s.dtype], [m, region.width], lie) for s in region.stores]
     sizes = [m if r.over == "N" else region.n for r in region.reductions]
     return stores + [ir.FixedLayout(device, region.compute, [n], [1]) for n in sizes]
 

@@ -34,8 +34,13 @@ def dense(node: fx.Node, order: Sequence[int] | None = None) -> bool:
     """Does the node's tensor lie in the order of its dimensions, or in this one, without gaps?"""
     value = tensor(node)
     assert value is not None
-    shape, found, expected = sizes(node), strides(value), ONE
-    for d in reversed(range(value.dim()) if order is None else order):
+    return without_gaps(value, range(value.dim()) if order is None else order)
+
+
+def without_gaps(value: Tensor, order: Sequence[int]) -> bool:
+    """Does the tensor lie in this order of its dimensions without gaps?"""
+    shape, found, expected = [*map(size_of, value.shape)], strides(value), ONE
+    for d in reversed(order):
         if found[d] is not None:
             if found[d] != expected:
                 return False

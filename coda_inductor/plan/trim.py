@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from torch import fx
 
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.draft import Computed, Draft, Root, Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.space import Lane
 
 
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What somebody reads in the end: `seen`, and of it the stores and sums of each draft, by its id."""
+
+    seen: set[object]
+    made: set[tuple[int, object]]
+
+
 def trim(plan: Plan) -> Plan:
-    """The plan without outputs of epilogues that were only looked into, and that nothing reads in the end."""
+    """The plan without outputs of epilogues that were only looked into, and that nothing reads in the end; nor with
+    what its readers make of another of them."""
+    used, drafts = find_used(plan), plan.unique()
+    if spared := {node for d in drafts for node in find_spared(plan, d, used)}:
+        for d in drafts:
+            d.supplies = {node: s for node, s in d.supplies.items() if node not in spared}
+        used = find_used(plan)
+    for d in drafts:
+        d.stores = [s for s in d.stores if (id(d), s) in used.made]
+        d.sums = [t for t in d.sums if (id(d), t) in used.made]
+        d.supplies = {node: s for node, s in d.supplies.items() if s in d.stores}
+        d.totals = {node: total for node, total in d.totals.items() if total[0] in d.sums}
+    plan.sums = {t for d in drafts for t in d.sums}
+    computed = (c for c in used.seen if isinstance(c, Computed) and c.extent == "token" and c.term.kind == "add")
+    plan.combined = {c.term: c.order for c in computed}
+    return plan
+
+
+def find_used(plan: Plan) -> Used:
+    """What is read, from the graph's outputs back."""
     drafts = plan.unique()
     made: dict[object, tuple[Draft, Term]] = {s: (d, s.term) for d in drafts for s in d.stores}
     made |= {node: made[s] for d in drafts for node, s in d.supplies.items() if not s.again}
     totals = {node: red for d in drafts for node, (red, _) in d.totals.items()}
-    used, seen = set[object](), set[object]()
+    used = Used(set(), set())
     todo: list[object] = [n for n in plan.program.lifted.graph.nodes if n.op == "output" or n.is_impure()]
     while todo:
         item = todo.pop()
-        if item in seen:
+        if item in used.seen:
             continue
-        seen.add(item)
+        used.seen.add(item)
         if isinstance(item, Computed):
             todo += plan.reads(item)
         elif isinstance(item, Lane):
@@ -31,26 +63,45 @@ def trim(plan: Plan) -> Plan:
             todo.append(item.square)
         elif isinstance(item, Term):  # a sum
             draft = next(d for d in drafts if item in d.sums)
-            used.add((id(draft), item))
+            used.made.add((id(draft), item))
             todo += _reads(plan, draft, item.args[0])
         elif item in totals:
             todo.append(totals[item])
         elif item in made:
             draft, term = made[item]
-            used.add((id(draft), item if isinstance(item, Stored) else draft.supplies[item]))  # type: ignore[index]
+            used.made.add((id(draft), item if isinstance(item, Stored) else draft.supplies[item]))  # type: ignore[index]
             todo += _reads(plan, draft, term)
         else:
             assert isinstance(item, fx.Node), item
             todo += [plan.again.read(item, a) for a in item.all_input_nodes]
-    for d in drafts:
-        d.stores = [s for s in d.stores if (id(d), s) in used]
-        d.sums = [t for t in d.sums if (id(d), t) in used]
-        d.supplies = {node: s for node, s in d.supplies.items() if s in d.stores}
-        d.totals = {node: total for node, total in d.totals.items() if total[0] in d.sums}
-    plan.sums = {t for d in drafts for t in d.sums}
-    computed = (c for c in seen if isinstance(c, Computed) and c.extent == "token" and c.term.kind == "add")
-    plan.combined = {c.term: c.order for c in computed}
-    return plan
+    return used
+
+
+def find_spared(plan: Plan, draft: Draft, used: Used) -> Iterator[fx.Node]:
+    """The nodes that loops alone read, and that these can make of another store of the epilogue and of numbers: of
+    scores, and of scores / 16, whose loss is taken, the second need not lie in memory."""
+    nodes = {n: s for n, s in draft.supplies.items() if n in used.seen and not s.again}
+    if len(nodes) < 2:
+        return
+    read = {x for d in plan.unique() for value in d.values for x in _reads(plan, d, value)}
+    for node, store in nodes.items():
+        source = _made_of(node)
+        while source is not None and source not in nodes:
+            source = _made_of(source)
+        if source is None or {node, store} & read or not _in_loops(plan, node):
+            continue
+        if g.tensor(source).dtype.itemsize <= g.tensor(node).dtype.itemsize:  # type: ignore[union-attr]
+            yield node
+
+
+def _made_of(node: fx.Node) -> fx.Node | None:
+    """The only tensor that an elementwise operation reads."""
+    return node.all_input_nodes[0] if node.target in POINTWISE and len(node.all_input_nodes) == 1 else None
+
+
+def _in_loops(plan: Plan, node: fx.Node) -> bool:
+    """Is the node, be it under a view, read by loops alone?"""
+    return all(_in_loops(plan, user) if g.is_view(user) else plan.fusible(user) for user in node.users)
 
 
 def _reads(plan: Plan, draft: Draft, t: Term) -> list[object]:

@@ -135,6 +135,8 @@ def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
     value = node.meta["val"]
     sizes, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if store.stride(0) != store.shape[1] and value.is_contiguous():
+        return store.view(sizes)  # its rows lie farther apart, in the whole graph too
     if last >= store.numel() or store.dtype != value.dtype:
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=store.device)
     return store.as_strided(sizes, strides)

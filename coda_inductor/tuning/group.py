@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.target import Target
+from coda_inductor.core.blocks import empty_rows
 from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -127,7 +129,8 @@ class Group:
             return self.values[source]  # type: ignore[no-any-return]
         if isinstance(source, Stored) and source not in self.values:  # of a Region outside the group
             width = r.ks.get(i, r.n)
-            self.values[source] = torch.randn(self.tokens, width, dtype=DTYPES[source.dtype], device=self.device)
+            like = torch.empty(0, device=self.device)
+            self.values[source] = empty_rows(like, self.tokens, width, DTYPES[source.dtype]).normal_()
         t = self.value(source) if isinstance(source, fx.Node) else self.made(source)
         if i < r.matrices:
             return t.reshape(-1, r.ks[i])
@@ -151,6 +154,9 @@ def same(values: Sequence[Tensor]) -> bool:
     return len({(t.shape, t.stride(), t.dtype) for t in values}) == 1
 
 
+LONG = 1024  # columns, beyond which Inductor pads rows of what it computes to multiples of 128 bytes (torch 2.11 to 2.15)
+
+
 def sample(node: fx.Node, device: torch.device) -> Any:
     """Random values for a node's tensor, its hint for a symbolic size. Vectors over tokens are positive, as sums of
     squares are."""
@@ -159,6 +165,8 @@ def sample(node: fx.Node, device: torch.device) -> Any:
         return hint(value)
     shape, stride = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
     out = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+    if node.op != "placeholder" and out.dim() > 1 and shape[-1] > LONG and out.is_contiguous():
+        out = empty_rows(out, math.prod(shape[:-1]), shape[-1], value.dtype).unflatten(0, shape[:-1])
     if not value.dtype.is_floating_point:
         return out.zero_()
     if value.dtype in EIGHT_BITS:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns.effects import may_view, storage
 from coda_inductor.patterns.graph import aten, source_line
-from coda_inductor.patterns.layout import Strides, major_to_minor, strides
+from coda_inductor.patterns.layout import Strides, major_to_minor, strides, without_gaps
 from coda_inductor.patterns.sizes import ONE, size_of
 from coda_inductor.write.aliases import give_back, returned, sharing
 
@@ -99,13 +99,14 @@ def unguarded(node: fx.Node) -> Any:
 
 
 def restrided(node: fx.Node, like: Tensor, call: Callable[..., fx.Node]) -> fx.Node:
-    """node in the memory order of `like`."""
+    """node in the memory order of `like`, and without gaps if that has none."""
     value = node.meta["val"]
     if strides(value) == strides(like):
         return node
     long = {i for i, n in enumerate(value.shape) if size_of(n) != ONE}
     order = major_to_minor(like)
-    if [i for i in order if i in long] == [i for i in major_to_minor(value) if i in long]:
+    gaps = without_gaps(like, order) and not without_gaps(value, order)  # as beside rows of no multiple of 8
+    if not gaps and [i for i in order if i in long] == [i for i in major_to_minor(value) if i in long]:
         return node
     turned = call(node, aten.permute.default, node, order)
     dense = call(node, aten.clone.default, turned, memory_format=torch.contiguous_format)

@@ -21,7 +21,6 @@ from codegen_cases import (
     summed,
     turned_left,
     weighted_sums,
-    whole_rows,
 )
 from live_bytes import Live
 from torch import Tensor
@@ -46,7 +45,7 @@ def whole(region: Region, inputs: Sequence[Tensor], m: int) -> list[Tensor]:
 @pytest.mark.parametrize("make", REGIONS)
 def test_one_block_is_the_interpreter(make: Callable[[int, int], Region]) -> None:
     region = make(72, 64)
-    m = whole_rows(region, 37)
+    m = 37
     inputs = random_inputs(region, m, "cpu")
     for found, wanted in zip(whole(region, inputs, m), interpret(region, inputs), strict=True):
         assert torch.equal(found, wanted)
@@ -57,7 +56,7 @@ def test_one_block_is_the_interpreter(make: Callable[[int, int], Region]) -> Non
 def test_blocks_give_the_same(make: Callable[[int, int], Region], numbers: int) -> None:
     """Of one row, of a few (the last of fewer), and so many that a weight is widened by columns all the same."""
     region = make(72, 64)
-    m = whole_rows(region, 37)
+    m = 37
     inputs, found = random_inputs(region, m, "cpu"), blank_outputs(region, m, "cpu")
     blocks.into(region, inputs, found, numbers)
     for out, wanted in zip(found, interpret(region, inputs), strict=True):

@@ -35,7 +35,6 @@ from codegen_cases import (
     unlike_columns,
     weight_gradient,
     weighted_sums,
-    whole_rows,
 )
 from eight_bit_cases import EIGHT_BITS
 from torch import Tensor
@@ -89,6 +88,15 @@ def tiles(region: Region) -> tuple[Config, ...]:
     return SM_90A.fast if region.fast else tuple(dict.fromkeys(SM_90A.slow + SM_90A.slow_heavy))
 
 
+def ragged_is_legal(make: Callable[[int, int], Region], n: int, k: int) -> bool:
+    """Are there kernels for so many columns and so long rows?"""
+    try:
+        legality.check(make(n, k))
+    except (Unsupported, AssertionError):
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store of its own, filled by all cores at once with what the tests launch."""
@@ -116,13 +124,26 @@ def verdict(region: Region, inputs: list[Tensor], outs: list[Tensor]) -> dict[in
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_cases(make: Callable[[int, int], Region], n: int, m: int, cache_dir: str) -> None:
     region = make(n, 528)  # K is ragged too: 8 tiles of 64 and a bit, of 8 bits 4 of 128
-    m = whole_rows(region, m)
     for up_first in lane_orders(region):
         inputs, outs = random_inputs(region, m, "cuda", seed=m, up_first=up_first), blank_outputs(region, m, "cuda")
         before = launch.LAUNCHES[region.digest]
         launch.kernel(region.text, cache_dir)(inputs, outs)
         assert verdict(region, inputs, outs) == {}
         assert launch.LAUNCHES[region.digest] == before + 1
+
+
+RAGGED = [(make, n, k) for make in CASES for n, k in ((1001, 528), (1002, 528), (2056, 1001))]
+RAGGED = [case for case in RAGGED if ragged_is_legal(*case)]
+
+
+@pytest.mark.parametrize("m", [1, 37, 4097])
+@pytest.mark.parametrize(("make", "n", "k"), RAGGED, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_rows_of_no_multiple_of_8(make: Callable[[int, int], Region], n: int, k: int, m: int, cache_dir: str) -> None:
+    """As of a vocabulary of 50257: rows of N or of K that lie farther apart than they are long."""
+    region = make(n, k)
+    inputs, outs = random_inputs(region, m, "cuda", seed=m), blank_outputs(region, m, "cuda")
+    launch.kernel(region.text, cache_dir)(inputs, outs)
+    assert verdict(region, inputs, outs) == {} and not launch.FALLBACKS
 
 
 def test_as_many_clusters_are_resident_as_the_driver_says() -> None:
@@ -135,7 +156,7 @@ def test_as_many_clusters_are_resident_as_the_driver_says() -> None:
 @pytest.mark.parametrize("make", EVERYWHERE, ids=lambda make: make.__name__)
 def test_every_configuration(make: Callable[[int, int], Region], cache_dir: str) -> None:
     region = make(1000, 528)
-    m = whole_rows(region, 777)
+    m = 777
     inputs = random_inputs(region, m, "cuda")
     wrong: dict[str, dict[int, float]] = {}
     for config in tiles(region):

@@ -18,7 +18,6 @@ from codegen_cases import (
     swiglu,
     token_scale,
     weight_gradient,
-    whole_rows,
 )
 from test_kernels import missing
 from torch import Tensor
@@ -74,8 +73,7 @@ def on_gpu(work: list[Given], cache_dir: str) -> list[launch.Work]:
 def given(line: list[Region], m: int, seed: int) -> list[Given]:
     found = []
     for region in line:
-        rows = whole_rows(region, m)
-        found.append((region, random_inputs(region, rows, "cuda", seed=seed), blank_outputs(region, rows, "cuda")))
+        found.append((region, random_inputs(region, m, "cuda", seed=seed), blank_outputs(region, m, "cuda")))
     return found
 
 

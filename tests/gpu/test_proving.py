@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from codegen_cases import CASES, blank_outputs, random_inputs, relative_error, token_scale, whole_rows
+from codegen_cases import CASES, blank_outputs, random_inputs, relative_error, token_scale
 
 from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.target import SM_90A
@@ -55,7 +55,7 @@ def orders(region: Region) -> tuple[bool, ...]:
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_right_kernels_prove_themselves(make: Callable[[int, int], Region], cache_dir: str) -> None:
     region = make(1000, 528)
-    m = whole_rows(region, 333)
+    m = 333
     for up_first in orders(region):
         inputs, outs = random_inputs(region, m, "cuda", up_first=up_first), blank_outputs(region, m, "cuda")
         state, before = torch.cuda.get_rng_state(), launch.LAUNCHES[region.digest]

@@ -1,0 +1,80 @@
+"""Vocabularies that are no multiple of 8, as GPT-2's 50257: scores lie in rows that are farther apart than they are
+long, and so do their gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compiling import REFERENCE, pretend
+from torch import Tensor, nn
+
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.kernels import launch
+
+TOKENS, WIDTH = 320, 64
+pytestmark = pytest.mark.usefixtures("uncached")
+
+
+class Head(nn.Module):
+    """A norm, scores, and the loss. `tied`: the embedding's weight."""
+
+    def __init__(self, vocabulary: int, *, bias: bool, tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(vocabulary, WIDTH), nn.LayerNorm(WIDTH)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, vocabulary, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.norm(self.body(self.embedding(ids))))
+        scores = scores.float() if scores.dtype == torch.bfloat16 else scores
+        return nn.functional.cross_entropy(scores, targets), scores
+
+
+def made(vocabulary: int, dtype: torch.dtype, *, bias: bool = False, tied: bool = False) -> tuple[Head, Tensor, Tensor]:
+    torch.manual_seed(0)
+    ids, targets = torch.randint(0, vocabulary, (2, TOKENS))
+    targets[::7] = -100
+    return Head(vocabulary, bias=bias, tied=tied).to(dtype), ids, targets
+
+
+def gradients(model: Head, compiled: object, ids: Tensor, targets: Tensor, *, scores: bool) -> list[Tensor]:
+    """The loss, the scores if somebody reads them, and all gradients."""
+    model.zero_grad()
+    loss, found = compiled(ids, targets)  # type: ignore[operator]
+    (loss + found.pow(2).mean() if scores else loss).backward()
+    return [loss, *([found] if scores else []), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(("vocabulary", "bias", "tied"), [(1021, False, True), (1022, True, False), (603, True, True)])
+@pytest.mark.parametrize("scores", [False, True])
+def test_float64(vocabulary: int, bias: bool, tied: bool, scores: bool) -> None:
+    model, ids, targets = made(vocabulary, torch.float64, bias=bias, tied=tied)
+    compiled = torch.compile(model, backend="coda", options=REFERENCE)
+    wanted = gradients(model, model, ids, targets, scores=scores)
+    wanted = [x.detach().clone() for x in wanted]
+    for found, right in zip(gradients(model, compiled, ids, targets, scores=scores), wanted, strict=True):
+        assert found.stride() == right.stride() and (found - right).norm() <= 1e-10 * right.norm()
+
+
+@pytest.mark.parametrize(("vocabulary", "bias"), [(2045, False), (2046, True)])
+def test_kernels_get_rows_that_they_can_read(
+    vocabulary: int, bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No matrix is copied at a launch, and the scores that the backward reads are those that the kernel wrote."""
+    pretend(monkeypatch, tmp_path)
+    model, ids, targets = made(vocabulary, torch.bfloat16, bias=bias)
+    exact, _, _ = made(vocabulary, torch.float64, bias=bias)
+    exact.load_state_dict(model.state_dict())
+    REPORTS.clear()
+    compiled = torch.compile(lambda *given: (model(*given)[0], given[0]), backend="coda")
+    gradients(model, compiled, ids, targets, scores=False)
+    launch.LAUNCHES.clear()
+    found = gradients(model, compiled, ids, targets, scores=False)
+    read = {(k, r.n) for report in REPORTS for site in report.sites for r in [site.region] for k in r.ks.values()}
+    assert {(WIDTH, vocabulary), (vocabulary, WIDTH)} <= read
+    assert sum(launch.LAUNCHES.values()) == len(REPORTS[-1].sites) and not launch.FALLBACKS
+    for value, right in zip(found, gradients(exact, exact, ids, targets, scores=False), strict=True):
+        assert (value.double() - right).norm() <= 0.02 * right.norm()
