@@ -59,6 +59,7 @@ from coda_inductor.rewrite.sources import statistics
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
+from coda_inductor.write.remade import make_again
 from coda_inductor.write.verifying import Before, verify, verify_kept
 
 log = logging.getLogger("coda_inductor")
@@ -246,6 +247,11 @@ def copies(work: Work) -> None:
     store(work.graph)
 
 
+def made_again(work: Work) -> None:
+    """The forward keeps what Regions store, rather than what loops make of that."""
+    make_again(work.graph)
+
+
 def little_kept(work: Work) -> None:
     """If the backward keeps too much, and nodes for sums alone, it takes such sums no more: raises RewriteAgain."""
     if work.alone and kept(work.graph) > most_kept(work.original, work.module):
@@ -268,6 +274,7 @@ STAGES: tuple[Stage, ...] = (
     tables,
     wide_products,
     plain,
+    made_again,
     copies,
     little_kept,
 )

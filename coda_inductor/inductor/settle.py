@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from coda_inductor.core.blocks import pitch
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.passes.switches import REGION_KINDS, allowed, kind, laws_of
+from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import lift
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
@@ -92,6 +94,20 @@ def _illegal(builts: list[Built], legal: Legal, settings: Settings) -> dict[int,
             if not allowed(kind(built.region), REGION_KINDS, settings):
                 raise Unsupported(f"regions of the kind {kind(built.region)!r} are switched off")
             legal(built.region)
+            _require_no_copies(built)
         except Unsupported as why:
             losers |= {acc.bit: why.said for acc in built.draft.space.accs}
     return losers
+
+
+def _require_no_copies(built: Built) -> None:
+    """Raises Unsupported if the graph returns rows that a kernel would write farther apart than they are long."""
+    width = built.region.width
+    if pitch(width) != width and any(map(_returned, built.draft.supplies)):
+        what = f"n = {width} is not a multiple of 8, and the graph returns what is made"
+        raise Unsupported(what, hint="pad the weight, or return less")
+
+
+def _returned(node: fx.Node) -> bool:
+    """Does the graph return the node, or a view of it?"""
+    return any(user.op == "output" or (g.is_view(user) and _returned(user)) for user in node.users)

@@ -95,7 +95,9 @@ def find_spared(plan: Plan, draft: Draft, used: Used) -> Iterator[fx.Node]:
 
 
 def _made_of(node: fx.Node) -> fx.Node | None:
-    """The only tensor that an elementwise operation reads."""
+    """What a view views, and the only tensor that an elementwise operation reads."""
+    if g.is_view(node):
+        return node.all_input_nodes[0]
     return node.all_input_nodes[0] if node.target in POINTWISE and len(node.all_input_nodes) == 1 else None
 
 
