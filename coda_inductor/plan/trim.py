@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import fx
@@ -27,7 +28,8 @@ def trim(plan: Plan) -> Plan:
     """The plan without outputs of epilogues that were only looked into, and that nothing reads in the end; nor with
     what its readers make of another of them."""
     used, drafts = find_used(plan), plan.unique()
-    if spared := {node for d in drafts for node in find_spared(plan, d, used)}:
+    read = {x for d in drafts for value in d.values for x in _reads(plan, d, value)}
+    if spared := {node for d in drafts for node in find_spared(plan, d, used, read)}:
         for d in drafts:
             d.supplies = {node: s for node, s in d.supplies.items() if node not in spared}
         used = find_used(plan)
@@ -77,13 +79,10 @@ def find_used(plan: Plan) -> Used:
     return used
 
 
-def find_spared(plan: Plan, draft: Draft, used: Used) -> Iterator[fx.Node]:
-    """The nodes that loops alone read, and that these can make of another store of the epilogue and of numbers: of
+def find_spared(plan: Plan, draft: Draft, used: Used, read: AbstractSet[object]) -> Iterator[fx.Node]:
+    """The nodes that loops alone read, and no epilogue (`read`), and that these can make of another store of the epilogue and of numbers: of
     scores, and of scores / 16, whose loss is taken, the second need not lie in memory."""
     nodes = {n: s for n, s in draft.supplies.items() if n in used.seen and not s.again}
-    if len(nodes) < 2:
-        return
-    read = {x for d in plan.unique() for value in d.values for x in _reads(plan, d, value)}
     for node, store in nodes.items():
         source = _made_of(node)
         while source is not None and source not in nodes:

@@ -24,5 +24,16 @@ def test_sums_inside_sums() -> None:
     terms = Terms()
     inner = terms.red("sum", terms.leaf("w", (K, N)), (K,), EXTENTS)
     outer = terms.red("sum", terms.mul(inner, terms.leaf("z", (ROWS, N))), (N,), EXTENTS)
-    assert reductions(terms.fn("exp", outer)) == [outer, inner]
+    assert reductions(terms.fn("exp", outer)) == [inner, outer]
     assert {t.name for t in leaves(outer)} == {"w", "z"}
+
+
+def test_sums_of_many_layers() -> None:
+    """Each layer's two sums are made of both of the layer before: 2 ** 60 ways lead to the first."""
+    terms = Terms()
+    stream = first = terms.leaf("x", (ROWS, K), deps=1)
+    for _ in range(60):
+        mean = terms.red("sum", stream, (K,), EXTENTS)
+        square = terms.red("sum", terms.mul(stream, stream), (K,), EXTENTS)
+        stream = terms.mul(terms.mul(stream, mean), terms.fn("rsqrt", square))
+    assert len(reductions(stream)) == 120 and leaves(stream) == [first] and given(stream)
