@@ -89,7 +89,7 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
 
 def laid_out(x: Tensor) -> Tensor:
     """A matrix in rows that a kernel reads: those of no multiple of 8 lie farther apart."""
-    rows = blocks.empty_rows(x, *x.shape, x.dtype)
+    rows = blocks.empty_rows(x, x.shape[0], x.shape[1], x.dtype)
     return x if rows.stride() == x.stride() else rows.copy_(x)
 
 

@@ -212,6 +212,7 @@ def _require_rows(region: Region) -> None:
         halves = [o.name for o in region.operands if o.extent in ("feature", "sample") and o.dtype != "f32"]
         _need(region.n % 2 == 0 or not halves, f"n = {region.n} is odd beside a vector of 16 bits", PAD)
 
+
 def _require_lanes(region: Region, target: Target) -> None:
     """Two products become adjacent columns of one: same A, same K, both weights [N, K]."""
     p, q = region.products

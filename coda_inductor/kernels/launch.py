@@ -353,7 +353,7 @@ def aligned(t: Tensor) -> Tensor:
         return t
     kind = "vector" if t.dim() == 1 else "matrix"
     report(f"an input was copied, a {kind} of {str(t.dtype).removeprefix('torch.')}: {why}")
-    copy = torch.empty_like(t, memory_format=torch.contiguous_format) if t.dim() == 1 else empty_rows(t, *t.shape, t.dtype)
+    copy = t.new_empty(t.shape) if t.dim() == 1 else empty_rows(t, t.shape[0], t.shape[1], t.dtype)
     return copy.copy_(t)
 
 

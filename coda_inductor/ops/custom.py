@@ -29,7 +29,7 @@ def _eager(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     if pitch(r.width) == r.width:
         return outs
     count = len(r.stores)
-    return [empty_rows(x, *x.shape, x.dtype).copy_(x) for x in outs[:count]] + outs[count:]
+    return [empty_rows(x, x.shape[0], r.width, x.dtype).copy_(x) for x in outs[:count]] + outs[count:]
 
 
 def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:

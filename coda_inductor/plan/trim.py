@@ -80,8 +80,8 @@ def find_used(plan: Plan) -> Used:
 
 
 def find_spared(plan: Plan, draft: Draft, used: Used, read: AbstractSet[object]) -> Iterator[fx.Node]:
-    """The nodes that loops alone read, and no epilogue (`read`), and that these can make of another store of the epilogue and of numbers: of
-    scores, and of scores / 16, whose loss is taken, the second need not lie in memory."""
+    """The nodes that loops alone read, no epilogue (`read`), and that these can make of numbers and another store of
+    the same epilogue: of scores, and of scores / 16, whose loss is taken, the second need not lie in memory."""
     nodes = {n: s for n, s in draft.supplies.items() if n in used.seen and not s.again}
     for node, store in nodes.items():
         source = _made_of(node)

@@ -154,7 +154,7 @@ def same(values: Sequence[Tensor]) -> bool:
     return len({(t.shape, t.stride(), t.dtype) for t in values}) == 1
 
 
-LONG = 1024  # columns, beyond which Inductor pads rows of what it computes to multiples of 128 bytes (torch 2.11 to 2.15)
+LONG = 1024  # columns: longer rows of what it computes Inductor pads to multiples of 128 bytes (torch 2.11 to 2.15)
 
 
 def sample(node: fx.Node, device: torch.device) -> Any:

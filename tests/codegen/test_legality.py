@@ -32,7 +32,9 @@ from coda_inductor.core.region import SAMPLE, Operand, Product, Reduction, Regio
     ("region", "reason"),
     [
         (small(dtype="f64", stores=(Store("acc", "f64"),)), "matrices of f64"),
-        (small(n=50257), "n = 50257"),
+        (small(n=50257, products=(Product("acc", 0, 1, 64, "kn"),)), "n = 50257"),
+        (small(n=50257, operands=(Operand("bias", "feature", "bf16"),)), "odd beside a vector of 16 bits"),
+        (two(n=1028), "n = 1028 is not a multiple of 8"),
         (small(products=(Product("acc", 0, 1, 60, "nk"),)), "k = 60"),
         (small(operands=(Operand("x", "tile", "f64"),)), "operand x of f64"),
         (

@@ -82,29 +82,31 @@ def test_no_pass_stands_between_the_products_of_a_llama_layer(llama: tuple[nn.Mo
 
 
 class Narrow(nn.Module):
-    """A width that no kernel takes."""
+    """Widths of which a weight's rows are no multiple of 16 bytes, or rows that are returned."""
 
     def __init__(self, width: int = 1028) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(256, width, bias=False), nn.Linear(width, 256, bias=False)
+        self.down, self.up = nn.Linear(width, 256, bias=False), nn.Linear(256, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(self.down(x)), torch.relu(self.up(y))
 
 
 def test_what_the_target_cannot_do_is_refused_with_its_condition_and_line() -> None:
-    model, x = Narrow().to(torch.bfloat16), torch.empty(512, 256, dtype=torch.bfloat16)
-    report = explain(model, (x,), {}, "infer", SM_90A)
-    (refused,) = report["graphs"][0]["refused"]
+    model, inputs = Narrow().to(torch.bfloat16), [torch.empty(512, n, dtype=torch.bfloat16) for n in (1028, 256)]
+    report = explain(model, inputs, {}, "infer", SM_90A)
+    refused = {r["reason"]: r["source"] for r in report["graphs"][0]["refused"]}
     assert report["totals"]["regions"] == 0 and report["totals"]["coverage"] == 0
-    assert refused["reason"] == "n = 1028 is not a multiple of 8 (pad the weight: rows must be 16-byte aligned)"
-    assert refused["source"].startswith("tests/explain/test_explain_models.py:") or __file__ in refused["source"]
-    assert explain(model, (x,), {}, "infer", REFERENCE)["totals"]["coverage"] == 1
+    across = "k = 1028 is not a multiple of 8 (pad the weight: rows must be 16-byte aligned)"
+    returned = "n = 1028 is not a multiple of 8, and the graph returns what is made (pad the weight, or return less)"
+    assert refused.keys() == {across, returned}
+    assert all(__file__.endswith(source.rsplit(":", 1)[0]) for source in refused.values())
+    assert explain(model, inputs, {}, "infer", REFERENCE)["totals"]["coverage"] == 1
 
 
 def test_few_tokens_are_left_to_inductor_as_when_compiling() -> None:
-    model, x = Narrow(1024).to(torch.bfloat16), torch.empty(16, 256, dtype=torch.bfloat16)
-    (graph,) = explain(model, (x,), {}, "infer", SM_90A)["graphs"]
+    model, inputs = Narrow(1024).to(torch.bfloat16), [torch.empty(16, n, dtype=torch.bfloat16) for n in (1024, 256)]
+    (graph,) = explain(model, inputs, {}, "infer", SM_90A)["graphs"]
     assert "16 tokens, fewer than 256" in graph["refused"][0]["reason"] and len(graph["refused"]) == 1
     assert "16 tokens" in graph["passes"][0]["why"]
 
