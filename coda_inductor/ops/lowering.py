@@ -229,13 +229,14 @@ def in_memory(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _in_rows(x: Any) -> Any:
-    """x in rows that a kernel can read: a copy, if it lies in memory and they are apart by no multiple of 8. What is
-    cast to 8 bits is a transposed weight, and would come as that lies: in columns."""
+    """x in rows that a kernel can read, which are apart by a multiple of 8. (Of an input of the graph a launch makes a
+    copy, and says so.) What is cast to 8 bits is a transposed weight, and would come as that lies: in columns."""
     if x.get_dtype().itemsize == 1:
         return ir.ExternKernel.require_stride_order(x, [1, 0])
     x = ir.ExternKernel.require_stride1(x)
     apart, columns = x.get_stride()[:-1], x.get_size()[-1]
-    if any(isinstance(n, int | sympy.Integer) and n % 8 for n in apart) and isinstance(columns, int | sympy.Integer):
+    ragged = any(isinstance(n, int | sympy.Integer) and n % 8 for n in apart)
+    if ragged and isinstance(columns, int | sympy.Integer) and x.get_name() not in V.graph.graph_inputs:
         return ir.ExternKernel.require_exact_strides(x, [pitch(int(columns)), 1])
     return x
 

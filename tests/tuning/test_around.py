@@ -36,18 +36,18 @@ SETTINGS = Settings(target="sm_90a", tune="quick")
 
 
 class Layer(nn.Module):
-    """A residual in float32, its norm, and what two products that stay with cuBLAS make of that: each rounds it, as
-    under autocast."""
+    """A residual in float32, its norm, and what two products that stay with cuBLAS, as they are batched, make of that:
+    each rounds it, as under autocast."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.o, self.q, self.k = (nn.Linear(D, n, dtype=torch.bfloat16) for n in (D, 60, 60))
-        self.norm = nn.LayerNorm(D)
+        self.o, self.norm = nn.Linear(D, D, dtype=torch.bfloat16), nn.LayerNorm(D)
+        self.q, self.k = (nn.Parameter(torch.randn(B, D, D, dtype=torch.bfloat16)) for _ in "qk")
 
     def forward(self, a: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         h = x + self.o(a)
         n = self.norm(h)
-        return self.q(n.bfloat16()), self.k(n.bfloat16())
+        return torch.bmm(n.bfloat16(), self.q), torch.bmm(n.bfloat16(), self.k)
 
 
 def streams() -> tuple[Tensor, ...]:
