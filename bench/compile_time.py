@@ -1,11 +1,14 @@
-"""Seconds to compile a model with nothing on disk (cold) and a second time (warm): backend="coda" and torch.compile's
-default, each in a fresh process.
+"""Seconds to compile a model with nothing on disk (cold) and again (warm): backend="coda" and torch.compile's default,
+each in a fresh process.
 
     python bench/compile_time.py [--mode train] [--backends inductor coda hinted] [--layers N] [--width WIDTH]
-        [--tokens N] [--vocab N] [--out FILE]
+        [--tokens N] [--vocab N] [--warm N] [--out FILE]
 
 Of "hinted" the rows say "coda, hinted": tuning starts from what is shipped (tuning/shipped.py); "coda" is without.
 --keep FOLDER leaves the caches of the last coda there, for `coda-inductor cache hints`.
+
+`--warm N` starts each backend warm N times, by turns; the row is of their median, all are its "starts_s".
+Python's bytecode is written in the cold start, as an installation writes it.
 
 One JSON line for each backend and start, as bench/layers.py writes them. The model is Llama's, by default in the sizes
 of its 1B, with random weights. "compile_s" is the first call, its run included, "call_s" the median of later ones.
@@ -168,7 +171,8 @@ def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
         "QUACK_CACHE_DIR": "quack", "CUTE_DSL_CACHE_DIR": "cutlass",
     }  # fmt: skip
     environment = os.environ | {name: str(folder / place) for name, place in places.items()}
-    environment |= {"CODA_INDUCTOR_HINTS": "1" if backend == HINTED else "0"}
+    environment |= {"CODA_INDUCTOR_HINTS": "1" if backend == HINTED else "0", "PYTHONDONTWRITEBYTECODE": ""}
+    folder.mkdir(parents=True, exist_ok=True)
     before = made(folder)
     command = [sys.executable, __file__, *arguments, "--only", "inductor" if backend == "inductor" else "coda"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -179,14 +183,23 @@ def start(backend: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
 def rows(args: argparse.Namespace, arguments: list[str]) -> Iterator[dict[str, Any]]:
     """Cold and warm, of each backend, as they are measured."""
     case = f"llama {args.layers} x {args.width}, {args.tokens} tokens, vocabulary {args.vocab}"
-    for backend in (HINTED if name == "hinted" else name for name in args.backends):
-        with tempfile.TemporaryDirectory() as folder:
-            for cache in ("cold", "warm"):
-                row = {"case": case, "mode": args.mode, "backend": backend, "cache": cache}
-                row |= start(backend, Path(folder), arguments)
-                yield row | {"command": " ".join(["python", *sys.argv])}
-            if args.keep and (Path(folder) / "coda").exists():
-                shutil.copytree(Path(folder) / "coda", args.keep, dirs_exist_ok=True)
+    said = {"case": case, "mode": args.mode, "command": " ".join(["python", *sys.argv])}
+    backends = [HINTED if name == "hinted" else name for name in args.backends]
+    with tempfile.TemporaryDirectory() as root:
+        folders = {backend: Path(root, str(i)) for i, backend in enumerate(backends)}
+        for backend, folder in folders.items():
+            yield said | {"backend": backend, "cache": "cold"} | start(backend, folder, arguments)
+            if args.keep and (folder / "coda").exists():
+                shutil.copytree(folder / "coda", args.keep, dirs_exist_ok=True)
+        warm: dict[str, list[dict[str, Any]]] = {backend: [] for backend in backends}
+        for i in range(args.warm):
+            for backend in backends if i % 2 else reversed(backends):
+                warm[backend].append(start(backend, folders[backend], arguments))
+        for backend, found in warm.items():
+            starts = sorted(found, key=lambda row: row["compile_s"])
+            median = starts[len(starts) // 2] | {"compile_s": statistics.median(row["compile_s"] for row in starts)}
+            seconds = [row["compile_s"] for row in found]
+            yield said | {"backend": backend, "cache": "warm"} | median | {"starts_s": seconds}
 
 
 def main() -> None:
@@ -196,6 +209,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mode", choices=("infer", "train"), default="infer")
     parser.add_argument("--backends", nargs="+", choices=(*BACKENDS, "hinted"), default=BACKENDS)
+    parser.add_argument("--warm", type=int, default=1, metavar="N", help="warm starts of each")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the caches of coda there")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "compile_time.jsonl"))
     parser.add_argument("--only", choices=BACKENDS, help=argparse.SUPPRESS)  # what a process of ours is asked to do

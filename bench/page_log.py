@@ -91,7 +91,8 @@ DATED: dict[str, Dated] = TIMED | {
         ("commit", "`torch.compile`, s", "coda, searched, s", "from shipped tunings, s",
          "second process: `torch.compile`, s", "coda, s"),
         (trained("dd4aad4"), trained("066689f"), trained("9d11757", searched=False),
-         trained("e59b6bd", searched=False), trained("5227892", searched=False), trained("5eb59d2", searched=False)),
+         trained("e59b6bd", searched=False), trained("5227892", searched=False), trained("5eb59d2", searched=False),
+         trained("8a4ce74", searched=False)),
     ),
     "maxima": Dated(
         ("16384 rows", "rounded and masked one by one, us", "once, us"),

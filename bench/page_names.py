@@ -113,6 +113,7 @@ BENCH = {
     for case, name in (
         ("qwen3_8b", "Qwen3-8B"), ("phi4_14b", "Phi-4-14B"), ("gemma3_12b", "Gemma-3-12B"), ("glm4_9b", "GLM-4-9B"),
         ("modernbert_large", "ModernBERT-large"), ("dit_xl", "DiT-XL"),
+        ("granite_8b", "Granite-8B"), ("bert_large_dropout", "BERT-large, dropout"),
     )
     for part in ("2 layers", "2 layers, disable=parts", "2 blocks", "2 layers and head")
 }  # fmt: skip
@@ -185,7 +186,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
         ("steps.jsonl", "training"): (NANO,),
         ("models.jsonl", "training"): (LLAMA, TITAN),
-        ("bench.jsonl", "training"): ("modernbert_large, 2 layers",),
+        ("bench.jsonl", "training"): ("modernbert_large, 2 layers", "bert_large_dropout, 2 layers and head"),
         ("examples.jsonl", "training"): scripts(
             "train_llama.py", "lora.py", "trainer.py", "nanogpt.py", "titan_fsdp2.py on one"
         ),
@@ -195,7 +196,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("models.jsonl", "training"): (PHI4,),
         ("bench.jsonl", "training"): (
             "qwen3_8b, 2 layers", "phi4_14b, 2 layers", "phi4_14b, 2 layers and head", "gemma3_12b, 2 layers",
-            "glm4_9b, 2 layers",
+            "glm4_9b, 2 layers", "granite_8b, 2 layers and head",
         ),
     },
     "FSDP2 on two GPUs": {
