@@ -274,8 +274,8 @@ STAGES: tuple[Stage, ...] = (
     tables,
     wide_products,
     plain,
-    made_again,
     copies,
+    made_again,
     little_kept,
 )
 """The order, which is meant: a plain product is what no Region took, copies are made of the finished graph, and what is

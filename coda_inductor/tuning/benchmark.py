@@ -134,9 +134,9 @@ def as_the_node(store: Tensor, node: fx.Node) -> Tensor:
     """What a Region stored, in the node's sizes and strides, for which programs that read it are compiled."""
     value = node.meta["val"]
     sizes, strides = [hint(s) for s in value.shape], [hint(s) for s in value.stride()]
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    if store.stride(0) != store.shape[1] and value.is_contiguous():
+    if store.dim() > 1 and not store.is_contiguous() and torch.empty(sizes, device="meta").stride() == (*strides,):
         return store.view(sizes)  # its rows lie farther apart, in the whole graph too
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if last >= store.numel() or store.dtype != value.dtype:
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=store.device)
     return store.as_strided(sizes, strides)

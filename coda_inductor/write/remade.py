@@ -27,7 +27,7 @@ def make_again(graph: fx.Graph) -> None:
         if is_store(store) and not g.is_backward(store):
             for node in made_of(store):
                 if node.meta["val"].dtype == store.meta["val"].dtype and written_late(node):
-                    node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+                    node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def is_store(node: fx.Node) -> bool:
@@ -37,11 +37,14 @@ def is_store(node: fx.Node) -> bool:
 
 
 def made_of(store: fx.Node) -> Iterator[fx.Node]:
-    """What loops of the forward make of a store, in its size, and of what is short beside it."""
+    """What loops of the forward make of a store, in its size, and of what is short beside it. Not what must be kept:
+    it reads memory that is overwritten later (kept.py), or a user's checkpoint says so."""
     size, made, node = elements(store), {store}, store
     while (node := node.next).op == "call_function":
         read = node.all_input_nodes
-        if made.isdisjoint(read) or g.is_backward(node) or elements(node) != size:
+        if made.isdisjoint(read) or g.is_backward(node) or RECOMPUTE in node.meta or g.tensor(node) is None:
+            continue
+        if elements(node) != size:
             continue
         beside = all(elements(n) * SHORT <= size for n in read if n not in made)
         if g.is_view(node) or (kind_of(node) == "loop" and beside):
