@@ -201,7 +201,7 @@ PAD = "pad the weight: rows must be 16-byte aligned"
 
 def _require_rows(region: Region) -> None:
     """What lies in memory as the user left it must have rows of multiples of 16 bytes: weights, and 8-bit matrices.
-    What else has rows is laid out for a kernel that reads or writes it (core/blocks.py, pitch)."""
+    What else a kernel writes or reads has such a pitch (core/blocks.py), or is copied into rows that have it."""
     unit = 16 // BYTES[region.dtype]
     across = {(p.b_layout, k if p.b_layout == "nk" else region.n) for p in region.products for _, _, k in p.terms}
     for layout, size in sorted(across):

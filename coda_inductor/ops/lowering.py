@@ -229,8 +229,9 @@ def in_memory(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _in_rows(x: Any) -> Any:
-    """x in rows that a kernel can read, which are apart by a multiple of 8. (Of an input of the graph a launch makes a
-    copy, and says so.) What is cast to 8 bits is a transposed weight, and would come as that lies: in columns."""
+    """x in rows that a kernel can read, which are apart by a multiple of 8. (Of an input of the graph, in a backward
+    also of what the forward kept, a launch makes a copy, and says so.) What is cast to 8 bits is a transposed weight,
+    and would come as that lies: in columns."""
     if x.get_dtype().itemsize == 1:
         return ir.ExternKernel.require_stride_order(x, [1, 0])
     x = ir.ExternKernel.require_stride1(x)

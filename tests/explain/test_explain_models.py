@@ -98,7 +98,8 @@ def test_what_the_target_cannot_do_is_refused_with_its_condition_and_line() -> N
     refused = {r["reason"]: r["source"] for r in report["graphs"][0]["refused"]}
     assert report["totals"]["regions"] == 0 and report["totals"]["coverage"] == 0
     across = "k = 1028 is not a multiple of 8 (pad the weight: rows must be 16-byte aligned)"
-    returned = "n = 1028 is not a multiple of 8, and the graph returns what is made (pad the weight, or return less)"
+    returned = "n = 1028 is not a multiple of 8, and the graph returns what is made, or asks where it lies"
+    returned += " (pad the weight, or return less)"
     assert refused.keys() == {across, returned}
     assert all(__file__.endswith(source.rsplit(":", 1)[0]) for source in refused.values())
     assert explain(model, inputs, {}, "infer", REFERENCE)["totals"]["coverage"] == 1

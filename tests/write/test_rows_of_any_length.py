@@ -3,6 +3,7 @@ long, and so do their gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,40 @@ def test_kernels_get_rows_that_they_can_read(
     assert sum(launch.LAUNCHES.values()) == len(REPORTS[-1].sites) and not launch.FALLBACKS
     for value, right in zip(found, gradients(exact, exact, ids, targets, scores=False), strict=True):
         assert (value.double() - right).norm() <= 0.02 * right.norm()
+
+
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+SEEN: dict[str, Change] = {
+    "returned": lambda loss, x: (loss, x),
+    "a view": lambda loss, x: (loss, x.t().unsqueeze(0)),
+    "a part": lambda loss, x: (loss, x.view(-1)[::3]),
+    "expanded": lambda loss, x: (loss, (x + 1).unsqueeze(1).expand(-1, 2, -1)),
+    "by its place": lambda loss, x: (loss, torch.as_strided(x, (10, 10), (603, 1)).sin()),
+    "an operation of a user's": lambda loss, x: (loss, torch.ops.mine.flat(x)),
+}
+torch.library.define("mine::flat", "(Tensor x) -> Tensor")
+torch.library.impl("mine::flat", "CompositeExplicitAutograd", lambda x: x.as_strided((x.numel(),), (1,)).clone())
+torch.library.register_fake("mine::flat", lambda x: x.new_empty(x.numel()))
+
+
+@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("numbers", ["float64", "pretended"])
+def test_nobody_sees_the_gaps(name: str, numbers: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if numbers == "pretended":
+        pretend(monkeypatch, tmp_path)
+    dtype = torch.float64 if numbers == "float64" else torch.bfloat16
+    model, ids, targets = made(2046, dtype)
+    change = SEEN[name]
+
+    def call(ids: Tensor) -> tuple[Tensor, Tensor]:
+        scores = model.head(model.norm(model.body(model.embedding(ids))))
+        return change(nn.functional.cross_entropy(scores, targets), scores)
+
+    torch._dynamo.reset()  # all cases have one code, of which Dynamo keeps eight
+    REPORTS.clear()
+    options = REFERENCE if numbers == "float64" else None
+    wanted, found = call(ids), torch.compile(call, backend="coda", options=options)(ids)
+    assert any(site.region.n == WIDTH for report in REPORTS for site in report.sites)
+    for ours, eagers in zip(found, wanted, strict=True):
+        assert ours.stride() == eagers.stride()
+        assert (ours - eagers).norm() <= (1e-10 if numbers == "float64" else 0.02) * eagers.norm()
