@@ -13,8 +13,8 @@ Python's bytecode is written in the cold start, as an installation writes it.
 One JSON line for each backend and start, as bench/layers.py writes them. The model is Llama's, by default in the sizes
 of its 1B, with random weights. "compile_s" is the first call, its run included, "call_s" the median of later ones.
 "kernels" are the objects that the process added to our store, "measured" the records, "inductor_kernels" what Inductor
-added to its own: in a warm start all three are to be 0. (Of torch.compile's own, one kernel in 69 has a name too long
-for its cache: inductor/post_pass.py.)
+added to its own: in a warm start all three are to be 0. (Torch.compile's own has a kernel whose name is too
+long for its cache: inductor/post_pass.py.)
 "split" says where the seconds of ours go: "rewriting" is all of our pass; of it "programs" compiles the other side's
 programs while kernels are compiled, "kernels" waits for those, "contests" searches tiles and times groups, "laws" times
 groups against programs without their law, "plain" products with cuBLAS, and the rest is "derivation". "hinted" of the

@@ -2,6 +2,8 @@
 
 `n + 0 * x` is a tensor of its own in eager. Inductor folds the zeros and returns n itself (torch 2.11 to 2.15): who
 then writes to the result writes to n. So results are looked at before these patterns and behind them.
+
+Behind them kernels also get names by which Inductor's cache finds them.
 """
 
 from __future__ import annotations

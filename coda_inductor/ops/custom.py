@@ -28,8 +28,7 @@ def _eager(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     outs = interpret(r, inputs)
     if target == "reference" or pitch(r.width) == r.width:
         return outs
-    count = len(r.stores)
-    return [empty_rows(x, x.shape[0], r.width, x.dtype).copy_(x) for x in outs[:count]] + outs[count:]
+    return [_store(r, x, x.shape[0], x.dtype, target).copy_(x) if x.dim() > 1 else x for x in outs]
 
 
 def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
@@ -37,9 +36,15 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     x = inputs[r.products[0].a]
     _require_shapes(r, inputs)
     m = r.m(inputs)
-    apart = r.width if target == "reference" else pitch(r.width)
-    tiles = [x.new_empty_strided((m, r.width), (apart, 1), dtype=DTYPES[s.dtype]) for s in r.stores]
+    tiles = [_store(r, x, m, DTYPES[s.dtype], target) for s in r.stores]
     return tiles + [x.new_empty((m if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
+
+
+def _store(r: Region, like: Tensor, m: int, dtype: torch.dtype, target: str) -> Tensor:
+    """Memory for a store: dense on the reference target, which is torch; else as a kernel writes it."""
+    if target == "reference":
+        return like.new_empty((m, r.width), dtype=dtype)
+    return empty_rows(like, m, r.width, dtype)
 
 
 def _require_shapes(r: Region, inputs: list[Tensor]) -> None:

@@ -179,8 +179,8 @@ def sample(node: fx.Node, device: torch.device) -> Any:
 def groups(plan: Plan, builts: list[Built]) -> list[list[Built]]:
     """Regions that one cannot keep without the other, in running order: a store that no node equals ties its reader
     to its maker, and so does a sum to the product that was deferred for it. (A mean that only shifts what a later
-    stream stores does not: without it there is another.) So does a piece of a
-    joined operand to the Region that makes it: in the user's graph the loop of the copy made it."""
+    stream stores does not: without it there is another.) So does a piece of a joined
+    operand to the Region that makes it: in the user's graph the loop of the copy made it."""
     makers = {key: i for i, b in enumerate(builts) for key in outputs(b)}
     deferred = {f.product for f in plan.firings}
     leader = list(range(len(builts)))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from coda_inductor.ops.custom import REGION
 from coda_inductor.patterns import graph as g
 from coda_inductor.schedule.kinds import elements, kind_of
-from coda_inductor.write.kept import RECOMPUTE
+from coda_inductor.write.kept import RECOMPUTE, users
 
 SHORT = 64
 """How many times longer a store is, at least, than what the backward reads beside it."""
@@ -55,12 +55,6 @@ def made_of(store: fx.Node) -> Iterator[fx.Node]:
 
 def written_late(node: fx.Node) -> bool:
     """Does the backward read it, and nothing of the forward from memory?"""
-    readers = [*read_by(node)]
+    readers = users(node)
     early = {kind_of(n) if n.op == "call_function" else n.op for n in readers if not g.is_backward(n)}
     return any(map(g.is_backward, readers)) and not early & {"extern", "output"}
-
-
-def read_by(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads the node or a view of it."""
-    for user in node.users:
-        yield from read_by(user) if g.is_view(user) else [user]
