@@ -33,8 +33,8 @@ from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.layout import TRANSPOSES
 from coda_inductor.patterns.terms import Term, show
 from coda_inductor.plan.built import Built, Source, Weight
-from coda_inductor.plan.draft import Computed, Root
-from coda_inductor.rewrite.space import Lane
+from coda_inductor.plan.draft import Root
+from coda_inductor.rewrite.space import Computed, Half, Lane
 from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
 
@@ -149,7 +149,7 @@ class Listing:
             for j, acc in enumerate(built.products):
                 self.by_term[acc] = f"acc{i}{_suffix(j, len(built.products))}"
             for x, source in derived.loads[self.regions.index(step)].items():
-                if isinstance(source, Computed):
+                if isinstance(source, Computed | Half):
                     self.by_term[x] = self._input(step, built, source)
             for node, stored in built.draft.supplies.items():
                 self.supplied[node.name] = results[built.draft.stores.index(stored)]
@@ -175,6 +175,8 @@ class Listing:
         assert step.node
         if isinstance(source, Lane):
             return self.name(source.node) + (f"[{source.index}]" if source.index is not None else "")
+        if isinstance(source, Half):
+            return f"{self._input(step, built, source.whole)}[{source.index}]"
         if isinstance(source, Root):
             return f"sqrt({self._input(step, built, source.square)})"
         node = step.node.args[0][built.inputs.index(source)]  # type: ignore[index]

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from coda_inductor.patterns import graph as g
-from coda_inductor.plan.draft import Computed
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.sources import sources
+from coda_inductor.rewrite.space import Computed
 from coda_inductor.schedule.kinds import elements, kind_of
 from coda_inductor.schedule.model import kept_bytes, partitioned
 

@@ -18,11 +18,11 @@ from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Built, Source, Table, Weight
-from coda_inductor.plan.draft import Computed, Draft, Root, Stored
+from coda_inductor.plan.draft import Draft, Root, Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.plan.statements import EXTENTS, Statements, Value
 from coda_inductor.rewrite.laws import ROOT
-from coda_inductor.rewrite.space import Lane
+from coda_inductor.rewrite.space import Computed, Half, Lane
 from coda_inductor.rewrite.state import weight_of
 
 
@@ -55,6 +55,8 @@ class _Writer(Statements):
         if isinstance(source, Lane):
             whole, index = self.tables.get(source, (source.node, source.index))
             return self.let("second" if index else "first", self._load(t, whole))
+        if isinstance(source, Half):
+            return self.let("second" if source.index else "first", self._load(t, source.whole))
         if isinstance(source, Root):
             self.laws.add(ROOT.name)
             square = self._load(t, source.square)

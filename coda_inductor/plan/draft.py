@@ -11,7 +11,7 @@ from torch import fx
 
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.limits import Limits
-from coda_inductor.rewrite.space import Lane, Space
+from coda_inductor.rewrite.space import Computed, Half, Lane, Space
 
 
 class Stored(NamedTuple):
@@ -23,23 +23,13 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N],
-    over the axes `order`."""
-
-    term: Term
-    extent: str
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Root:
     """The square root of a tile, which is what there is of the value."""
 
     square: fx.Node | Stored
 
 
-Loaded = fx.Node | Stored | Term | Computed | Lane | Root
+Loaded = fx.Node | Stored | Term | Computed | Lane | Half | Root
 """Where an epilogue's input comes from: a node, a store, a sum (its reduction), a small computation, half a node, or
 the root of a tile."""
 

@@ -14,13 +14,13 @@ from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.terms import Term, is_number
-from coda_inductor.plan.draft import MAX_INLINE, Computed, Conflict, Draft, Loaded, Root, Stored
+from coda_inductor.plan.draft import MAX_INLINE, Conflict, Draft, Loaded, Root, Stored
 from coda_inductor.rewrite.beside import Pair, pair
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.program import POINTWISE_KINDS, Program
 from coda_inductor.rewrite.rotate_half import NOT_ROWS
 from coda_inductor.rewrite.sources import given, leaves, sources, statistics
-from coda_inductor.rewrite.space import Axes, Space
+from coda_inductor.rewrite.space import Axes, Computed, Half, Space
 from coda_inductor.rewrite.worth import dear, features_behind
 
 
@@ -56,7 +56,10 @@ class Inputs:
         if it makes x itself from x's arguments."""
         extent = space.extent(x)
         if space.heads is not None and extent in ("feature", "table"):
-            return self.program.lane(x, space)
+            lane = self.program.lane(x, space)
+            if isinstance(lane, Half):
+                self._afford(lane.whole.term, space)
+            return lane
         if extent == "tile":
             if (square := self._square(x, space)) is not None:
                 return Root(self._tile_source(square, space))
@@ -149,15 +152,21 @@ class Inputs:
             extent = "feature"  # the same for all columns
         if extent == "scalar":
             raise Conflict(Limits({a.bit: "a number that it needs is not known before it runs" for a in space.accs}))
-        if extent == "feature" and (dear := self._dear(x, space)):
-            raise Conflict(Limits(undeferred=dear))
+        if extent == "feature":
+            self._afford(x, space)
         return Computed(x, extent, self._axes(x, space))
+
+    def _afford(self, x: Term, space: Space) -> None:
+        """Raises Conflict for a vector over features that costs more than it is worth."""
+        if dear := self._dear(x, space):
+            raise Conflict(Limits(undeferred=dear))
 
     def _dear(self, x: Term, space: Space) -> int:
         """The products of the epilogue, as a bit set, if x sums over their weights, and reading all weights that the
         operand is multiplied with takes more than a norm's pass over it would: with many more features than there are
         tokens, as a head's. What is deferred to them then stays as written. 0 if it is worth it."""
-        sums = [s for s in statistics(x) if given(s) and s.axes and s.axes <= set(space.columns)]
+        columns = set(space.heads.columns if space.heads else space.columns)
+        sums = [s for s in statistics(x) if given(s) and s.axes and s.axes <= columns]
         lifted, product = self.program.lifted, self.program.product(space.accs[-1])
         inside = max((lifted.reading.axes.total(s.over).static or 0 for s in sums), default=0)
         costs = dear(features_behind(lifted, product), inside, product)

@@ -21,11 +21,11 @@ from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.again import Again
 from coda_inductor.plan.built import Built
-from coda_inductor.plan.draft import Computed, Conflict, Draft, Loaded, Refusal, Root, Stored, cycle
+from coda_inductor.plan.draft import Conflict, Draft, Loaded, Refusal, Root, Stored, cycle
 from coda_inductor.plan.inputs import Inputs
 from coda_inductor.rewrite.derive import Firing
 from coda_inductor.rewrite.limits import Limits
-from coda_inductor.rewrite.space import Axes, Space
+from coda_inductor.rewrite.space import Axes, Computed, Half, Space
 
 
 @dataclass(slots=True)
@@ -285,6 +285,8 @@ class Plan(Inputs):
                 self._demand(square, space)
             case Term():
                 self._take(self._draft(self.program.space(source.args[0])), source)
+            case Half(whole):
+                self._demand(whole, space)
             case _:
                 self.need(source.node)  # half of it
 

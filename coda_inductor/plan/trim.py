@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from torch import fx
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
-from coda_inductor.plan.draft import Computed, Draft, Root, Stored
+from coda_inductor.plan.draft import Draft, Root, Stored
 from coda_inductor.plan.plan import Plan
-from coda_inductor.rewrite.space import Lane
+from coda_inductor.rewrite.space import Computed, Half, Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ def find_used(plan: Plan) -> Used:
             todo += plan.reads(item)
         elif isinstance(item, Lane):
             todo.append(item.node)
+        elif isinstance(item, Half):
+            todo.append(item.whole)
         elif isinstance(item, Root):
             todo.append(item.square)
         elif isinstance(item, Term):  # a sum
@@ -80,24 +82,44 @@ def find_used(plan: Plan) -> Used:
 
 
 def find_spared(plan: Plan, draft: Draft, used: Used, read: AbstractSet[object]) -> Iterator[fx.Node]:
-    """The nodes that loops alone read, no epilogue (`read`), and that these can make of numbers and another store of
-    the same epilogue: of scores, and of scores / 16, whose loss is taken, the second need not lie in memory."""
+    """The nodes that loops alone read, no epilogue (`read`), and that these can make of numbers and other stores of the
+    same epilogue: of scores, and of scores / 16, whose loss is taken, the second need not lie in memory. Nor need
+    silu(gate) * up beside both, if the backward reads it: it reads them anyway."""
     nodes = {n: s for n, s in draft.supplies.items() if n in used.seen and not s.again}
     for node, store in nodes.items():
-        source = _made_of(node)
-        while source is not None and source not in nodes:
-            source = _made_of(source)
-        if source is None or {node, store} & read or not _in_loops(plan, node):
+        if {node, store} & read or not _in_loops(plan, node):
             continue
-        if g.tensor(source).dtype.itemsize <= g.tensor(node).dtype.itemsize:  # type: ignore[union-attr]
+        sources = _made_of(node, nodes)
+        wide = max((_size(source) for source in sources), default=0) > _size(node)
+        if sources and not wide and (len(sources) == 1 or _in_backward(node)):
             yield node
 
 
-def _made_of(node: fx.Node) -> fx.Node | None:
-    """What a view views, and the only tensor that an elementwise operation reads."""
-    if g.is_view(node):
-        return node.all_input_nodes[0]
-    return node.all_input_nodes[0] if node.target in POINTWISE and len(node.all_input_nodes) == 1 else None
+def _size(node: fx.Node) -> int:
+    """The bytes of a number of its."""
+    return g.tensor(node).dtype.itemsize  # type: ignore[union-attr]
+
+
+def _made_of(node: fx.Node, nodes: Container[fx.Node]) -> set[fx.Node]:
+    """The others among the nodes that it is made of element by element, if it is made of them alone; else none."""
+    found, todo = set[fx.Node](), [node]
+    while todo:
+        x = todo.pop()
+        if x is not node and x in nodes:
+            found.add(x)
+        elif g.is_view(x):
+            todo.append(x.all_input_nodes[0])
+        elif x.target in POINTWISE and x.all_input_nodes:
+            todo += x.all_input_nodes
+        else:
+            return set()
+    return found
+
+
+def _in_backward(node: fx.Node) -> bool:
+    """Does the backward read the node of the forward, as it is or what is made of it element by element?"""
+    made = g.reached([node], lambda n: n.users if n is node or n.target in POINTWISE or g.is_view(n) else ())
+    return not g.is_backward(node) and any(map(g.is_backward, made))
 
 
 def _in_loops(plan: Plan, node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from coda_inductor.patterns.layout import dense, in_rows
 from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.rotate_half import MIXED, NOT_ROWS, heads, lanes
 from coda_inductor.rewrite.sources import statistics
-from coda_inductor.rewrite.space import Axes, Heads, Lane, Space
+from coda_inductor.rewrite.space import Axes, Half, Heads, Lane, Space
 from coda_inductor.rewrite.state import State, weight_of
 
 MAX_LANES = 2
@@ -35,7 +35,7 @@ class Program(State):
     _spaces: dict[Term, Space | str] = field(default_factory=dict)
     _bases: dict[tuple[Term, Axes, Axes, Heads | None], frozenset[Term]] = field(default_factory=dict)
     _tiles: dict[tuple[Term, Axes, Axes, Heads | None], bool] = field(default_factory=dict)
-    _lanes: dict[tuple[Axes, Heads], dict[Term, Lane]] = field(default_factory=dict)
+    _lanes: dict[tuple[Axes, Heads, int], dict[Term, Lane | Half]] = field(default_factory=dict)
 
     def in_backward(self, space: Space) -> bool:
         """Is the epilogue of `space` one of the backward?"""
@@ -80,14 +80,16 @@ class Program(State):
             return [t]
         return [self.lifted.terms.select(t, space.heads.lane, i) for i in (0, 1)]
 
-    def lane(self, x: Term, space: Space) -> Lane | None:
+    def lane(self, x: Term, space: Space) -> Lane | Half | None:
         """Where an epilogue of halves of heads reads an early vector over features, or a table."""
         assert space.heads is not None
-        key = space.rows, space.heads
+        key = space.rows, space.heads, space.accs[-1].bit
         if key not in self._lanes:
-            self._lanes[key] = lanes(self, *key)
+            self._lanes[key] = lanes(self, space.rows, space.heads, self.product(space.accs[-1]))
         found = self._lanes[key].get(x)
-        return None if found is None or self.lifted.deps[found.node] & space.mask else found
+        if found is None or isinstance(found, Half):
+            return found
+        return None if self.lifted.deps[found.node] & space.mask else found
 
     def makers(self, t: Term) -> int:
         """The products in whose epilogue t could first be known, as a bit set; 0 if none feeds it."""

@@ -12,8 +12,10 @@ from torch import fx
 
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.lift import Product
 from coda_inductor.patterns.terms import Term
-from coda_inductor.rewrite.space import Axes, Heads, Lane
+from coda_inductor.rewrite.sources import given, statistics
+from coda_inductor.rewrite.space import Axes, Computed, Half, Heads, Lane
 from coda_inductor.rewrite.state import State
 
 MIXED = "it combines features that are not two halves of the columns, nor of each head, nor beside each other"
@@ -45,10 +47,11 @@ def heads(state: State, t: Term, last: Term) -> tuple[Heads, tuple[Term, Term]]:
     return Heads(lane, inner, minor, product.columns), (first, second)
 
 
-def lanes(state: State, rows: Axes, of: Heads) -> dict[Term, Lane]:
-    """What an epilogue can read beside halves of heads, by term: vectors over all features, and tables over tokens
-    and a head (or half of one). Of nodes that differ by a cast the first with which the user's program goes on."""
-    found, terms = dict[Term, Lane](), state.lifted.terms
+def lanes(state: State, rows: Axes, of: Heads, product: Product) -> dict[Term, Lane | Half]:
+    """What an epilogue can read beside halves of heads, by term: vectors over all features, also those that a law has
+    split off the product, and tables over tokens and a head (or half of one). Of nodes that differ by a cast the first
+    with which the user's program goes on."""
+    found, terms = dict[Term, Lane | Half](), state.lifted.terms
     for t, nodes in state.nodes.items():
         if t.hosts or not t.axes.issuperset(of.minor):
             continue
@@ -64,7 +67,23 @@ def lanes(state: State, rows: Axes, of: Heads) -> dict[Term, Lane]:
         same = alike(state, node, of.lie(axis), -1 if of.neighbours else 0)
         for i in (0, 1):
             found.setdefault(terms.select(t, axis, i), Lane(node, 0 if same else i))
+    for t in split_off(state, of, product):
+        computed = Computed(t, "feature", of.columns)
+        found |= {h: Half(computed, i) for i in (0, 1) if (h := terms.select(t, of.inner, i)) not in found}
     return found
+
+
+def split_off(state: State, of: Heads, product: Product) -> list[Term]:
+    """The vectors over the columns of a product that it is made of besides itself, and that sum over its weight: of a
+    LayerNorm before it, W b and W 1."""
+    whole = state.lifted.term.get(product.node)
+    found, todo = dict[Term, None](), [] if whole is None else [state.new.get(whole, whole)]
+    while todo:
+        t = todo.pop()
+        if t not in found and t.kind != "con":
+            todo += t.args
+            found[t] = None
+    return [t for t in found if t.axes == set(of.columns) and not t.hosts and statistics(t) and given(t)]
 
 
 def _fits(order: Axes, dense: bool, rows: Axes, of: Heads) -> bool:

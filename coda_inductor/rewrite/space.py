@@ -39,11 +39,29 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """A vector that no node holds and that is too much for an epilogue: a small computation of its own, [M] or [N],
+    over the axes `order`."""
+
+    term: Term
+    extent: Extent
+    order: Axes
+
+
+@dataclass(frozen=True, slots=True)
 class Lane:
     """A half of what a node holds for each head (its first, 0, or second, 1), or a node that holds one half: None."""
 
     node: fx.Node
     index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """The first or second half (0, 1) of each head of a vector that is computed."""
+
+    whole: Computed
+    index: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.sizes import hint
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Built, Source, Weight
-from coda_inductor.plan.draft import Computed
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.softmax import written_out
-from coda_inductor.rewrite.space import Axes
+from coda_inductor.rewrite.space import Axes, Computed
 from coda_inductor.schedule.kinds import base_of, elements
 from coda_inductor.schedule.memory import in_loop, operation
 from coda_inductor.tuning.group import Group

@@ -22,8 +22,8 @@ from coda_inductor.patterns.lift import Lifted
 from coda_inductor.patterns.pointwise import FUNCTIONS
 from coda_inductor.patterns.sizes import size_of
 from coda_inductor.patterns.terms import Term, is_number
-from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.beside import Pair
+from coda_inductor.rewrite.space import Computed
 
 TOKENS = -1  # stands for all row axes, flattened, in a tensor's order
 Order = tuple[int, ...]

@@ -99,3 +99,27 @@ def test_what_reads_overwritten_memory_is_not_made_again() -> None:
         assert model.scores.weight.grad is not None
         found.append(model.scores.weight.grad)
     assert (found[1] - found[0]).norm() <= 1e-10 * found[0].norm()
+
+
+class Gated(nn.Module):
+    """A gated activation that a LayerNorm reads, as EVA-02's."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH)
+        self.norm = norm(WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.norm(nn.functional.silu(self.gate(x)) * self.up(x)))
+        return out
+
+
+@pytest.mark.parametrize(("mode", "stores"), [("train", 2), ("infer", 1)])
+def test_what_the_backward_makes_of_two_stores_is_no_third(mode: str, stores: int) -> None:
+    x, model = torch.randn(TOKENS, WIDTH).to(torch.bfloat16), Gated(nn.LayerNorm).to(torch.bfloat16)
+    report: dict[str, Any] = explain(model, (x,), {}, mode, Settings(target="sm_90a"))  # type: ignore[arg-type]
+    (graph,) = report["graphs"]
+    first = next(r for r in graph["regions"] if len(r["products"]) == 2)
+    assert len(first["stores"]) == stores
+    if mode == "train":
+        assert report["totals"]["saved_bytes"] <= 1.02 * report["totals"]["saved_bytes_inductor"]

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from coda_inductor.core.ops import OPS
 from coda_inductor.patterns.terms import Term, Terms
-from coda_inductor.plan.draft import Computed
 from coda_inductor.rewrite.beside import Pair
+from coda_inductor.rewrite.space import Computed
 from coda_inductor.write.vectors import COMPARISONS, Vectors
 
 TERMS, M, N = Terms(), 6, 4
