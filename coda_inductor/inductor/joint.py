@@ -21,6 +21,7 @@ from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
+from coda_inductor.inductor.sites import absorbed, fired, reason, site
 from coda_inductor.passes.blocks import Blocks, write_blocks
 from coda_inductor.passes.casts import Cast, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real
@@ -32,6 +33,7 @@ from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
+from coda_inductor.passes.prefix import write_prefixes
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
     BLOCKS,
@@ -42,20 +44,15 @@ from coda_inductor.passes.switches import (
     JOINED,
     NAMES,
     PARTS,
+    PREFIX,
     REGION_KINDS,
     allowed,
     laws_of,
 )
 from coda_inductor.passes.tables import Table
 from coda_inductor.patterns import graph as g
-from coda_inductor.plan.built import Built
-from coda_inductor.plan.draft import Computed
-from coda_inductor.plan.draft import Refusal as Refused
-from coda_inductor.plan.plan import Plan
-from coda_inductor.rewrite.laws import RELU, ROOT
+from coda_inductor.rewrite.laws import RELU
 from coda_inductor.rewrite.limits import Limits
-from coda_inductor.rewrite.rotate_half import OF_HEADS
-from coda_inductor.rewrite.sources import statistics
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
@@ -117,6 +114,12 @@ class Work:
 
 
 # ---- the stages, in order
+
+
+def prefixes(work: Work) -> None:
+    """Rows that are put back beside what is made of the others are made as these are."""
+    if work.may(PREFIX):
+        write_prefixes(work.graph, work.before.effects.memory)
 
 
 def casts_first(work: Work) -> None:
@@ -187,16 +190,16 @@ def regions(work: Work) -> None:
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     made.firings += [normaliser.firing(made.program) for normaliser in found.normalisers]
-    fired = _fired(made)
-    work.refused += tuple(Refusal(x.node.name, _reason(made, x), lines[x.node.name]) for x in made.refused)
+    laws = fired(made)
+    work.refused += tuple(Refusal(x.node.name, reason(made, x), lines[x.node.name]) for x in made.refused)
     reasons = {n.name: why for n, why in lifted.reading.opaque.items() if n.op == "call_function"}
     work.opaque = tuple(Refusal(name, why, lines[name]) for name, why in reasons.items())
-    sites = [_site(i, b, nodes, fired, lines) for i, b in enumerate(made.builts)]
+    sites = [site(i, b, nodes, laws, lines) for i, b in enumerate(made.builts)]
     work.alone = {name: pays for name, pays in kept_alone(made).items() if name not in work.unread}
     emit(made, work.target, work.before)
     left = {n.name for n in graph.nodes}
     gone = [name for name in lines if name in terms and name not in left]
-    work.sites = _absorb(sites, made.builts, gone, terms)
+    work.sites = absorbed(sites, made.builts, gone, terms)
 
 
 def row_blocks(work: Work) -> None:
@@ -261,6 +264,7 @@ def little_kept(work: Work) -> None:
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     complex_products,
+    prefixes,
     casts_first,
     dropped_signs,
     embedding_gradients,
@@ -333,57 +337,6 @@ def may_widen(settings: Settings, target: str) -> bool:
     """May products leave in float32? None does on the CPU, and of cuBLAS's rivals under max_autotune none can."""
     tuned = inductor_config.max_autotune or inductor_config.max_autotune_gemm
     return target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings) and not tuned
-
-
-def _reason(made: Plan, refused: Refused) -> str:
-    """Why a node is refused: of heads that are not divided into halves, why they are not, where a limit says it."""
-    if refused.reason not in OF_HEADS:
-        return refused.reason
-    hosts = made.program.new[made.program.lifted.term[refused.node]].hosts
-    return made.program.limits.whole_heads.get(hosts.bit_length() - 1) or refused.reason
-
-
-def _fired(made: Plan) -> dict[object, set[str]]:
-    """The laws that made each product (by bit) and each sum what it is. What a law only reads was there."""
-    fired: dict[object, set[str]] = {}
-    lifted = max((t.id for t in made.program.lifted.term.values()), default=0)
-    for f in made.firings:
-        if f.product >= 0:
-            fired.setdefault(f.product, set()).add(f.law)
-            continue
-        if f.law == ROOT.name:
-            continue  # which the Region that reads the square says itself
-        sums = statistics(f.after)
-        for s in [s for s in sums if s.id > lifted] or sums:  # the softmax law's one sum is lifted
-            fired.setdefault(s, set()).add(f.law)
-    return fired
-
-
-def _site(
-    i: int, built: Built, nodes: dict[int, fx.Node], fired: dict[object, set[str]], lines: dict[str, str]
-) -> Site:
-    bits = [acc.bit for acc in built.draft.space.accs]
-    value = g.tensor(nodes[bits[-1]])
-    assert value is not None
-    beside = [s for x in built.inputs if isinstance(x, Computed) for s in statistics(x.term)]
-    laws = tuple(
-        sorted({law for what in (*bits, *built.draft.sums, *beside) for law in fired.get(what, ())} | built.laws)
-    )
-    outputs = tuple(n.name for n in built.draft.supplies)
-    return Site(f"r{i}", built.region, str(value.shape[0]), laws, (), outputs, lines[nodes[bits[-1]].name])
-
-
-def _absorb(sites: list[Site], builts: list[Built], gone: list[str], deps: dict[str, int]) -> list[Site]:
-    """Shares the vanished nodes out: each went into the last Region on which it depends."""
-    masks = [built.mask for built in builts]
-    mine: list[list[str]] = [[] for _ in sites]
-    for name in gone:
-        owners = [i for i, mask in enumerate(masks) if deps[name] & mask]
-        if owners:
-            mine[max(owners, key=lambda i: masks[i])].append(name)
-    return [
-        Site(s.name, s.region, s.m, s.laws, tuple(m), s.outputs, s.source) for s, m in zip(sites, mine, strict=True)
-    ]
 
 
 def _operations(graph: fx.Graph) -> list[tuple[str, object]]:

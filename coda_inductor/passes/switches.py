@@ -18,13 +18,14 @@ KINDS = {
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
-PARTS, JOINED, EMBEDDING, BLOCKS = "parts", "joined", "embedding", "blocks"
+PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX = "parts", "joined", "embedding", "blocks", "prefix"
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
     COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones",
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns",
+    PREFIX: "no Region: rows that stay beside those that a rotary embedding turns, as class tokens, are turned by 0",
     PARTS: "no Region: a product that is read in parts, as gate and up of one weight, is a product for each part",
     JOINED: "no Region: a product of two tensors beside each other, as attention's and an MLP's, is a product of each",
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",

@@ -1,0 +1,263 @@
+"""Class tokens and registers beside rows that a rotary embedding turns: one value of all rows, or left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from compiling import REFERENCE, close, run
+from torch import Tensor, nn
+
+from coda_inductor.inductor import joint
+from coda_inductor.passes.prefix import write_prefixes
+from coda_inductor.patterns.graph import aten
+
+BATCH, TOKENS, HEADS, SIZE, FIRST = 2, 7, 3, 8, 2
+WIDTH = HEADS * SIZE
+STRICT = REFERENCE | {"strict": True}
+
+pytestmark = pytest.mark.usefixtures("uncached")
+
+
+def angles(rows: int) -> Tensor:
+    drawn = torch.rand(rows, SIZE // 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.cat([drawn, drawn], -1)
+
+
+TABLES = {rows: (angles(rows).cos(), angles(rows).sin()) for rows in (TOKENS - FIRST, TOKENS - 1)}
+
+
+LARGE = torch.ones(BATCH, HEADS, TOKENS - FIRST, SIZE, dtype=torch.float64)
+
+
+def tables(rows: int = TOKENS - FIRST) -> tuple[Tensor, Tensor]:
+    return TABLES[rows]
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape) * sin
+
+
+def behind(q: Tensor) -> Tensor:
+    first, rest = q.split([FIRST, TOKENS - FIRST], -2)
+    return torch.cat([first, turned(rest, *tables())], -2)
+
+
+def one_beside(q: Tensor) -> Tensor:
+    return torch.cat([q[:, :, :1], neighbours(q[:, :, 1:], *tables(TOKENS - 1))], 2)
+
+
+def before(q: Tensor) -> Tensor:
+    return torch.cat([turned(q[:, :, :-FIRST], *tables()), q[:, :, -FIRST:]], 2)
+
+
+def between(q: Tensor) -> Tensor:
+    return torch.cat([q[:, :, :1], turned(q[:, :, 1:-1], *tables()), q[:, :, -1:]], 2)
+
+
+def other_order(q: Tensor) -> Tensor:
+    """The turned part first, and tables on the left."""
+    (cos, sin), rest = tables(), q[:, :, FIRST:]
+    a, b = rest.chunk(2, -1)
+    return torch.cat([q[:, :, :FIRST], sin * torch.cat([-b, a], -1) + cos * rest], 2)
+
+
+def in_float32(q: Tensor) -> Tensor:
+    """Widened and rounded again: exact for the rows that stay."""
+    x = q.to(torch.bfloat16)
+    rest = turned(x[:, :, FIRST:].float(), *(t.float() for t in tables()))
+    return torch.cat([x[:, :, :FIRST], rest.to(torch.bfloat16)], 2).double()
+
+
+TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "behind": behind, "one beside": one_beside, "before": before, "between": between, "other order": other_order,
+    "in float32": in_float32,
+}  # fmt: skip
+
+
+def with_rest(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda q: torch.cat([q[:, :, :FIRST], f(q[:, :, FIRST:])], 2)
+
+
+def shifted(q: Tensor) -> Tensor:
+    """Not the rows that are beside it."""
+    return torch.cat([q[:, :, :FIRST], turned(q[:, :, 1:-1], *tables())], 2)
+
+
+def of_another(q: Tensor) -> Tensor:
+    return torch.cat([q.sin()[:, :, :FIRST], turned(q[:, :, FIRST:], *tables())], 2)
+
+
+def same_node_twice(x: Tensor) -> Tensor:
+    cos, _ = tables()
+    return turned(x, cos, cos)
+
+
+def narrower(x: Tensor) -> Tensor:
+    """Rounded on the way: the rows that stay are not."""
+    return turned(x.float(), *(t.float() for t in tables())).double()
+
+
+def of_other_rows(q: Tensor) -> Tensor:
+    """What is beside it are not the rows that are left."""
+    return torch.cat([q[:, :, 1 : FIRST + 1], turned(q[:, :, FIRST:], *tables())], 2)
+
+
+def two_factors(x: Tensor) -> Tensor:
+    """What one table turns to 0 reads another, whose rows nobody knows."""
+    (cos, sin), (a, b) = tables(), x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * TABLES[TOKENS - 1][0][1:] * sin
+
+
+def not_finite(x: Tensor) -> Tensor:
+    """An exponential of a finite number may be infinite."""
+    cos, sin = tables()
+    return x * cos + x.exp() * sin
+
+
+LEFT: dict[str, Callable[[Tensor], Tensor]] = {
+    "shifted": shifted,
+    "of another": of_another,
+    "of other rows": of_other_rows,
+    "two factors": with_rest(two_factors),
+    "one node twice": with_rest(same_node_twice),
+    "narrower": with_rest(narrower),
+    "not finite": with_rest(not_finite),
+    "a sum with a table": with_rest(lambda x: x * tables()[0] + tables()[1]),
+    "one factor for all rows": with_rest(lambda x: turned(x, *(t[:1] for t in tables()))),
+    "a number": with_rest(lambda x: x * 2.0),
+    "a number beside": with_rest(lambda x: turned(x, *tables()) + 1.0),
+    "twice": with_rest(lambda x: (y := turned(x, *tables())) + y),
+    "a large table": with_rest(lambda x: x * LARGE),
+    "alone": with_rest(lambda x: x.sin()),
+}
+
+
+class Attention(nn.Module):
+    """Queries and keys behind `f`, and what is made of them; torch 2.11 cannot run attention's gradient in float64."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in "qkv")
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        out: Tensor = torch.tanh(self.f(q) @ self.f(k).mT) @ v
+        return out.transpose(1, 2).flatten(2)
+
+
+def cats(graph: torch.fx.Graph) -> int:
+    """Those of tokens, and tensors that are 0 but for some tokens."""
+    along = {aten.cat.default: 1, aten.slice_scatter.default: 2}
+    found = [n for n in graph.nodes if n.target in along and n.meta["val"].dim() == 4]
+    return sum(len(n.args) > along[n.target] and n.args[along[n.target]] in (2, -2) for n in found)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Before and behind the pass, for each graph."""
+    found: list[int] = []
+
+    def count(graph: torch.fx.Graph, overwritten: frozenset[str]) -> None:
+        found.append(cats(graph))
+        write_prefixes(graph, overwritten)
+        found.append(cats(graph))
+
+    monkeypatch.setattr(joint, "write_prefixes", count)
+    return found
+
+
+def drawn() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_values_and_gradients(name: str, counted: list[int]) -> None:
+    torch._dynamo.reset()
+    x, model = drawn().requires_grad_(), Attention(TAKEN[name]).double()
+    ran = run(model, x, grad=True, options=STRICT)
+    wanted = model(x)
+    rounds = name == "in float32"
+    assert (ran.output - wanted).norm() <= (0.02 if rounds else 1e-10) * wanted.norm()
+    inputs = [x, *model.parameters()]
+    found, right = (torch.autograd.grad(y.square().sum(), inputs) for y in (ran.output, wanted))
+    for ours, eager in zip(found, right, strict=True):
+        assert (ours - eager).norm() <= (0.05 if rounds else 1e-10) * eager.norm()
+    assert counted[0] >= 4 and counted[1] == 0, counted  # of queries and keys, forward and backward
+
+
+@pytest.mark.parametrize("name", ["behind", "one beside"])
+def test_an_epilogue_makes_it(name: str) -> None:
+    torch._dynamo.reset()
+    model = Attention(TAKEN[name]).double()
+    with torch.no_grad():
+        ran = run(model, drawn(), options=STRICT)
+        close(ran.output, model(drawn()))
+    regions = [site.region for report in ran.reports for site in report.sites]
+    assert sum(r.half > 0 for r in regions) == 2
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left(name: str, counted: list[int]) -> None:
+    torch._dynamo.reset()
+    model = Attention(LEFT[name]).double()
+    with torch.no_grad():
+        ran = run(model, drawn(), options=STRICT)
+        wanted = model(drawn())
+    assert (ran.output - wanted).norm() <= (1e-5 if name == "narrower" else 1e-10) * wanted.norm()
+    assert counted == [2, 2]
+
+
+def test_sizes_that_are_symbols_are_left(counted: list[int]) -> None:
+    torch._dynamo.reset()
+    model, x = Attention(behind).double(), drawn()
+    with torch.no_grad():
+        found = torch.compile(model, backend="coda", dynamic=True, options=STRICT)(x.repeat(2, 1, 1))
+        close(found, model(x.repeat(2, 1, 1)))
+    assert counted[:1] == counted[1:2]
+
+
+class Overwritten(nn.Module):
+    """What is turned lies in a buffer that the forward overwrites."""
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(SIZE, SIZE)
+        self.register_buffer("rows", drawn().unflatten(-1, (HEADS, SIZE)).transpose(1, 2).contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = behind(self.rows)
+        self.rows.add_(x.mean())
+        out: Tensor = self.w(made)
+        return out
+
+
+def test_what_is_overwritten_is_left(counted: list[int]) -> None:
+    torch._dynamo.reset()
+    found = []
+    for backend in (None, "coda"):
+        torch.manual_seed(0)
+        model = Overwritten().double()
+        call = torch.compile(model, backend=backend, options=STRICT) if backend else model
+        with torch.no_grad():
+            found.append([call(drawn()), call(drawn()), model.rows])
+    for ours, eager in zip(*found, strict=True):
+        close(ours, eager)
+    assert counted == [1, 1]
+
+
+def test_it_can_be_switched_off(counted: list[int]) -> None:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        run(Attention(behind).double(), drawn(), options=STRICT | {"disable": "prefix"})
+    assert counted == []
