@@ -68,7 +68,7 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
         for a, b, k in p.terms:
             matrices[a] = laid_out(normal(*((m, k) if p.a_layout == "mk" else (k, m))).to(of_left))
             weight = normal(region.width, k) if p.b_layout == "nk" else normal(k, region.n)
-            matrices[b] = (weight / k**0.5).to(of_right)
+            matrices[b] = laid_out((weight / k**0.5).to(of_right))
     for side, turned in zip(zip(*region.products[0].pairs, strict=True), (False, up_first), strict=True):
         if region.summed and not region.unlike:
             order = side[::-1] if turned else side
@@ -77,7 +77,7 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
             matrices |= zip(order, rows.unbind(), strict=True)
     if len(region.products) == 2 and not region.half:  # both weights inside one allocation, which fixes their order
         first, second = (p.b for p in (reversed(region.products) if up_first else region.products))
-        both = torch.cat([matrices[first], matrices[second]])
+        both = laid_out(torch.cat([matrices[first], matrices[second]]))
         matrices[first], matrices[second] = both[: region.n], both[region.n :]
     operands = []
     for o in region.operands:

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
-from quack.compile_utils import make_fake_tensor
+from quack.compile_utils import div_for_dtype, fake_batched, make_fake_tensor
 from quack.epilogue import ops
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import RowVecLoad, Scalar, TileStore
@@ -111,6 +111,18 @@ class _Lanes:
             strides = (cute.assume(epilogue_args.lane_offset, divby=aligned), stride_n)
         lanes = cute.make_layout((columns, k, l), stride=(strides, stride_k, stride_l))
         return mA, cute.make_tensor(mB.iterator, lanes), mD, mC, epilogue_args
+
+
+class LaneStore(TileStore):  # type: ignore[misc]
+    """An output [M, N] of a value for each pair of accumulators, of any N, in rows that begin at multiples of 16 bytes.
+    (quack asks for an N of as many bytes.)"""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, gated=True)
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        dtype, _ = key
+        return fake_batched(dtype, fctx.m, cute.sym_int(), fctx.l if fctx.batched else None, 1, div_for_dtype(dtype))
 
 
 class HalfStore(TileStore):  # type: ignore[misc]

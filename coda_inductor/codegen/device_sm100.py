@@ -14,6 +14,7 @@ from quack.epilogue.math import F2
 
 from coda_inductor.codegen.device import HalfStore as HalfStore
 from coda_inductor.codegen.device import HalfVector as HalfVector
+from coda_inductor.codegen.device import LaneStore as LaneStore
 from coda_inductor.codegen.device import LaneVector as LaneVector
 from coda_inductor.codegen.device import SampleVector as SampleVector
 from coda_inductor.codegen.device import decorators

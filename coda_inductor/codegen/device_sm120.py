@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from coda_inductor.codegen.device import HalfStore as HalfStore
 from coda_inductor.codegen.device import HalfVector as HalfVector
+from coda_inductor.codegen.device import LaneStore as LaneStore
 from coda_inductor.codegen.device import LaneVector as LaneVector
 from coda_inductor.codegen.device import SampleVector as SampleVector
 from coda_inductor.codegen.device import decorators

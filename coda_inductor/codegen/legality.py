@@ -200,17 +200,18 @@ PAD = "pad the weight: rows must be 16-byte aligned"
 
 
 def _require_rows(region: Region) -> None:
-    """What lies in memory as the user left it must have rows of multiples of 16 bytes: weights, and 8-bit matrices.
-    What else a kernel writes or reads has such a pitch (core/blocks.py), or is copied into rows that have it."""
+    """Rows of 16-bit matrices are copied or written so that they begin at multiples of 16 bytes (core/blocks.py). 8-bit
+    matrices lie as the user left them."""
     unit = 16 // BYTES[region.dtype]
-    across = {(p.b_layout, k if p.b_layout == "nk" else region.n) for p in region.products for _, _, k in p.terms}
-    for layout, size in sorted(across):
-        _need(size % unit == 0, f"{'k' if layout == 'nk' else 'n'} = {size} is not a multiple of {unit}", PAD)
-    if region.n % 8:
-        _need(unit == 8 and len(region.products) == 1, f"n = {region.n} is not a multiple of 8", PAD)
+    if unit == 8:
         # Vectors of 16 bits are copied two numbers at a time: the last would come from behind an odd end.
         halves = [o.name for o in region.operands if o.extent in ("feature", "sample") and o.dtype != "f32"]
         _need(region.n % 2 == 0 or not halves, f"n = {region.n} is odd beside a vector of 16 bits", PAD)
+        return
+    across = {(p.b_layout, k if p.b_layout == "nk" else region.n) for p in region.products for _, _, k in p.terms}
+    for layout, size in sorted(across):
+        _need(size % unit == 0, f"{'k' if layout == 'nk' else 'n'} = {size} is not a multiple of {unit}", PAD)
+    _need(region.n % 8 == 0, f"n = {region.n} is not a multiple of 8", PAD)
 
 
 def _require_lanes(region: Region, target: Target) -> None:

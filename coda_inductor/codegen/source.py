@@ -130,7 +130,7 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
         leaves.append(f'"{slot}": {value}')
     pins = [f'"{slot}": {_pin(region, o, slot)}'
             for slot, o in zip(names.operands, region.operands, strict=True) if slot != "c"]  # fmt: skip
-    leaving = [f'"{s}"' for s in names.stores if s != "D"]
+    leaving = [f'LaneStore("{s}")' if pair and region.n % 8 else f'"{s}"' for s in names.stores if s != "D"]
     if region.halved:
         leaving = [
             f'HalfStore("{s}", {i}, {half})' for slot in names.stores for i, s in enumerate((slot, second(slot)))
@@ -158,7 +158,7 @@ NAMES = sorted({name for row in REDUCTIONS.values() for name in row.sinks.values
 NAMES += sorted(f"Masked{name}" for row in REDUCTIONS.values() for name in row.sinks.values() if row.linear)
 SINKS = ", ".join(NAMES)
 """Of sinks.py, what a generated module imports."""
-NAMES = ["HalfStore", "HalfVector", "LaneVector", "SampleVector"]
+NAMES = ["HalfStore", "HalfVector", "LaneStore", "LaneVector", "SampleVector"]
 NAMES += ["neighbours", "one_product", "summed_products", "two_products", "unlike_products"]
 """Of a target's device code, what a generated module imports."""
 

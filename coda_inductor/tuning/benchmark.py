@@ -25,7 +25,7 @@ from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.switches import ELEMENTWISE, NAMES, allowed
 from coda_inductor.patterns.effects import effects
 from coda_inductor.patterns.sizes import hint
-from coda_inductor.plan.built import Built
+from coda_inductor.plan.built import Built, Weight
 from coda_inductor.plan.plan import Plan
 from coda_inductor.tuning.extract import Program, described, small, subgraph
 from coda_inductor.tuning.group import Group, outputs
@@ -150,7 +150,8 @@ def benchmarked(
     tile: Config | None = None,
 ) -> Callable[[], None]:
     """Tunes one Region on its real inputs, or takes the `tile`, leaves its outputs in the group's values, also those of
-    the nodes that they replace, returns its launch. The nodes `anew` have another value each time."""
+    the nodes that they replace, returns its launch. The nodes `anew` have another value each time. Ragged weights are
+    copied each time, as in the whole graph."""
     inputs = group.inputs(built)
     if tile is None:
         kernel = tune.tuned(built.region, inputs, settings.cache_dir, hints=settings.hinted)
@@ -162,10 +163,13 @@ def benchmarked(
     for node, stored in built.draft.supplies.items():
         group.values[node] = as_the_node(group.values[stored], node)
     changing = [(i, s) for i, s in enumerate(built.inputs) if s in anew]
+    copied = [(i, s) for i, s in enumerate(built.inputs) if isinstance(s, Weight) and s.ragged]
 
     def run() -> None:
         for i, source in changing:
             inputs[i] = group.input(built, i, source)
+        for i, weight in copied:
+            inputs[i].copy_(group.weight(built, weight))
         kernel(inputs, outs)
 
     return run

@@ -24,9 +24,10 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.sizes import hint
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Built, Source, Table, Weight
-from coda_inductor.plan.draft import Computed, Stored
+from coda_inductor.plan.draft import Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.sources import statistics
+from coda_inductor.rewrite.space import Computed
 from coda_inductor.schedule.memory import Memory
 
 
@@ -115,9 +116,8 @@ class Group:
         """The real tensor of one input of a Region."""
         r = built.region
         if isinstance(source, Weight):
-            whole = self.value(source.node)
-            dim = 0 if r.products[0].b_layout == "nk" else 1
-            return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
+            weight = self.weight(built, source)
+            return in_rows(weight) if source.ragged else weight
         if isinstance(source, Computed):
             if source not in self.values:
                 self.values[source] = torch.randn(r.width, dtype=r.compute, device=self.device)
@@ -137,11 +137,23 @@ class Group:
         rows = r.operands[i - r.matrices].extent in ("tile", "sample")
         return t.reshape(-1, r.n) if rows else t.reshape(-1)
 
+    def weight(self, built: Built, source: Weight) -> Tensor:
+        """The real tensor of a weight, as the user's graph has it."""
+        whole = self.value(source.node)
+        dim = 0 if built.region.products[0].b_layout == "nk" else 1
+        return whole if source.stop is None else whole.narrow(dim, source.start, source.stop - source.start)  # type: ignore[no-any-return]
+
     def made(self, source: object) -> Tensor:
         """A store or sum of the group; the sum of a Region outside it is sampled."""
         if source not in self.values:
             self.values[source] = torch.empty(self.tokens, dtype=torch.float32, device=self.device).uniform_(0.5, 1.5)
         return self.values[source]  # type: ignore[no-any-return]
+
+
+def in_rows(matrix: Tensor) -> Tensor:
+    """A copy in rows of the pitch that kernels read."""
+    rows, columns = matrix.shape
+    return empty_rows(matrix, rows, columns, matrix.dtype).copy_(matrix)
 
 
 def computed(built: Built) -> list[Computed]:

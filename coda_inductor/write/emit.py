@@ -11,16 +11,16 @@ from functools import partial
 import torch
 from torch import fx
 
+from coda_inductor.core.blocks import pitch
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.ops.custom import REGION
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Built, Source, Table, Weight
-from coda_inductor.plan.draft import Computed
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.sources import statistics
-from coda_inductor.rewrite.space import Axes, Lane
+from coda_inductor.rewrite.space import Axes, Computed, Lane
 from coda_inductor.write.aliases import part
 from coda_inductor.write.order import sort
 from coda_inductor.write.repeats import read_repeats
@@ -59,10 +59,11 @@ class Emission(Writing):
     def input(self, built: Built, index: int, source: Source) -> fx.Node:
         """The node that a Region reads as its input `index`, in the shape that the Region wants."""
         if isinstance(source, Weight):
+            node = self._apart(source.node) if source.ragged else source.node
             if source.stop is None:
-                return source.node
+                return node
             dim = 0 if built.region.products[0].b_layout == "nk" else 1
-            return self.call(source.node, aten.slice.Tensor, source.node, dim, source.start, source.stop)
+            return self.call(node, aten.slice.Tensor, node, dim, source.start, source.stop)
         if isinstance(source, Computed):
             return self._vectors(built.region.compute).write(source)
         if isinstance(source, Table):
@@ -78,6 +79,16 @@ class Emission(Writing):
         assert value is not None
         fits = value.dim() == len(shape) and (len(shape) == 1 or str(value.shape[1]) == str(shape[1]))
         return node if fits else self.view(node, shape)
+
+    def _apart(self, weight: fx.Node) -> fx.Node:
+        """A copy of a weight in rows of the pitch that kernels read, one for all Regions. Its line is the first's."""
+        if weight not in self.made:
+            columns, pad = weight.meta["val"].shape[1], aten.constant_pad_nd.default
+            padded = self.call(weight, pad, weight, [0, pitch(columns) - columns], 0)
+            line = {key: self.anchor.meta[key] for key in ("stack_trace", "nn_module_stack") if key in self.anchor.meta}
+            padded.meta |= line | {"original_aten": pad}
+            self.made[weight] = self.call(padded, aten.slice.Tensor, padded, 1, 0, columns)
+        return self.made[weight]
 
     def _table(self, table: Table, built: Built) -> fx.Node:
         """The pairs of a table, side by side, for every token. Its line is that of the first Region that reads it: its

@@ -32,10 +32,10 @@ from coda_inductor.core.region import SAMPLE, Operand, Product, Reduction, Regio
     ("region", "reason"),
     [
         (small(dtype="f64", stores=(Store("acc", "f64"),)), "matrices of f64"),
-        (small(n=50257, products=(Product("acc", 0, 1, 64, "kn"),)), "n = 50257"),
+        (small(n=50257, dtype="e4m3", products=(Product("acc", 0, 1, 64, "kn"),)), "do not lie in rows"),
         (small(n=50257, operands=(Operand("bias", "feature", "bf16"),)), "odd beside a vector of 16 bits"),
-        (two(n=1028), "n = 1028 is not a multiple of 8"),
-        (small(products=(Product("acc", 0, 1, 60, "nk"),)), "k = 60"),
+        (small(n=1028, dtype="e4m3"), "n = 1028 is not a multiple of 8"),
+        (small(dtype="e4m3", products=(Product("acc", 0, 1, 72, "nk"),)), "k = 72"),
         (small(operands=(Operand("x", "tile", "f64"),)), "operand x of f64"),
         (
             small(operands=tuple(Operand(f"x{i}", "tile", "f32") for i in range(12))),

@@ -1,5 +1,6 @@
-"""Vocabularies that are no multiple of 8, as GPT-2's 50257: scores lie in rows that are farther apart than they are
-long, and so do their gradients."""
+"""Widths that are no multiple of 8, as a vocabulary of 50257 or an MLP of 2730: what is made lies in rows that are
+farther apart than they are long, and so do its gradients. A weight with such rows is copied into rows that a kernel can
+read."""
 
 from __future__ import annotations
 
@@ -116,3 +117,52 @@ def test_nobody_sees_the_gaps(name: str, numbers: str, monkeypatch: pytest.Monke
     for ours, eagers in zip(found, wanted, strict=True):
         assert ours.stride() == eagers.stride()
         assert (ours - eagers).norm() <= (1e-10 if numbers == "float64" else 0.02) * eagers.norm()
+
+
+class Mlp(nn.Module):
+    """SwiGLU of any width, whose result may be normalised, as EVA-02's is."""
+
+    def __init__(self, width: int, *, bias: bool, normed: bool) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*s, bias) for s in ((WIDTH, width), (WIDTH, width), (width, WIDTH)))
+        self.norm = nn.RMSNorm(width) if normed else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.norm(nn.functional.silu(self.gate(x)) * self.up(x)))
+        return x + y
+
+
+def all_of(model: nn.Module, compiled: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """The output, and all gradients."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = compiled(x)
+    (y * torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in model.parameters())) if t is not None]
+
+
+@pytest.mark.parametrize(("width", "bias", "normed"), [(2046, False, False), (2046, True, True), (2045, False, False)])
+@pytest.mark.parametrize("numbers", ["float64", "pretended"])
+def test_weights_whose_rows_do_not_begin_at_multiples_of_16_bytes(
+    numbers: str, width: int, bias: bool, normed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is copied at a launch: the copy is a kernel of the graph's."""
+    if numbers == "pretended":
+        pretend(monkeypatch, tmp_path)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Mlp(width, bias=bias, normed=normed).to(torch.float64)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    wanted = all_of(model, model, x)
+    if numbers == "pretended":
+        model, x = model.bfloat16(), x.bfloat16()
+    REPORTS.clear()
+    launch.FALLBACKS.clear()
+    options = REFERENCE if numbers == "float64" else None
+    found = all_of(model, torch.compile(model, backend="coda", options=options), x)
+    read = {
+        (k, r.n, len(r.products)) for report in REPORTS for s in report.sites for r in [s.region] for k in r.ks.values()
+    }
+    assert {(WIDTH, width, 2), (width, WIDTH, 1)} <= read and not launch.FALLBACKS
+    for ours, right in zip(found, wanted, strict=True):
+        assert (ours - right).norm() <= (1e-10 if numbers == "float64" else 0.02) * right.norm()
