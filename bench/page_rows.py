@@ -112,7 +112,7 @@ def shown(source: Source, results: Path = RESULTS) -> list[Row]:
 
 def facts(row: Row, source: Source) -> Row:
     """The row, with what every file names in a way of its own under one name."""
-    ms, baseline, again = at(row, source.ms), at(row, source.baseline_ms), at(row, "again_ms|ms/null")
+    ms, baseline, again = at(row, source.ms), at(row, source.baseline_ms), at(row, "again_ms|ms/null|sides/again/ms")
     turns, held = {"ms": ms, "baseline_ms": baseline}, row.get("sustained") or {}
     if source.alone and not held:
         turns, held = {}, turns

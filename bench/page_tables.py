@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import page_names as names
 from page_rows import Column, Row, Source, Table
 
@@ -19,7 +21,7 @@ def is_step(row: Row) -> bool:
 INFERENCE = Source("layers.jsonl", lambda r: r.get("mode") == "infer", names=names.LAYERS, spread=("baseline",))
 MODELS = Source("models.jsonl", lambda r: r["mode"] == "infer", names=names.MODELS, spread=("baseline",))
 TRAINING = Source("training.jsonl", names=names.TRAINING)
-RELU = Source("layers.jsonl", lambda r: "mode" not in r, names=names.RELU, alone=True, kind="training")
+RELU = Source("layers.jsonl", lambda r: r["case"] in names.RELU, names=names.RELU, alone=True, kind="training")
 NANO = Source("steps.jsonl", names=names.STEPS, alone=True)
 STEPS = Source("models.jsonl", is_step, names=names.STEPS, alone=True)
 UNTUNED = Source("effects.jsonl", lambda r: r["case"] == names.WITHOUT_TUNING, names=names.STEPS, alone=True)
@@ -113,6 +115,16 @@ TUNERS = (
     ("`torch.compile`", "inductor"), ("`max-autotune`", TUNED), ("coda", "coda"), ("`torch.compile` again", "again"),
 )  # fmt: skip
 LOSSES = ("inductor", "coda", "liger")
+
+
+def beside(where: Callable[[Row], bool]) -> Source:
+    """Rows of peers.jsonl, each side alone."""
+    return Source(
+        "peers.jsonl", where, ("case", "mode", "machine"), names.PEERS, alone=True, baseline_ms="sides/inductor/ms",
+        ms="sides/coda/ms",
+    )  # fmt: skip
+
+
 COMPILES = Source("compile_time.jsonl", lambda r: "compile_s" in r, BY_BACKEND, names.COMPILED, spread=BY_BACKEND[3:])
 
 BY_HAND = "what the rows' `command` says: no script of bench does"
@@ -225,9 +237,9 @@ TABLES = (
     Table(
         "peers",
         "`python bench/peers.py CASE`",
-        (Source("peers.jsonl", lambda r: TUNED not in r["sides"], ("case", "mode", "machine"), names.PEERS),),
+        (beside(lambda r: TUNED not in r["sides"]),),
         (
-            CASE, KIND,
+            CASE, KIND, Column("coda's gain", "alone/gain", "gain"),
             *(Column(f"{head}, ms", f"sides/{key}/ms", "ms") for head, key in PEERS),
             *(Column(f"{head}, GiB", f"sides/{key}/gib", "gib") for head, key in PEERS),
             *(Column(f"{head}, loss", f"sides/{key}/result", "loss") for head, key in PEERS if key in LOSSES),
@@ -236,9 +248,9 @@ TABLES = (
     Table(
         "max-autotune",
         "`python bench/peers.py CASE inductor max-autotune coda again`",
-        (Source("peers.jsonl", lambda r: TUNED in r["sides"], ("case", "mode", "machine"), names.PEERS),),
+        (beside(lambda r: TUNED in r["sides"]),),
         (
-            CASE, KIND,
+            CASE, KIND, Column("coda's gain alone", "alone/gain", "gain"),
             *(Column(f"{head} alone, ms", f"sides/{key}/ms", "ms") for head, key in TUNERS),
             *(Column(f"{head} by turns, ms", f"sides/{key}/turns_ms", "ms") for head, key in TUNERS),
             *(Column(f"{head}, first two calls, s", f"sides/{key}/compile_s", "s") for head, key in TUNERS[:-1]),
