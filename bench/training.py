@@ -14,7 +14,7 @@ before a step. "groups" are the contest's timings of Regions tied together: agai
 the Regions and the rest of a program without their law; "m" are the rows of a product with nothing beside it. Groups
 are also alternatives to each other: "backward" are the Regions of the backward that are kept, and how many were derived
 at first. "as_outputs_ms", of rotary cases, is torch.compile's time where it, too, expects gradients from outside to lie
-as the outputs do (coda_inductor/passes/tangents.py): torch 2.11 does not by itself, torch 2.13 does.
+as the outputs do (coda_inductor/inductor/tangents.py): torch 2.11 does not by itself, torch 2.13 does.
 """
 
 from __future__ import annotations

@@ -207,6 +207,9 @@ def _require_rows(region: Region) -> None:
         # Vectors of 16 bits are copied two numbers at a time: the last would come from behind an odd end.
         halves = [o.name for o in region.operands if o.extent in ("feature", "sample") and o.dtype != "f32"]
         _need(region.n % 2 == 0 or not halves, f"n = {region.n} is odd beside a vector of 16 bits", PAD)
+        # Beside two products vectors are widened, and those of samples then lie in dense rows of float32.
+        sampled = len(region.products) == 2 and any(o.extent == "sample" for o in region.operands)
+        _need(region.n % 4 == 0 or not sampled, f"n = {region.n} beside vectors of samples, of two products", PAD)
         return
     across = {(p.b_layout, k if p.b_layout == "nk" else region.n) for p in region.products for _, _, k in p.terms}
     for layout, size in sorted(across):

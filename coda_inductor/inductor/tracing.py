@@ -10,7 +10,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.passes.tangents import as_outputs
+from coda_inductor.inductor.tangents import as_outputs
 
 
 def functorch_options(gm: fx.GraphModule, settings: Settings) -> dict[str, Any]:

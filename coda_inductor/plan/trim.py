@@ -89,9 +89,9 @@ def find_spared(plan: Plan, draft: Draft, used: Used, read: AbstractSet[object])
     for node, store in nodes.items():
         if {node, store} & read or not _in_loops(plan, node):
             continue
-        sources = _made_of(node, nodes)
+        sources, in_a_row = _made_of(node, nodes)
         wide = max((_size(source) for source in sources), default=0) > _size(node)
-        if sources and not wide and (len(sources) == 1 or _in_backward(node)):
+        if sources and not wide and (in_a_row or (len(sources) > 1 and _in_backward(node))):
             yield node
 
 
@@ -100,9 +100,10 @@ def _size(node: fx.Node) -> int:
     return g.tensor(node).dtype.itemsize  # type: ignore[union-attr]
 
 
-def _made_of(node: fx.Node, nodes: Container[fx.Node]) -> set[fx.Node]:
-    """The others among the nodes that it is made of element by element, if it is made of them alone; else none."""
-    found, todo = set[fx.Node](), [node]
+def _made_of(node: fx.Node, nodes: Container[fx.Node]) -> tuple[set[fx.Node], bool]:
+    """The others among the nodes that it is made of element by element, if it is made of them alone, else none; and is
+    it made of one by operations that read nothing else?"""
+    found, todo, in_a_row = set[fx.Node](), [node], True
     while todo:
         x = todo.pop()
         if x is not node and x in nodes:
@@ -111,9 +112,10 @@ def _made_of(node: fx.Node, nodes: Container[fx.Node]) -> set[fx.Node]:
             todo.append(x.all_input_nodes[0])
         elif x.target in POINTWISE and x.all_input_nodes:
             todo += x.all_input_nodes
+            in_a_row &= len(x.all_input_nodes) == 1
         else:
-            return set()
-    return found
+            return set(), False
+    return found, in_a_row
 
 
 def _in_backward(node: fx.Node) -> bool:

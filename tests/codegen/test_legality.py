@@ -34,6 +34,7 @@ from coda_inductor.core.region import SAMPLE, Operand, Product, Reduction, Regio
         (small(dtype="f64", stores=(Store("acc", "f64"),)), "matrices of f64"),
         (small(n=50257, dtype="e4m3", products=(Product("acc", 0, 1, 64, "kn"),)), "do not lie in rows"),
         (small(n=50257, operands=(Operand("bias", "feature", "bf16"),)), "odd beside a vector of 16 bits"),
+        (sample_swiglu(1002, 64), "n = 1002 beside vectors of samples"),
         (small(n=1028, dtype="e4m3"), "n = 1028 is not a multiple of 8"),
         (small(dtype="e4m3", products=(Product("acc", 0, 1, 72, "nk"),)), "k = 72"),
         (small(operands=(Operand("x", "tile", "f64"),)), "operand x of f64"),

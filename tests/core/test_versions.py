@@ -17,7 +17,7 @@ from coda_inductor import backend, cli
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.settings import SettingError, Settings
 from coda_inductor.core.versions import TESTED, TORCH, check_torch, missing, numbers
-from coda_inductor.passes import tangents
+from coda_inductor.inductor import tangents
 
 pytestmark = pytest.mark.usefixtures("uncached")
 

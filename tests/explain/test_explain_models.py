@@ -82,7 +82,7 @@ def test_no_pass_stands_between_the_products_of_a_llama_layer(llama: tuple[nn.Mo
 
 
 class Narrow(nn.Module):
-    """Widths of which a weight's rows are no multiple of 16 bytes, or rows that are returned."""
+    """Widths of which a weight's rows are no multiple of 16 bytes, which are copied, or rows that are returned."""
 
     def __init__(self, width: int = 1028) -> None:
         super().__init__()
@@ -96,11 +96,10 @@ def test_what_the_target_cannot_do_is_refused_with_its_condition_and_line() -> N
     model, inputs = Narrow().to(torch.bfloat16), [torch.empty(512, n, dtype=torch.bfloat16) for n in (1028, 256)]
     report = explain(model, inputs, {}, "infer", SM_90A)
     refused = {r["reason"]: r["source"] for r in report["graphs"][0]["refused"]}
-    assert report["totals"]["regions"] == 0 and report["totals"]["coverage"] == 0
-    across = "k = 1028 is not a multiple of 8 (pad the weight: rows must be 16-byte aligned)"
+    assert report["totals"]["regions"] == 1 and 0 < report["totals"]["coverage"] < 1
     returned = "n = 1028 is not a multiple of 8, and the graph returns what is made, or asks where it lies"
     returned += " (pad the weight, or return less)"
-    assert refused.keys() == {across, returned}
+    assert refused.keys() == {returned, "no product's result is read here"}  # the second is of the weight's copy
     assert all(__file__.endswith(source.rsplit(":", 1)[0]) for source in refused.values())
     assert explain(model, inputs, {}, "infer", REFERENCE)["totals"]["coverage"] == 1
 

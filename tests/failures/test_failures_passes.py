@@ -30,7 +30,7 @@ STAGES: list[tuple[str, Any, str]] = [
     ("plan", settle, "plan"),
     ("build", search, "build"),
     ("emit", joint, "emit"),
-    ("report", joint, "_absorb"),
+    ("report", joint, "absorbed"),
 ]
 
 

@@ -171,6 +171,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "embedding"): [],
     ("disable", "blocks"): BEFORE,  # test_row_blocks.py
     ("only", "blocks"): [],
+    ("disable", "prefix"): BEFORE,  # test_prefix.py
+    ("only", "prefix"): [],
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 

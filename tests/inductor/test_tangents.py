@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.testing._internal.two_tensor import TwoTensor
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.passes.tangents import as_outputs
+from coda_inductor.inductor.tangents import as_outputs
 from coda_inductor.patterns.graph import is_tangent
 
 BATCH, TOKENS, HEADS, SIZE = 2, 160, 4, 16
