@@ -60,6 +60,36 @@ class DiTBlock(nn.Module):
         return x + g2 * self.proj(F.gelu(self.fc(self.norm2(x) * (1 + s2) + t2), approximate="tanh"))
 
 
+class EvaBlock(nn.Module):
+    """A block of EVA-02, as timm has it: a class token beside turned patches, and an MLP of any width with a norm."""
+
+    sin: Tensor
+    cos: Tensor
+
+    def __init__(self, d: int, heads: int, inner: int, patches: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2, self.norm = nn.LayerNorm(d), nn.LayerNorm(d), nn.LayerNorm(inner)
+        self.q, self.k, self.v = nn.Linear(d, d), nn.Linear(d, d, bias=False), nn.Linear(d, d)
+        self.o, self.gate, self.up, self.down = (nn.Linear(*s) for s in ((d, d), (d, inner), (d, inner), (inner, d)))
+        angles = torch.rand(patches, d // heads // 2).repeat_interleave(2, -1)
+        self.register_buffer("sin", angles.sin())
+        self.register_buffer("cos", angles.cos())
+
+    def turned(self, q: Tensor) -> Tensor:
+        p = q[:, :, 1:]
+        across = torch.stack([-p[..., 1::2], p[..., ::2]], -1).reshape(p.shape)
+        return torch.cat([q[:, :, :1], p * self.cos + across * self.sin], 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm1(x)
+        q, k, v = (w(n).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v).transpose(1, 2).reshape(x.shape)
+        x = x + self.o(a)
+        n = self.norm2(x)
+        return x + self.down(self.norm(F.silu(self.gate(n)) * self.up(n)))
+
+
 class GPTBlock(nn.Module):
     """A block of nanoGPT."""
 
@@ -121,7 +151,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
         lambda: tiles((32, 3, 224, 224)),
     ),
     "dit-xl": (lambda: Sequence(DiTBlock(1152, 16), DiTBlock(1152, 16)), lambda: tiles((32, 256, 1152), (32, 1152))),
-}
+    "eva02-l": (
+        lambda: Sequence(*(EvaBlock(1024, 16, 2730, 1024) for _ in range(3))), lambda: tiles((16, 1025, 1024)),
+    ),
+}  # fmt: skip
 
 
 def first(out: Any) -> Tensor:

@@ -114,8 +114,9 @@ BENCH = {
         ("qwen3_8b", "Qwen3-8B"), ("phi4_14b", "Phi-4-14B"), ("gemma3_12b", "Gemma-3-12B"), ("glm4_9b", "GLM-4-9B"),
         ("modernbert_large", "ModernBERT-large"), ("dit_xl", "DiT-XL"),
         ("granite_8b", "Granite-8B"), ("bert_large_dropout", "BERT-large, dropout"),
+        ("dinov3_vitl", "DINOv3 ViT-L, 8 images"), ("eva02_l", "EVA-02 L, 16 images of 448 pixels"),
     )
-    for part in ("2 layers", "2 layers, disable=parts", "2 blocks", "2 layers and head")
+    for part in ("2 layers", "2 layers, disable=parts", "2 blocks", "3 blocks", "2 layers and head")
 }  # fmt: skip
 DIFFUSION = {
     "flux_1_dev, 4 layers and head": "FLUX.1-dev, two blocks of each kind",
@@ -132,6 +133,7 @@ EXAMPLES = {
     "Llama in rowwise, width 2048, 2 layers, 16384 tokens, autocast, AdamW":
         "float8_llama.py: rowwise, width 2048, 2 layers",
     "DiT, width 1152, 28 blocks, 10 steps with guidance": "diffusion.py: a DiT, width 1152, 28 blocks",
+    "DiT, width 1152, 28 blocks, 10 steps with guidance, from the wheel": "the same by the wheel",
     TITAN_FSDP2: "titan_fsdp2.py: width 2048, 8 layers",
     TITAN_ALONE: "titan_fsdp2.py on one GPU: width 2048, 8 layers",
     "GPT, width 1600, 4 layers, 8192 tokens, autocast, AdamW": "nanogpt.py: width 1600, 4 layers",
@@ -177,6 +179,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("bench.jsonl", "inference"): (
             "qwen3_8b, 2 layers", "qwen3_8b, 2 layers and head", "phi4_14b, 2 layers", "phi4_14b, 2 layers and head",
             "gemma3_12b, 2 layers", "glm4_9b, 2 layers", "modernbert_large, 2 layers",
+            "dinov3_vitl, 2 layers and head", "eva02_l, 3 blocks",
         ),
     },
     "training of width up to 2560": {
@@ -186,7 +189,9 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
         ("steps.jsonl", "training"): (NANO,),
         ("models.jsonl", "training"): (LLAMA, TITAN),
-        ("bench.jsonl", "training"): ("modernbert_large, 2 layers", "bert_large_dropout, 2 layers and head"),
+        ("bench.jsonl", "training"): (
+            "modernbert_large, 2 layers", "bert_large_dropout, 2 layers and head", "dinov3_vitl, 2 layers and head",
+        ),
         ("examples.jsonl", "training"): scripts(
             "train_llama.py", "lora.py", "trainer.py", "nanogpt.py", "titan_fsdp2.py on one"
         ),
@@ -228,5 +233,6 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
 SWITCHED: dict[tuple[str, str], tuple[str, ...]] = {
     ("bench.jsonl", "training"): ("phi4_14b, 2 layers, disable=parts",),
     ("effects.jsonl", "training"): (WITHOUT_TUNING,),
+    ("examples.jsonl", "inference"): scripts("the same by the wheel"),
 }
-"""Cases of no class: a switch of ours is not at its default in them."""
+"""Cases of no class: a switch of ours is not at its default in them, or they are another case again."""

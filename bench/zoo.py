@@ -27,8 +27,8 @@ from coda_inductor.core.settings import Settings
 
 GEMMA = sizes(3840, 15360, 16, 8, 262208, head_dim=256, sliding_window=1024, layer_types=ALTERNATE)
 CASES = MODELS | {"gemma3_12b": decoder("Gemma3", GEMMA, config="Gemma3TextConfig")}
-OWN = {"dit_xl_blocks": models.MODELS["dit-xl"]}
-"""Models of our own, which no package makes, with two blocks each."""
+OWN = {"dit_xl_blocks": (models.MODELS["dit-xl"], 2), "eva02_l_blocks": (models.MODELS["eva02-l"], 3)}
+"""Models of our own, and how many blocks they have."""
 SMALL = 1024  # tokens of an embedding that is not to be measured
 
 
@@ -84,12 +84,9 @@ def measured(name: str, mode: Any, given: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     try:
         if name in OWN:
-            build, inputs = OWN[name]
-            model, args, said = (
-                build().to("cuda", torch.bfloat16),
-                inputs(),
-                f"{name.removesuffix('_blocks')}, 2 blocks",
-            )
+            (build, inputs), blocks = OWN[name]
+            model, args = build().to("cuda", torch.bfloat16), inputs()
+            said = f"{name.removesuffix('_blocks')}, {blocks} blocks"
         else:
             case = body(CASES[name]) if given.body else CASES[name]
             model, args = built(case)

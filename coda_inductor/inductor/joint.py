@@ -58,6 +58,7 @@ from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.remade import make_again
 from coda_inductor.write.verifying import Before, verify, verify_kept
+from coda_inductor.write.writing import REPLACES
 
 log = logging.getLogger("coda_inductor")
 
@@ -187,6 +188,7 @@ def regions(work: Work) -> None:
         raise RewriteAgain(whole)
     made, lifted = found.plan, found.plan.program.lifted
     lines = {n.name: g.source_line(n) for n in graph.nodes}
+    replaced = {n.name: n.meta.get(REPLACES, ()) for n in graph.nodes}
     terms = {n.name: lifted.deps[n] for n in graph.nodes if n.op == "call_function" and not g.is_view(n)}
     nodes = {bit: product.node for bit, product in lifted.products.items()}
     made.firings += [normaliser.firing(made.program) for normaliser in found.normalisers]
@@ -198,7 +200,9 @@ def regions(work: Work) -> None:
     work.alone = {name: pays for name, pays in kept_alone(made).items() if name not in work.unread}
     emit(made, work.target, work.before)
     left = {n.name for n in graph.nodes}
-    gone = [name for name in lines if name in terms and name not in left]
+    here = {name for n in graph.nodes for name in n.meta.get(REPLACES, ())}
+    vanished = ((name, stood) for name, stood in replaced.items() if name in terms and name not in left)
+    gone = {name: [old for old in stood if old not in here] for name, stood in vanished}
     work.sites = absorbed(sites, made.builts, gone, terms)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import fx
 
 from coda_inductor.inductor.records import Site
@@ -52,14 +54,17 @@ def site(i: int, built: Built, nodes: dict[int, fx.Node], laws: dict[object, set
     )
 
 
-def absorbed(sites: list[Site], builts: list[Built], gone: list[str], deps: dict[str, int]) -> list[Site]:
-    """Shares the vanished nodes out: each went into the last Region on which it depends."""
+def absorbed(
+    sites: list[Site], builts: list[Built], gone: Mapping[str, Sequence[str]], deps: Mapping[str, int]
+) -> list[Site]:
+    """Shares the vanished nodes out, by name: each went into the last Region on which it depends, and so did those in
+    whose place it stood."""
     masks = [built.mask for built in builts]
     mine: list[list[str]] = [[] for _ in sites]
-    for name in gone:
+    for name, replaced in gone.items():
         owners = [i for i, mask in enumerate(masks) if deps[name] & mask]
         if owners:
-            mine[max(owners, key=lambda i: masks[i])].append(name)
+            mine[max(owners, key=lambda i: masks[i])] += [name, *replaced]
     return [
         Site(s.name, s.region, s.m, s.laws, tuple(m), s.outputs, s.source) for s, m in zip(sites, mine, strict=True)
     ]

@@ -59,7 +59,7 @@ def _new(writing: Writing, node: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.No
         return _parts(writing, source, done)
     if node.target not in COMPUTED or not all(isinstance(a, fx.Node) and _is_complex(a) for a in node.args):
         return writing.call(node, aten.view_as_real.default, node)
-    call, times = writing.call, partial(writing.call, node, aten.mul.Tensor)
+    call, times = writing.instead, partial(writing.instead, node, aten.mul.Tensor)
     pairs = [[call(node, aten.select.int, _parts(writing, a, done), -1, i) for i in (0, 1)] for a in node.args]  # type: ignore[arg-type]
     (a, b), *rest = pairs
     if rest:

@@ -23,7 +23,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns import slices
 from coda_inductor.patterns.effects import Memory
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.write.writing import Writing
+from coda_inductor.write.writing import REPLACES, Writing
 
 CAST = prims.convert_element_type.default
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
@@ -231,14 +231,14 @@ class Whole:
             return self.of.x
         if is_piece(node):
             source, dim, start, length = slices.cut(node)  # type: ignore[misc]
-            return self.writing.call(node, aten.slice.Tensor, self.made(source), dim, start, start + length)
+            return self.writing.instead(node, aten.slice.Tensor, self.made(source), dim, start, start + length)
         args = fx.map_arg(node.args, self.made)
         if node.target is aten.mul.Tensor:
             back = rank(node) - place
             args = tuple(self._table(t, back) if t in self.values else self.made(t) for t in node.args)  # type: ignore[arg-type]
         if node.target in RESHAPES:
             args = (args[0], self._sizes(node, place))
-        return self.writing.call(node, node.target, *args, **node.kwargs)
+        return self.writing.instead(node, node.target, *args, **node.kwargs)
 
     def _sizes(self, node: fx.Node, place: int) -> list[int]:
         return [self.total if i == place else s for i, s in enumerate(node.meta["val"].shape)]
@@ -273,7 +273,9 @@ def write_prefixes(graph: fx.Graph, overwritten: frozenset[str] = frozenset()) -
         if values and not (memory and overwritten.intersection(map(memory.of, tensors))):
             total = node.meta["val"].shape[changed.dim]
             whole = Whole(Writing(graph, node), changed, values, total, tables)
-            node.replace_all_uses_with(whole.made(last))
+            made = whole.made(last)
+            made.meta[REPLACES] = (*made.meta.get(REPLACES, ()), node.name)
+            node.replace_all_uses_with(made)
             found = True
     if found:
         graph.eliminate_dead_code()

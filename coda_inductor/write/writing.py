@@ -19,6 +19,9 @@ from coda_inductor.patterns.sizes import size_of
 ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
 """What a new node takes over from the one that it replaces: its line, its side of a joint graph, its checkpoint."""
 
+REPLACES = "coda_replaces"
+"""The key of a node's meta that holds the names of the user's nodes in whose place it stands."""
+
 
 @dataclass(slots=True)
 class Writing:
@@ -36,6 +39,12 @@ class Writing:
         for key in ORIGIN:
             if key in like.meta:
                 node.meta[key] = like.meta[key]
+        return node
+
+    def instead(self, old: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
+        """As `call`, of a node in whose place it stands: what becomes of the new one becomes of that."""
+        node = self.call(old, target, *args, **kwargs)
+        node.meta[REPLACES] = (*old.meta.get(REPLACES, ()), old.name)
         return node
 
     def reshape(self, node: fx.Node, shape: Sequence[int | torch.SymInt]) -> fx.Node:
