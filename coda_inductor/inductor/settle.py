@@ -20,7 +20,7 @@ from coda_inductor.rewrite import softmax
 from coda_inductor.rewrite.laws import SOFTMAX
 from coda_inductor.rewrite.limits import NONE, Limits
 from coda_inductor.rewrite.softmax import Normaliser
-from coda_inductor.schedule.kinds import kind_of
+from coda_inductor.schedule.kinds import seen
 from coda_inductor.tuning.verdicts import Decisions, Legal
 
 aten = g.aten
@@ -107,22 +107,6 @@ def _illegal(builts: list[Built], legal: Legal, settings: Settings) -> dict[int,
 def _require_free_layout(built: Built) -> None:
     """Raises Unsupported if a kernel would write rows farther apart than they are long, and somebody sees it."""
     width = built.region.width
-    if pitch(width) != width and any(map(_seen, built.draft.supplies)):
+    if pitch(width) != width and any(map(seen, built.draft.supplies)):
         what = f"n = {width} is not a multiple of 8, and the graph returns what is made, or asks where it lies"
         raise Unsupported(what, hint="pad the weight, or return less")
-
-
-BY_INDEX = frozenset({"loop", "gather", "reduction", "scan", "scatter", "source", "random"})
-
-
-def _seen(node: fx.Node) -> bool:
-    """Does anybody but loops and products, which read it by its indices, read the node, a view or a part of it? The
-    graph may return it, `as_strided` reads by the place in memory, an operation of a user's may expect dense rows."""
-    for user in node.users:
-        kind = kind_of(user) if user.op == "call_function" else "output"
-        if kind in ("view", "part") and user.target is not aten.as_strided.default:
-            if _seen(user):
-                return True
-        elif kind not in BY_INDEX and user.target not in g.PRODUCTS:
-            return True
-    return False

@@ -5,7 +5,10 @@ rotary embedding turns.
 
 On the right stands one value of all rows, which an epilogue makes; Inductor reads and writes x once more for the left.
 Of the tables a few rows are written: of cosines 1, of sines 0. A factor of 1 is exact, and so is a sum with 0, as long
-as x is finite: of an infinite number 0 times makes NaN. Gradients have the same form.
+as x is finite: of an infinite number 0 times makes NaN. So x must be what a product or attention's gradient makes,
+which no mask has filled. Gradients have the same form.
+
+The left is dense, the right lies as x does: it is written only where nobody sees how it lies.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns import slices
 from coda_inductor.patterns.effects import Memory
 from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.schedule.kinds import is_attention, seen
 from coda_inductor.write.writing import REPLACES, Writing
 
 CAST = prims.convert_element_type.default
@@ -37,6 +41,8 @@ ALONG: dict[object, int] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.cat.default: 1, aten.slice_scatter.default: 2,
 }  # fmt: skip
 """Where these say along which dimension: the argument's place."""
+MOST = 64
+"""Nodes between the rows and the cat, at most: a rotary embedding has ten, its gradient fifteen."""
 SMALL = 4
 """Times as many numbers as a table has x, at least: rows are added to it in a pass over memory."""
 Values = Mapping[fx.Node, float]
@@ -73,8 +79,9 @@ class Changed:
     def _along(self, node: fx.Node) -> int:
         if self.is_part(node):
             return self.dim
-        if not (moves(node) or node.target in SUMS_AND_PRODUCTS):
+        if not (moves(node) or node.target in SUMS_AND_PRODUCTS) or len(self.rows) > MOST or not g.floating(node):
             raise Unfit
+        self.rows[node] = None  # counts, while it is looked into
         places = {a: self.along(a) for a in read(node)}
         found = {self._through(node, a, place) for a, place in places.items() if place is not None}
         if len(found) != 1 or node.meta["val"].shape[(place := found.pop())] != self.length:
@@ -135,7 +142,7 @@ class Changed:
 
     def _vanished(self, node: fx.Node) -> Values | None:
         if self.along(node) is None:
-            return {} if is_zero(node) else None
+            return None
         if node.target is aten.mul.Tensor:
             return self._times(node, 0.0)
         found: Values | None = {} if moves(node) or is_sum(node) else None
@@ -160,10 +167,15 @@ class Changed:
         return both(inner, {table: value})
 
     def _moved(self, node: fx.Node) -> bool:
-        """Are its numbers those of the rows?"""
-        if self.along(node) is None:
-            return is_zero(node)
-        return self.is_part(node) or (moves(node) and all(map(self._moved, read(node))))
+        """Are its numbers those of the rows, or zeros?"""
+        between = {node}
+        while between:
+            x = between.pop()
+            if not self.is_part(x):
+                if self.along(x) is None or not moves(x) or is_narrower(x):
+                    return False
+                between.update(read(x))
+        return True
 
 
 def parts_of(x: fx.Node) -> Iterator[fx.Node]:
@@ -178,9 +190,11 @@ def is_piece(node: fx.Node) -> bool:
 
 
 def read(node: fx.Node) -> list[fx.Node]:
-    """What it reads; of a piece what was split."""
+    """What it reads; of a piece what was split, of what lies in zeros not these."""
     if node.target is operator.getitem and (cut := slices.cut(node)) is not None:
         return [cut[0]]
+    if node.target is aten.slice_scatter.default and is_zero(node.args[0]):
+        return [node.args[1]]  # type: ignore[list-item]
     return node.all_input_nodes
 
 
@@ -197,6 +211,12 @@ def rank(node: fx.Node) -> int:
 def is_sum(node: fx.Node) -> bool:
     """Does it add up two tensors?"""
     return node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs
+
+
+def is_narrower(node: fx.Node) -> bool:
+    """Is it a cast to numbers of less range, which may make a finite one infinite?"""
+    dtypes = [n.meta["val"].dtype for n in (node, *node.all_input_nodes)] if node.target is CAST else []
+    return len(dtypes) == 2 and torch.finfo(dtypes[0]).max < torch.finfo(dtypes[1]).max
 
 
 def is_zero(node: object) -> bool:
@@ -221,33 +241,36 @@ class Whole:
     total: int
     tables: dict[object, fx.Node]
     """Those that are there already, for all cats of a graph."""
+    done: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def made(self, node: fx.Node) -> fx.Node:
         """The node, of all rows."""
         place = self.of.along(node)
         if place is None:
-            return self._filled(node) if node.target is aten.full.default else node
-        if self.of.is_part(node):
-            return self.of.x
+            return node
+        if node not in self.done:
+            self.done[node] = self.of.x if self.of.is_part(node) else self._new(node, place)
+        return self.done[node]
+
+    def _new(self, node: fx.Node, place: int) -> fx.Node:
+        args: tuple[Any, ...] = node.args
+        instead, target = self.writing.instead, node.target
         if is_piece(node):
             source, dim, start, length = slices.cut(node)  # type: ignore[misc]
-            return self.writing.instead(node, aten.slice.Tensor, self.made(source), dim, start, start + length)
-        args = fx.map_arg(node.args, self.made)
-        if node.target is aten.mul.Tensor:
+            return instead(node, aten.slice.Tensor, self.made(source), dim, start, start + length)
+        if target is aten.mul.Tensor:
             back = rank(node) - place
-            args = tuple(self._table(t, back) if t in self.values else self.made(t) for t in node.args)  # type: ignore[arg-type]
-        if node.target in RESHAPES:
-            args = (args[0], self._sizes(node, place))
-        return self.writing.instead(node, node.target, *args, **node.kwargs)
+            return instead(node, target, *(self._table(t, back) if t in self.values else self.made(t) for t in args))
+        if target in RESHAPES:
+            return instead(node, aten.reshape.default, self.made(args[0]), self._sizes(node, place))
+        if target is aten.slice_scatter.default:
+            zeros = args[0]
+            base = self.writing.call(zeros, zeros.target, self._sizes(node, place), *zeros.args[1:], **zeros.kwargs)
+            return instead(node, target, base, self.made(args[1]), *args[2:])
+        return instead(node, target, *fx.map_arg(args, self.made), **node.kwargs)
 
     def _sizes(self, node: fx.Node, place: int) -> list[int]:
         return [self.total if i == place else s for i, s in enumerate(node.meta["val"].shape)]
-
-    def _filled(self, zeros: fx.Node) -> fx.Node:
-        """The zeros into which parts of features are written."""
-        place = next(p for user, p in self.of.rows.items() if p is not None and zeros in user.all_input_nodes)
-        args: tuple[Any, ...] = zeros.args
-        return self.writing.call(zeros, zeros.target, self._sizes(zeros, place), *args[1:], **zeros.kwargs)
 
     def _table(self, table: fx.Node, back: int) -> fx.Node:
         """A table with rows of 1 or 0 before and behind it."""
@@ -269,8 +292,8 @@ def write_prefixes(graph: fx.Graph, overwritten: frozenset[str] = frozenset()) -
             values = changed.with_tables(last, 1.0)
         except Unfit:
             continue
-        tensors = [changed.x, *(values or ())]
-        if values and not (memory and overwritten.intersection(map(memory.of, tensors))):
+        places = {*map(memory.of, [changed.x, *(values or ())])} if memory else set[str]()
+        if values and not overwritten & places and not seen(node, through_attention=True):
             total = node.meta["val"].shape[changed.dim]
             whole = Whole(Writing(graph, node), changed, values, total, tables)
             made = whole.made(last)
@@ -298,7 +321,7 @@ def _beside(node: fx.Node) -> tuple[list[fx.Node], int]:
             found.append((dim % rank(x), start, part))  # type: ignore[arg-type,operator]
         else:
             raise Unfit
-    if len({dim for dim, _, _ in found}) != 1 or node.meta["val"].dtype != found[0][2].meta["val"].dtype:
+    if len({dim for dim, _, _ in found}) != 1 or {p.meta["val"].dtype for _, _, p in found} != {node.meta["val"].dtype}:
         raise Unfit
     found.sort(key=lambda x: x[1])
     end, dim = 0, found[0][0]
@@ -332,4 +355,12 @@ def _changed(node: fx.Node, parts: list[fx.Node], dim: int) -> tuple[Changed, fx
         start += length
     if x.meta["val"].shape != value.shape or x.meta["val"].dtype != value.dtype or changed.length < 2:
         raise Unfit
+    if not g.floating(x) or not multiplied(g.root(x, lambda n: g.is_view(n) or n.target in (CAST, operator.getitem))):
+        raise Unfit
     return changed, parts[place]
+
+
+def multiplied(node: fx.Node) -> bool:
+    """Is it a product, attention, or what sums products up? (Nothing that fills in infinite numbers.)"""
+    sums_up = is_sum(node) and all(map(multiplied, node.all_input_nodes))
+    return node.target in g.PRODUCTS or is_attention(node) or sums_up

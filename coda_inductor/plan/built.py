@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from coda_inductor.core.region import Region
-from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import base
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.draft import Draft, Loaded
 from coda_inductor.rewrite.space import Lane
@@ -25,12 +25,12 @@ class Weight:
 
     @property
     def ragged(self) -> bool:
-        """Is it an input of the graph whose rows do not begin at multiples of 16 bytes, as of 2730 numbers? Then a copy
-        is read. (What the graph computes, the lowering lays out.)"""
+        """Is it an input of the graph, or a part of one, whose rows do not begin at multiples of 16 bytes, as of 2730
+        numbers? Then a copy is read. (What the graph computes, the lowering lays out.)"""
         value = self.node.meta["val"]
-        given = g.root(self.node, g.is_view).op in ("placeholder", "get_attr")
-        apart = value.stride()[0]
-        return bool(given and value.dtype.itemsize > 1 and isinstance(apart, int) and apart % 8)
+        given = base(self.node).op in ("placeholder", "get_attr")
+        begins = (value.stride()[0], 0 if self.node.op == "placeholder" else value.storage_offset())
+        return bool(given and value.dtype.itemsize > 1 and any(isinstance(n, int) and n % 8 for n in begins))
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,3 +299,30 @@ class _Lowering:
             return Loop(node, nodes, reads, total, 1, True, out)
         additive = "sum" in str(node.target) or "mean" in str(node.target)
         return Loop(node, nodes, reads, out, max(total // out, 1), paths.is_inner(node), out, additive)
+
+
+BY_INDEX = frozenset({"loop", "gather", "reduction", "scan", "scatter", "source", "random"})
+"""Kinds of operations that read a tensor by its indices, however it lies."""
+
+
+def seen(node: fx.Node, *, through_attention: bool = False) -> bool:
+    """Does anybody but loops and products see how the node, a view or a part of it lies? The graph may return it,
+    `as_strided` reads by the place in memory, an operation of a user's may expect dense rows. `through_attention`:
+    attention lays its results out as its operands lie, and does not see it if nobody sees these."""
+    for user in node.users:
+        kind = kind_of(user) if user.op == "call_function" else "output"
+        if kind in ("view", "part") and user.target is not g.aten.as_strided.default:
+            if seen(user, through_attention=through_attention):
+                return True
+        elif through_attention and is_attention(user):
+            if any(seen(result, through_attention=True) for result in user.users):
+                return True
+        elif kind not in BY_INDEX and user.target not in g.PRODUCTS:
+            return True
+    return False
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Is it one of torch's kernels for attention, forward or backward, which has several results?"""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.startswith("aten::_scaled_dot_product") and isinstance(node.meta["val"], tuple)

@@ -84,7 +84,8 @@ class Emission(Writing):
         """A copy of a weight in rows of the pitch that kernels read, one for all Regions. Its line is the first's."""
         if weight not in self.made:
             columns, pad = weight.meta["val"].shape[1], aten.constant_pad_nd.default
-            padded = self.call(weight, pad, weight, [0, pitch(columns) - columns], 0)
+            more = pitch(columns + 1) - columns  # some in any case: what pads nothing is no copy
+            padded = self.call(weight, pad, weight, [0, more], 0)
             line = {key: self.anchor.meta[key] for key in ("stack_trace", "nn_module_stack") if key in self.anchor.meta}
             padded.meta |= line | {"original_aten": pad}
             self.made[weight] = self.call(padded, aten.slice.Tensor, padded, 1, 0, columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,12 @@ def not_finite(x: Tensor) -> Tensor:
     return x * cos + x.exp() * sin
 
 
+def of_integers(q: Tensor, table: Tensor) -> Tensor:
+    """Not all of them are numbers of float32."""
+    x = (q * 2**30).long()
+    return torch.cat([x[:, :, :FIRST], (x[:, :, FIRST:] * table).long()], 2).double() / 2**30
+
+
 LEFT: dict[str, Callable[[Tensor], Tensor]] = {
     "shifted": shifted,
     "of another": of_another,
@@ -137,6 +144,9 @@ LEFT: dict[str, Callable[[Tensor], Tensor]] = {
     "a number beside": with_rest(lambda x: turned(x, *tables()) + 1.0),
     "twice": with_rest(lambda x: (y := turned(x, *tables())) + y),
     "a large table": with_rest(lambda x: x * LARGE),
+    "zeros of fewer dimensions": with_rest(lambda x: turned(x, *tables()) + torch.zeros(HEADS, TOKENS - FIRST, SIZE)),
+    "integers": lambda q: of_integers(q, tables()[0].float()),
+    "masked": lambda q: behind(q.masked_fill(q > 9, float("-inf"))),
     "alone": with_rest(lambda x: x.sin()),
 }
 
@@ -270,11 +280,11 @@ def test_explain_credits_the_region_with_what_was_rewritten() -> None:
     torch._dynamo.reset()
     rows, tokens = torch.rand(1024, 32), 1025
     cos, sin = (torch.cat([f(rows)] * 2, -1).to(torch.bfloat16) for f in (torch.cos, torch.sin))
-    w = nn.Linear(512, 512).to(torch.bfloat16)
+    w, v = (nn.Linear(512, 512).to(torch.bfloat16) for _ in "wv")
 
-    def call(x: Tensor) -> Tensor:
+    def call(x: Tensor) -> Any:
         q = w(x).unflatten(-1, (8, 64)).transpose(1, 2)
-        return torch.cat([q[:, :, :1], turned(q[:, :, 1:], cos, sin)], 2)
+        return v(torch.cat([q[:, :, :1], turned(q[:, :, 1:], cos, sin)], 2).transpose(1, 2).flatten(2))
 
     x = torch.empty(4, tokens, 512, dtype=torch.bfloat16)
     found = dict[str, float]()
@@ -282,3 +292,49 @@ def test_explain_credits_the_region_with_what_was_rewritten() -> None:
         settings = Settings(target="sm_90a", disable=frozenset({name} - {""}))
         found[name] = explain(call, (x,), {}, "infer", settings)["totals"]["coverage"]
     assert found[""] > 0.9 and found["prefix"] == 0
+
+
+SEEN: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
+    "returned": one_beside,
+    "two views of it": lambda q: (one_beside(q).flatten(2), one_beside(q).transpose(1, 2)),
+    "by its place": lambda q: torch.as_strided(one_beside(q), (BATCH, HEADS, TOKENS, SIZE), (168, 56, 8, 1)).sin(),
+    "one behind the other": lambda q: one_beside(one_beside(q)).sin(),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_nobody_sees_that_it_lies_otherwise(name: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    w, f = nn.Linear(WIDTH, WIDTH).double(), SEEN[name]
+
+    def call(x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return f(w(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2))
+
+    with torch.no_grad():
+        ours, eager = torch.compile(call, backend="coda", options=STRICT)(drawn()), call(drawn())
+    for mine, theirs in zip(*((t,) if isinstance(t, Tensor) else t for t in (ours, eager)), strict=True):
+        close(mine, theirs)
+        assert mine.stride() == theirs.stride()
+
+
+def many_factors(x: Tensor) -> Tensor:
+    for _ in range(100):
+        x = x * tables()[0]
+    return x
+
+
+def many_turns(x: Tensor) -> Tensor:
+    (cos, sin), turn = tables(), x
+    for _ in range(30):
+        a, b = turn.chunk(2, -1)
+        turn = torch.cat([-b, a], -1)
+    return x * cos + turn * sin
+
+
+@pytest.mark.parametrize("f", [many_factors, many_turns])
+def test_long_chains_end(f: Callable[[Tensor], Tensor]) -> None:
+    torch._dynamo.reset()
+    model = Attention(with_rest(f)).double()
+    with torch.no_grad():
+        close(run(model, drawn(), options=STRICT).output, model(drawn()))

@@ -166,3 +166,21 @@ def test_weights_whose_rows_do_not_begin_at_multiples_of_16_bytes(
     assert {(WIDTH, width, 2), (width, WIDTH, 1)} <= read and not launch.FALLBACKS
     for ours, right in zip(found, wanted, strict=True):
         assert (ours - right).norm() <= (1e-10 if numbers == "float64" else 0.02) * right.norm()
+
+
+@pytest.mark.parametrize(("first", "whole"), [(0, 67), (3, 72), (3, 131)])
+def test_a_part_of_a_wider_weight(first: int, whole: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whose rows, or whose first number, do not lie at multiples of 16 bytes."""
+    pretend(monkeypatch, tmp_path)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, w = torch.randn(TOKENS, WIDTH).bfloat16(), torch.randn(128, whole).bfloat16()
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w[:, first : first + WIDTH].t())
+
+    launch.FALLBACKS.clear()
+    REPORTS.clear()
+    found = torch.compile(call, backend="coda")(x, w)
+    assert [site.region.n for report in REPORTS for site in report.sites] == [128] and not launch.FALLBACKS
+    assert (found.double() - call(x.double(), w.double())).norm() <= 0.02 * found.double().norm()
