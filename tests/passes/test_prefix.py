@@ -291,7 +291,7 @@ def test_explain_credits_the_region_with_what_was_rewritten() -> None:
     for name in ("", "prefix"):
         settings = Settings(target="sm_90a", disable=frozenset({name} - {""}))
         found[name] = explain(call, (x,), {}, "infer", settings)["totals"]["coverage"]
-    assert found[""] > 0.9 and found["prefix"] == 0
+    assert found[""] > 0.5 and found["prefix"] < 0.1
 
 
 SEEN: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
