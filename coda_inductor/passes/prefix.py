@@ -41,6 +41,8 @@ ALONG: dict[object, int] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.cat.default: 1, aten.slice_scatter.default: 2,
 }  # fmt: skip
 """Where these say along which dimension: the argument's place."""
+PARTS = (CAST, operator.getitem, *slices.SPLITS, aten.slice.Tensor, aten.select.int)
+"""What may stand between a product and the rows, beside views."""
 MOST = 64
 """Nodes between the rows and the cat, at most: a rotary embedding has ten, its gradient fifteen."""
 SMALL = 4
@@ -355,7 +357,7 @@ def _changed(node: fx.Node, parts: list[fx.Node], dim: int) -> tuple[Changed, fx
         start += length
     if x.meta["val"].shape != value.shape or x.meta["val"].dtype != value.dtype or changed.length < 2:
         raise Unfit
-    if not g.floating(x) or not multiplied(g.root(x, lambda n: g.is_view(n) or n.target in (CAST, operator.getitem))):
+    if not g.floating(x) or not multiplied(g.root(x, lambda n: g.is_view(n) or n.target in PARTS)):
         raise Unfit
     return changed, parts[place]
 

@@ -338,3 +338,18 @@ def test_long_chains_end(f: Callable[[Tensor], Tensor]) -> None:
     model = Attention(with_rest(f)).double()
     with torch.no_grad():
         close(run(model, drawn(), options=STRICT).output, model(drawn()))
+
+
+def test_of_packed_queries_keys_and_values(counted: list[int]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    w = nn.Linear(WIDTH, 3 * WIDTH).double()
+
+    def call(x: Tensor) -> Tensor:
+        q, k, v = w(x).unflatten(-1, (3, HEADS, SIZE)).permute(2, 0, 3, 1, 4).unbind(0)
+        out: Tensor = torch.tanh(behind(q) @ behind(k).mT) @ v
+        return out
+
+    with torch.no_grad():
+        close(torch.compile(call, backend="coda", options=STRICT)(drawn()), call(drawn()))
+    assert counted == [2, 0]
