@@ -32,7 +32,7 @@ from coda_inductor.write.writing import REPLACES, Writing
 CAST = prims.convert_element_type.default
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 SUMS_AND_PRODUCTS = (aten.add.Tensor, aten.mul.Tensor)
-MOVES = RESHAPES | {
+MOVES: frozenset[object] = RESHAPES | {
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.clone.default, aten.neg.default, aten.cat.default,
     aten.slice_scatter.default, CAST,
 }  # fmt: skip
@@ -170,14 +170,9 @@ class Changed:
 
     def _moved(self, node: fx.Node) -> bool:
         """Are its numbers those of the rows, or zeros?"""
-        between = {node}
-        while between:
-            x = between.pop()
-            if not self.is_part(x):
-                if self.along(x) is None or not moves(x) or is_narrower(x):
-                    return False
-                between.update(read(x))
-        return True
+        inside = g.reached([node], lambda n: () if self.is_part(n) or self.along(n) is None else read(n))
+        between = [n for n in inside if not self.is_part(n)]
+        return all(self.along(n) is not None and moves(n) and not is_narrower(n) for n in between)
 
 
 def parts_of(x: fx.Node) -> Iterator[fx.Node]:
@@ -364,5 +359,5 @@ def _changed(node: fx.Node, parts: list[fx.Node], dim: int) -> tuple[Changed, fx
 
 def multiplied(node: fx.Node) -> bool:
     """Is it a product, attention, or what sums products up? (Nothing that fills in infinite numbers.)"""
-    sums_up = is_sum(node) and all(map(multiplied, node.all_input_nodes))
-    return node.target in g.PRODUCTS or is_attention(node) or sums_up
+    made_of = g.reached([node], lambda n: n.all_input_nodes if is_sum(n) else ())
+    return all(is_sum(n) or n.target in g.PRODUCTS or is_attention(n) for n in made_of)
