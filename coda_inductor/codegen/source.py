@@ -307,7 +307,7 @@ def past_the_edge(region: Region, total: Reduction) -> bool:
 
 def _read_past(operand: Operand, over: str) -> Outside:
     """What an operand that ends with the axis reads behind its end: 0, but for what vectors of 16 bits read past an odd
-    M. They are copied in words of 4 bytes, so that row has what comes next in memory. (N is a multiple of 8.)"""
+    M. They are copied in words of 4 bytes, so that row has what comes next in memory. (N is even beside such.)"""
     return None if over == "M" and operand.extent == "token" and operand.dtype != "f32" else 0.0
 
 

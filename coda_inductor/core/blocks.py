@@ -31,6 +31,11 @@ def empty_rows(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Ten
     return like.new_empty_strided((rows, columns), (pitch(columns), 1), dtype=dtype)
 
 
+def copied_in_rows(matrix: Tensor) -> Tensor:
+    """A copy of a matrix in rows of such a pitch."""
+    return empty_rows(matrix, matrix.shape[0], matrix.shape[1], matrix.dtype).copy_(matrix)
+
+
 def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Empty outputs for `inputs`: the stores [M, width], then the reductions [M] or [N]."""
     like, m = inputs[region.products[0].a], region.m(inputs)

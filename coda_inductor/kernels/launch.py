@@ -23,7 +23,7 @@ from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.doors import doors, forget
 from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core.blocks import empty_rows, into
+from coda_inductor.core.blocks import copied_in_rows, into
 from coda_inductor.core.errors import Unsupported, warn
 from coda_inductor.core.region import Region, parse
 from coda_inductor.core.text import show
@@ -353,8 +353,7 @@ def aligned(t: Tensor) -> Tensor:
         return t
     kind = "vector" if t.dim() == 1 else "matrix"
     report(f"an input was copied, a {kind} of {str(t.dtype).removeprefix('torch.')}: {why}")
-    copy = t.new_empty(t.shape) if t.dim() == 1 else empty_rows(t, t.shape[0], t.shape[1], t.dtype)
-    return copy.copy_(t)
+    return t.new_empty(t.shape).copy_(t) if t.dim() == 1 else copied_in_rows(t)
 
 
 def adjacent(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

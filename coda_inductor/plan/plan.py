@@ -149,7 +149,7 @@ class Plan(Inputs):
         while steps.pop() is not start:
             pass
         scores = not self.program.lifted.computed.isdisjoint(steps)
-        while scores and steps and len(start.users) == 1 and _size(steps[-1]) <= _size(start):
+        while scores and steps and len(start.users) == 1 and itemsize(steps[-1]) <= itemsize(start):
             start = steps.pop()
         return start
 
@@ -291,6 +291,6 @@ class Plan(Inputs):
                 self.need(source.node)  # half of it
 
 
-def _size(node: fx.Node) -> int:
+def itemsize(node: fx.Node) -> int:
     """The bytes of a number of its."""
     return node.meta["val"].dtype.itemsize  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.draft import Draft, Root, Stored
-from coda_inductor.plan.plan import Plan
+from coda_inductor.plan.plan import Plan, itemsize
 from coda_inductor.rewrite.space import Computed, Half, Lane
 
 
@@ -90,32 +90,27 @@ def find_spared(plan: Plan, draft: Draft, used: Used, read: AbstractSet[object])
         if {node, store} & read or not _in_loops(plan, node):
             continue
         sources, in_a_row = _made_of(node, nodes)
-        wide = max((_size(source) for source in sources), default=0) > _size(node)
+        wide = max((itemsize(source) for source in sources), default=0) > itemsize(node)
         if sources and not wide and (in_a_row or (len(sources) > 1 and _in_backward(node))):
             yield node
-
-
-def _size(node: fx.Node) -> int:
-    """The bytes of a number of its."""
-    return g.tensor(node).dtype.itemsize  # type: ignore[union-attr]
 
 
 def _made_of(node: fx.Node, nodes: Container[fx.Node]) -> tuple[set[fx.Node], bool]:
     """The others among the nodes that it is made of element by element, if it is made of them alone, else none; and is
     it made of one by operations that read nothing else?"""
-    found, todo, in_a_row = set[fx.Node](), [node], True
-    while todo:
-        x = todo.pop()
-        if x is not node and x in nodes:
-            found.add(x)
-        elif g.is_view(x):
-            todo.append(x.all_input_nodes[0])
-        elif x.target in POINTWISE and x.all_input_nodes:
-            todo += x.all_input_nodes
-            in_a_row &= len(x.all_input_nodes) == 1
-        else:
-            return set(), False
-    return found, in_a_row
+
+    def is_source(x: fx.Node) -> bool:
+        return x is not node and x in nodes
+
+    def is_step(x: fx.Node) -> bool:
+        return g.is_view(x) or (x.target in POINTWISE and bool(x.all_input_nodes))
+
+    made = g.reached([node], lambda x: x.all_input_nodes if is_step(x) and not is_source(x) else ())
+    sources = {x for x in made if is_source(x)}
+    between = made - sources
+    if not all(map(is_step, between)):
+        return set(), False
+    return sources, all(len(x.all_input_nodes) == 1 for x in between)
 
 
 def _in_backward(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.target import Target
-from coda_inductor.core.blocks import empty_rows
+from coda_inductor.core.blocks import copied_in_rows, empty_rows
 from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
@@ -117,7 +117,7 @@ class Group:
         r = built.region
         if isinstance(source, Weight):
             weight = self.weight(built, source)
-            return in_rows(weight) if source.ragged else weight
+            return copied_in_rows(weight) if source.ragged else weight
         if isinstance(source, Computed):
             if source not in self.values:
                 self.values[source] = torch.randn(r.width, dtype=r.compute, device=self.device)
@@ -148,12 +148,6 @@ class Group:
         if source not in self.values:
             self.values[source] = torch.empty(self.tokens, dtype=torch.float32, device=self.device).uniform_(0.5, 1.5)
         return self.values[source]  # type: ignore[no-any-return]
-
-
-def in_rows(matrix: Tensor) -> Tensor:
-    """A copy in rows of the pitch that kernels read."""
-    rows, columns = matrix.shape
-    return empty_rows(matrix, rows, columns, matrix.dtype).copy_(matrix)
 
 
 def computed(built: Built) -> list[Computed]:

@@ -123,3 +123,18 @@ def test_what_the_backward_makes_of_two_stores_is_no_third(mode: str, stores: in
     assert len(first["stores"]) == stores
     if mode == "train":
         assert report["totals"]["saved_bytes"] <= 1.02 * report["totals"]["saved_bytes_inductor"]
+
+
+def test_each_operation_is_walked_once() -> None:
+    """Of an activation in which every step reads the one before it twice there are 2^60 ways back."""
+    gate = nn.Linear(WIDTH, WORDS).to(torch.bfloat16)
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = z = gate(x)
+        for _ in range(60):
+            y = y * (2 - y)
+        return y.softmax(-1), z.sin()
+
+    x = torch.randn(TOKENS, WIDTH).to(torch.bfloat16)
+    report: dict[str, Any] = explain(call, (x,), {}, "infer", Settings(target="sm_90a"))
+    assert report["graphs"]
