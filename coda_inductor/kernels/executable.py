@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from coda_inductor.codegen import source
 from coda_inductor.codegen.legality import TILE_K
@@ -88,15 +89,17 @@ class Executable:
         for field, tokens in self._samples:
             fields[field] = _by_rows(fields[field], tokens)
         for field, i in self._stores:
-            fields[field] = self._store(i, outs[i], a)
+            out = outs[i]
+            fields[field] = self._scratch(i, a) if out is None else out
         for field, other in self._seconds:
             fields[other] = fields[field]  # one tensor, of whose heads each store takes its halves
         for over_m, sums in self._sums.items():
-            parts = self._partials(a, over_m, len(sums))
-            length = self.region.n if over_m else a.shape[0]
-            for (part, whole, i), partial in zip(sums, parts, strict=True):
+            shape, strides, length = self._partials(a.shape[0], over_m)
+            empty = guards._empty_strided_cuda if a.is_cuda else guards._empty_strided_cpu  # type: ignore[attr-defined]
+            for part, whole, i in sums:
                 out = outs[i]
-                fields[part], fields[whole] = partial, partial.new_empty(length) if out is None else out
+                fields[part] = empty(shape, strides, torch.float32)
+                fields[whole] = empty((length,), (1,), torch.float32) if out is None else out
         if self._second_matrices:
             assert self._plus is not None
             given = inputs[self._plus[0]], inputs[self._plus[1]], self.region.products[0].k // TILE_K
@@ -110,7 +113,9 @@ class Executable:
         if self._offset is not None:
             # From the first weight to the second, in elements.
             fields[self._offset] = (inputs[self._second].data_ptr() - b.data_ptr()) // b.element_size()
-        d = None if self._d is None else self._store(self._d, outs[self._d], a)
+        d = None if self._d is None else outs[self._d]
+        if d is None and self._d is not None:
+            d = self._scratch(self._d, a)
         c = None if self._c is None else inputs[self._c]
 
         def run(entrance: int, way_out: int, read: Any = inputs) -> None:  # a second weight is in no field: an address
@@ -119,24 +124,16 @@ class Executable:
 
         return run
 
-    def _partials(self, a: Tensor, over_m: bool, count: int) -> Sequence[Tensor]:
-        """For each of `count` sums what its tiles leave: [tiles of M, N] or [M, tiles of N], either way with one tile's
-        behind another's. Of two products, N counts the columns of both."""
-        m, n = a.shape[0], self.region.n
+    def _partials(self, m: int, over_m: bool) -> tuple[tuple[int, int], tuple[int, int], int]:
+        """For each sum what its tiles leave: shape and strides of [tiles of M, N] or [M, tiles of N], either way with
+        one tile's behind another's, and the length of the whole. Of two products, N counts the columns of both."""
+        n, count = self.region.n, len(self.region.products)
         if over_m:
-            tiles, length = -(-m // self.config.tile_m), n * len(self.region.products)
-            shape, strides = [tiles, length], [length, 1]
-        else:
-            tiles, length = -(-n * len(self.region.products) // self.config.tile_n), m
-            shape, strides = [m, tiles], [1, m]
-        if count == 1:  # most: unbind took a fifth of a launch's time on the host
-            return [torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device)]
-        shape, strides = [count, *shape], [tiles * length, *strides]
-        return torch.empty_strided(shape, strides, dtype=torch.float32, device=a.device).unbind()
+            return (-(-m // self.config.tile_m), n * count), (n * count, 1), n
+        return (m, -(-n * count // self.config.tile_n)), (1, m), m
 
-    def _store(self, i: int, out: Tensor | None, like: Tensor) -> Tensor:
-        if out is not None:
-            return out
+    def _scratch(self, i: int, like: Tensor) -> Tensor:
+        """Rows for a store that nobody reads."""
         return empty_rows(like, like.shape[0], self.region.width, DTYPES[self.region.stores[i].dtype])
 
 

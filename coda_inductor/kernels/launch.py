@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,9 @@ LAUNCHES: collections.Counter[str] = collections.Counter()
 FALLBACKS: collections.Counter[str] = collections.Counter()
 """Launches that did not run as one kernel on the tensors given, by reason; each reason is warned about once."""
 
+LAYOUTS = (
+    64  # of the inputs of one kernel, that are remembered: their check took a fifth of a launch's time on the host
+)
 REACH = 1 << 40  # bytes between two matrices that one TMA descriptor can span; beyond, the hardware wraps silently
 
 
@@ -65,6 +69,7 @@ class Kernel:
         self._refusal = f"no kernel for region {self._digest}"
         self._ready: dict[tuple[int, bool], Any] = {}  # by size class and lane order; None: no kernel could be built
         self._classes: dict[int, int] = {}  # by token count
+        self._sound: set[tuple[tuple[int, ...], ...]] = set()  # strides of inputs, in all of which rows are aligned
         self._here = -1 if row.tested else _device()  # the card of which that, and what is wrong, was found out
         self._compiled: dict[tuple[Config, bool], Any] = {}
         self._wrong: dict[tuple[Config, bool], str] = {}  # of what had to be proved: why it may not run, "" if it may
@@ -89,20 +94,22 @@ class Kernel:
     ) -> Run | None:
         """What launches the kernel: addresses, lanes, the bucket's kernel; nothing that depends on M is made here.
         None: nothing is to be launched, `outs` hold the results."""
-        if not inputs[self._m].shape[self._dim]:
+        m = inputs[self._m].shape[self._dim]
+        if not m:
             for out in outs:
                 if out is not None:
                     out.zero_()  # of no tokens: what is not empty is a sum over them
             return None
-        for t in inputs:
-            *pitch, step = t.stride()
-            if t.data_ptr() & 15 or step != 1 or (pitch and pitch[0] * t.element_size() & 15):
-                inputs = [aligned(t) for t in inputs]
-                break
+        strides, places = tuple(map(Tensor.stride, inputs)), [*map(Tensor.data_ptr, inputs)]
+        if strides not in self._sound or functools.reduce(operator.or_, places) & 15:
+            inputs = [aligned(t) for t in inputs]
+            strides, places = tuple(map(Tensor.stride, inputs)), [*map(Tensor.data_ptr, inputs)]
+            if len(self._sound) < LAYOUTS:
+                self._sound.add(strides)
         swapped = False
         for i, j in self._spanned:
-            distance = inputs[j].data_ptr() - inputs[i].data_ptr()
-            if not 0 < abs(distance) < REACH or inputs[i].stride() != inputs[j].stride():
+            distance = places[j] - places[i]
+            if not 0 < abs(distance) < REACH or strides[i] != strides[j]:
                 inputs, distance = list(inputs), 1
                 inputs[i], inputs[j] = adjacent(inputs[i], inputs[j])
             swapped = distance < 0 and bool(self._lanes)
@@ -111,7 +118,7 @@ class Kernel:
         else:
             if not self.row.tested:
                 self._move()
-            key = (self._class(inputs[self._m].shape[self._dim]), swapped)
+            key = (self._class(m), swapped)
             compiled = self._ready[key] if key in self._ready else self._choose(*key)
         if compiled is None:
             self.fall_back(inputs, outs, self._refusal)
@@ -263,8 +270,12 @@ def together(work: Sequence[Work]) -> None:
         with torch.cuda.device(example.device):
             return together(work)
     prepared = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]
+    if len(prepared) == 1:
+        if (only := prepared[0]) is not None:
+            only(0, 0)
+        return None
     runs = [run for run in prepared if run is not None]
-    between = (doors(example.device, len(runs) - 1) if len(runs) > 1 else []) or [0] * (len(runs) - 1)
+    between = doors(example.device, len(runs) - 1) or [0] * (len(runs) - 1)
     try:
         for run, entrance, way_out in zip(runs, [0, *between], [*between, 0], strict=False):
             run(entrance, way_out)

@@ -94,6 +94,26 @@ def test_launch_mends_or_falls_back_with_one_warning(tmp_path: Path, monkeypatch
     assert sorted(launch.FALLBACKS.values()) == [2, 3]
 
 
+def test_a_layout_seen_before_may_start_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides are checked once, addresses at each launch; a layout that had to be mended is mended each time."""
+    launch.FALLBACKS.clear()
+    region = swiglu(64, 32, train=False)
+    k = launched(monkeypatch, region, tmp_path)
+    inputs, out = random_inputs(region, 8, "cpu"), torch.empty(8, 64, dtype=torch.bfloat16)
+    k(inputs, [out])
+    assert not launch.FALLBACKS
+    inputs[0] = torch.randn(8 * 32 + 1).bfloat16()[1:].view(8, 32)  # the same strides, at 2 bytes
+    odd = torch.randn(8, 33).bfloat16()[:, :32]
+    with pytest.warns(RuntimeWarning, match="does not start"):
+        k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0])
+    inputs[0] = odd
+    with pytest.warns(RuntimeWarning, match="its rows"):
+        k(inputs, [out])
+    k(inputs, [out])
+    assert torch.equal(out, interpret(region, inputs)[0]) and sum(launch.FALLBACKS.values()) == 3
+
+
 @pytest.mark.parametrize("make", [swiglu, summed])
 @pytest.mark.parametrize("way", ["of another pitch", "the same twice", "too far apart"])
 def test_launch_copies_what_no_descriptor_spans(
