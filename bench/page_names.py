@@ -209,12 +209,15 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("examples.jsonl", "training"): (TITAN_FSDP2,),
     },
     "DDP or TP on two GPUs": {("distributed.jsonl", "training"): ("ddp-llama-1b", "tp-llama-1b")},
-    "diffusion, inference": {
+    "Flux, SD3.5, Wan, PixArt, inference": {("bench.jsonl", "inference"): DIFFUSION},
+    "DiT of width 1152, inference": {
         ("models.jsonl", "inference"): ("dit-xl x2",),
-        ("bench.jsonl", "inference"): ("dit_xl, 2 blocks", *DIFFUSION),
+        ("bench.jsonl", "inference"): ("dit_xl, 2 blocks",),
         ("examples.jsonl", "inference"): scripts("diffusion.py"),
     },
-    "diffusion, training": {("bench.jsonl", "training"): ("dit_xl, 2 blocks",)},
+    "DiT of width 1152, training": {
+        ("bench.jsonl", "training"): ("dit_xl, 2 blocks",), ("peers.jsonl", "training"): ("dit",),
+    },
     "FP8 training": {
         ("float8.jsonl", "training"): (*tuple(FLOAT8)[:3], FP8_STEP),
         ("examples.jsonl", "training"): scripts("float8_llama.py"),
@@ -234,5 +237,7 @@ SWITCHED: dict[tuple[str, str], tuple[str, ...]] = {
     ("bench.jsonl", "training"): ("phi4_14b, 2 layers, disable=parts",),
     ("effects.jsonl", "training"): (WITHOUT_TUNING,),
     ("examples.jsonl", "inference"): scripts("the same by the wheel"),
+    ("peers.jsonl", "training"): ("llama-1b", "llama-8b", "nano"),
+    ("peers.jsonl", "inference"): ("dit-infer",),
 }
 """Cases of no class: a switch of ours is not at its default in them, or they are another case again."""

@@ -63,7 +63,7 @@ def pick(source: Source, case: str, name: str, **more: object) -> Source:
 
 GAINS = (
     pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers", mode="train"),
-    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, AdamW"),
+    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, one GPU, AdamW"),
     pick(NANO, names.NANO, "nanochat-like, autocast, AdamW"),
     pick(BENCH, "gemma3_12b, 2 layers", "Gemma-3-12B, 2 layers", mode="train"),
     pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, FP8 rowwise, AdamW"),
@@ -106,11 +106,13 @@ WAYS = (
     ("Liger", "liger"),
 )  # fmt: skip
 """The ways to make a head, by the names of the rows' keys."""
-PEERS = (
-    ("`torch.compile`", "inductor"), ("coda", "coda"), ("Liger", "liger"), ("torchao FP8", "float8"),
-    ("FP8 and coda", "float8-coda"),
-)  # fmt: skip
 TUNED = "max-autotune"
+PEERS = (
+    ("`torch.compile`", "inductor"), ("again", "again"), ("`max-autotune`", TUNED), ("coda", "coda"),
+    ("Liger", "liger"), ("torchao FP8", "float8"), ("FP8 and coda", "float8-coda"),
+)  # fmt: skip
+HEAVY = [(head, key) for head, key in PEERS if key not in ("again", TUNED)]
+"""Whose peaks and losses stand beside one another."""
 TUNERS = (
     ("`torch.compile`", "inductor"), ("`max-autotune`", TUNED), ("coda", "coda"), ("`torch.compile` again", "again"),
 )  # fmt: skip
@@ -120,9 +122,12 @@ LOSSES = ("inductor", "coda", "liger")
 def beside(where: Callable[[Row], bool]) -> Source:
     """Rows of peers.jsonl, each side alone."""
     return Source(
-        "peers.jsonl", where, ("case", "mode", "machine"), names.PEERS, alone=True, baseline_ms="sides/inductor/ms",
-        ms="sides/coda/ms",
+        "peers.jsonl", where, ("case", "mode", "machine", "run"), names.PEERS, alone=True,
+        baseline_ms="sides/inductor/ms", ms="sides/coda/ms",
     )  # fmt: skip
+
+
+BESIDE = beside(lambda r: "caches" in r or TUNED not in r["sides"])
 
 
 COMPILES = Source("compile_time.jsonl", lambda r: "compile_s" in r, BY_BACKEND, names.COMPILED, spread=BY_BACKEND[3:])
@@ -231,24 +236,24 @@ TABLES = (
         (
             CASE,
             *(Column(f"{head}, {when}", f"rows/{key}/{value}", "loss") for when, value in (("first", "first"),
-              ("mean of the last 50", "last")) for head, key in PEERS[:2]),
+              ("mean of the last 50", "last")) for head, key in PEERS if key in ("inductor", "coda")),
         ),
     ),
     Table(
         "peers",
-        "`python bench/peers.py CASE`",
-        (beside(lambda r: TUNED not in r["sides"]),),
+        "`python bench/peers.py CASE`, a second time where `max-autotune` is among the sides",
+        (BESIDE,),
         (
             CASE, KIND, Column("coda's gain", "alone/gain", "gain"),
             *(Column(f"{head}, ms", f"sides/{key}/ms", "ms") for head, key in PEERS),
-            *(Column(f"{head}, GiB", f"sides/{key}/gib", "gib") for head, key in PEERS),
+            *(Column(f"{head}, GiB", f"sides/{key}/gib", "gib") for head, key in HEAVY),
             *(Column(f"{head}, loss", f"sides/{key}/result", "loss") for head, key in PEERS if key in LOSSES),
         ),
     ),
     Table(
         "max-autotune",
         "`python bench/peers.py CASE inductor max-autotune coda again`",
-        (beside(lambda r: TUNED in r["sides"]),),
+        (beside(lambda r: "caches" not in r and TUNED in r["sides"]),),
         (
             CASE, KIND, Column("coda's gain alone", "alone/gain", "gain"),
             *(Column(f"{head} alone, ms", f"sides/{key}/ms", "ms") for head, key in TUNERS),

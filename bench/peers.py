@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from coda_inductor.measure import sides
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels", "transformers", "liger-kernel", "torchao")
-SIDES = ("inductor", "coda", "max-autotune", "liger", "float8", "float8-coda", "again")
+SIDES = ("inductor", "coda", "max-autotune", "float8", "float8-coda", "again", "liger")
+"""Liger changes transformers' classes, so that it must be the last of a process."""
 LLAMA = ("liger", "float8", "float8-coda")  # sides for cases of transformers' Llama
 
 Step = Callable[[], Tensor]
@@ -131,9 +132,9 @@ def step_of(case: str, side: str) -> Step:
         else:
             make, inputs = models.MODELS["dit-xl"]
             model, given = make().to(torch.bfloat16), inputs()
+    mode = changed(side, model)
     if case == "llama-8b":
         model = model.model  # no head
-    mode = changed(side, model)
     compiled = torch.compile(model, backend="coda" if side.endswith("coda") else "inductor", mode=mode)
     fused = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True) if case in ("llama-1b", "nano") else None
 
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     names = chosen.sides or [s for s in SIDES if s not in LLAMA or chosen.case.startswith("llama")]
+    names.sort(key=SIDES.index)
     found = dict[str, dict[str, Any]]()
     row = {
         "case": chosen.case, "mode": "infer" if chosen.case == "dit-infer" else "train", "sides": found,
