@@ -209,13 +209,13 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("examples.jsonl", "training"): (TITAN_FSDP2,),
     },
     "DDP or TP on two GPUs": {("distributed.jsonl", "training"): ("ddp-llama-1b", "tp-llama-1b")},
-    "Flux, SD3.5, Wan, PixArt, inference": {("bench.jsonl", "inference"): DIFFUSION},
-    "DiT of width 1152, inference": {
+    "Flux, SD3.5, Wan, PixArt": {("bench.jsonl", "inference"): DIFFUSION},
+    "DiT, inference": {
         ("models.jsonl", "inference"): ("dit-xl x2",),
         ("bench.jsonl", "inference"): ("dit_xl, 2 blocks",),
         ("examples.jsonl", "inference"): scripts("diffusion.py"),
     },
-    "DiT of width 1152, training": {
+    "DiT, training": {
         ("bench.jsonl", "training"): ("dit_xl, 2 blocks",), ("peers.jsonl", "training"): ("dit",),
     },
     "FP8 training": {

@@ -56,7 +56,8 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
 
 def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_first: bool = False) -> list[Tensor]:
     """Matrices and operands, about 1 in size; token vectors are positive. `up_first`: the second weight lies lower, but
-    of two products that are summed the left operands lie as they come."""
+    of two products that are summed the left operands lie as they come. Where samples are summed, M is of whole ones."""
+    m = whole(region, m)
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -87,6 +88,11 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
     return [matrices[i] for i in range(region.matrices)] + operands
 
 
+def whole(region: Region, m: int) -> int:
+    """At least `m` rows, of whole samples."""
+    return -(-m // region.whole) * region.whole
+
+
 def laid_out(x: Tensor) -> Tensor:
     """A matrix in rows that a kernel reads: those of no multiple of 8 lie farther apart."""
     rows = blocks.empty_rows(x, x.shape[0], x.shape[1], x.dtype)
@@ -95,6 +101,7 @@ def laid_out(x: Tensor) -> Tensor:
 
 def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:
     """Outputs full of NaN: what a kernel does not write is seen."""
+    m = whole(region, m)
     x = torch.empty((m, 8)[:: -1 if region.m_axis[1] else 1], dtype=DTYPES[region.dtype], device=device)
     return [out.fill_(float("nan")) for out in blocks.outputs(region, [x] * region.matrices)]
 

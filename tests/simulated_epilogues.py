@@ -21,6 +21,7 @@ from coda_inductor.core.region import Product, Region
 HANGING = 8  # rows and columns by which the simulated last tile hangs over the edge
 LOADS: tuple[str, ...] = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad")
 SINKS = {kind: (row, over) for row in REDUCTIONS.values() for over, kind in row.sinks.items()}
+SINKS[source.SAMPLED] = REDUCTIONS["sum"], "M"
 """By the name of a class of codegen/sinks.py: what is taken, and over what."""
 OF_VECTORS = ("HalfStore", "HalfVector", "SampleVector", "RotaryCosSinTMALoad")
 
@@ -112,7 +113,7 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
 
     stores = [stored(y).to(DTYPES[s.dtype]) for y, s in zip(slots.stores, region.stores, strict=True)]
     sums = []
-    for slot in slots.sums:
+    for slot, total in zip(slots.sums, region.reductions, strict=True):
         sink, value = given["reduces"][slot], found[slot]
         row, over = SINKS[sink.kind.removeprefix("Masked")]
         if len(products) == 2:
@@ -122,6 +123,9 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
         dim, masked = 1 if over == "N" else 0, sink.kind.startswith("Masked") or sink.given.get("masked", False)
         size, left = (region.n, m) if over == "N" else (m, region.n)
         masked |= not (row.linear or row.selects)
+        if sink.kind == source.SAMPLED:  # of whole tiles, none of which hangs over the edge
+            sums.append(value[:m, : region.n].unflatten(0, (-1, total.tokens)).sum(1).flatten())
+            continue
         found_one = row.torch(value.narrow(dim, 0, size) if masked else value, dim)[:left]
         rounded = sink.given.get("rounded")
         sums.append(found_one.to(names[rounded]).float() if rounded else found_one)

@@ -49,6 +49,19 @@ def sample_swiglu(n: int, k: int, tokens: int = 768) -> Region:
     ))  # fmt: skip
 
 
+def sample_sums(n: int, k: int, tokens: int = 768) -> Region:
+    """The gradient of a scale and of a shift of each sample, beside sums over all tokens and over features."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),),
+        (Operand("x", "tile", "bf16"), Operand("scale", "sample", "bf16", tokens), Operand("mean", "token", "f32")),
+        (Let("d", "sub", ("x", "mean")), Let("dx", "mul", ("acc", "scale")), Let("ds", "mul", ("acc", "d")),
+         Let("dxx", "mul", ("dx", "x"))),
+        (Store("dx", "bf16"),),
+        (Reduction("ds", "M", tokens=tokens), Reduction("acc", "M", tokens=tokens), Reduction("dx", "M"),
+         Reduction("dxx")),
+    ))  # fmt: skip
+
+
 def token_scale(n: int, k: int) -> Region:
     """A product after a deferred norm: rsqrt(sum / k + eps) of the row."""
     return verify(Region(
@@ -300,6 +313,7 @@ _MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, sample_gate, sample_swiglu, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores,
     norm_backward, norm_gradients, summed, summed_norm_backward, unlike, unlike_columns, swiglu_backward, bias_sums,
     every_op, rotary, rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient, turned_left,
+    sample_sums,
 )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ AHEAD = 4  # partial results that a thread asks for at once: none waits for the 
 class Total(NamedTuple):
     """One reduction: the field of its partial results, the field of the result, is it over M, its row's name, and how
     many columns of partial results over M lie beside one another for each of the result's: the first counts. `rounded`:
-    the dtype of 16 bits, by the compiler's name, to which the result is rounded; "": none."""
+    the dtype of 16 bits, by the compiler's name, to which the result is rounded; "": none. `sampled`: the result has an
+    entry for each column of each sample, which whole tiles of rows make up."""
 
     parts: str
     whole: str
@@ -32,19 +33,21 @@ class Total(NamedTuple):
     of: str
     lanes: int = 1
     rounded: str = ""
+    sampled: bool = False
 
 
 def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
-    """Launches what finishes the `totals`, whose fields `args` has: one kernel for those over N, one for those over M.
-    Traced into the host function of the kernel that they follow."""
-    for over_m in (False, True):
-        some = [total for total in totals if total.over_m == over_m]
+    """Launches what finishes the `totals`, whose fields `args` has: one kernel for those over N, one for those over M,
+    one for those over the rows of each sample. Traced into the host function of the kernel that they follow."""
+    for over_m, sampled in ((False, False), (True, False), (True, True)):
+        some = [total for total in totals if (total.over_m, total.sampled) == (over_m, sampled)]
         if some:
             parts = [getattr(args, total.parts) for total in some]
             if not over_m:  # [length, tiles]
                 parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
             parts = [_first_lanes(p, total.lanes) if over_m else p for p, total in zip(parts, some, strict=True)]
             wholes = [getattr(args, total.whole) for total in some]
+            parts = [_by_samples(p, w) if sampled else p for p, w in zip(parts, wholes, strict=True)]
             kinds = [(total.of, total.rounded) for total in some]
             finish_sums(parts, wholes, kinds, cute.size(wholes[0]), stream)
 
@@ -53,6 +56,15 @@ def _first_lanes(parts: Any, lanes: int) -> Any:
     """[tiles, length] of [tiles, length * lanes]."""
     (tiles, length), (pitch, step) = parts.shape, parts.stride
     layout = cute.make_layout((tiles, length // lanes), stride=(pitch, step * lanes))
+    return cute.make_tensor(parts.iterator, layout)
+
+
+def _by_samples(parts: Any, whole: Any) -> Any:
+    """[tiles of a sample, (length, samples)] of [tiles, length]."""
+    (tiles, length), (pitch, step) = parts.shape, parts.stride
+    samples = cute.size(whole) // length
+    each = tiles // samples
+    layout = cute.make_layout((each, (length, samples)), stride=(pitch, (step, each * pitch)))
     return cute.make_tensor(parts.iterator, layout)
 
 
@@ -79,7 +91,7 @@ def _finish(parts: list, wholes: list, kinds: cutlass.Constexpr):  # type: ignor
         of, rounded = kinds[i]
         if which == i:
             whole = FINISHING[of](parts[i], shared, entry, lane, warp)
-            if warp == 0 and entry < parts[i].shape[1]:
+            if warp == 0 and entry < cute.size(parts[i], mode=[1]):
                 wholes[i][entry] = _as_stored(whole, rounded)
 
 
@@ -91,7 +103,7 @@ def _as_stored(x: Any, dtype: str) -> Any:
 
 @cute.jit
 def _sum(parts, shared, entry, lane, warp):  # type: ignore[no-untyped-def]
-    tiles, length = parts.shape
+    tiles, length = parts.shape[0], cute.size(parts, mode=[1])
     total = Float32(0.0)
     if entry < length:
         for first in cutlass.range(warp, tiles, WARPS * AHEAD):

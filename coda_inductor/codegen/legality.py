@@ -139,6 +139,9 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     for o in region.operands:
         fits = o.extent != "sample" or o.tokens % config.tile_m == 0  # all rows of a tile read one vector
         _need(fits, f"{config}: {config.tile_m} rows and samples of {o.tokens} tokens do not fit", WHOLE_TILES)
+    for r in region.reductions:
+        fits = r.tokens % config.tile_m == 0  # of each sample's sum whole tiles are parts
+        _need(fits, f"{config}: {config.tile_m} rows and samples of {r.tokens} tokens do not fit", WHOLE_TILES)
     simple = lanes == 1 and region.products[0].b_layout == "nk"
     _need(
         simple or not MAINLOOPS[target.mainloop].shares(config),

@@ -24,6 +24,7 @@ class _Parts:
 
     of: str  # the row of core/reductions.py
     rounded = ""  # to which dtype the result is (Total)
+    sampled = False  # is it taken for each sample?
 
 
 class _TileByTile(_Parts):
@@ -52,6 +53,12 @@ class RowVecReduce(_Columns, ops.RowVecReduce):  # type: ignore[misc]
     """A sum over M."""
 
     of = "sum"
+
+
+class SampleReduce(RowVecReduce):
+    """A sum over the rows of each sample."""
+
+    sampled = True
 
 
 class OnlineLSEReduce(_TileByTile, ops.OnlineLSEReduce):  # type: ignore[misc]

@@ -154,7 +154,8 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
     )
 
 
-NAMES = sorted({name for row in REDUCTIONS.values() for name in row.sinks.values()})
+SAMPLED = "SampleReduce"  # the class of sinks.py that adds up the rows of each sample
+NAMES = sorted({name for row in REDUCTIONS.values() for name in row.sinks.values()} | {SAMPLED})
 NAMES += sorted(f"Masked{name}" for row in REDUCTIONS.values() for name in row.sinks.values() if row.linear)
 SINKS = ", ".join(NAMES)
 """Of sinks.py, what a generated module imports."""
@@ -259,6 +260,8 @@ def _pin(region: Region, operand: Operand, slot: str) -> str:
 
 def _sink(region: Region, total: Reduction) -> str:
     """The class that adds up."""
+    if total.tokens:
+        return SAMPLED
     masked = REDUCTIONS[total.of].linear and needs_mask(region, total)
     return f"{'Masked' if masked else ''}{REDUCTIONS[total.of].sinks[total.over]}"
 
@@ -285,7 +288,10 @@ REAL = {"N": ("token",), "M": ("feature", "sample")}
 
 
 def needs_mask(region: Region, total: Reduction) -> bool:
-    """False only if the summed value is provably 0 where the last tile covers columns past N, or rows past M."""
+    """False only if the summed value is provably 0 where the last tile covers columns past N, or rows past M, or if
+    whole tiles of rows make it up."""
+    if total.tokens:
+        return False
     real = {o.name for o in region.operands if o.extent in REAL[total.over]}
     outside: dict[str, Outside] = {p.name: 0.0 for p in region.products}
     outside |= {o.name: UNKNOWN if o.name in real else _read_past(o, total.over) for o in region.operands}

@@ -37,10 +37,10 @@ def copied_in_rows(matrix: Tensor) -> Tensor:
 
 
 def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Empty outputs for `inputs`: the stores [M, width], then the reductions [M] or [N]."""
+    """Empty outputs for `inputs`: the stores [M, width], then the reductions."""
     like, m = inputs[region.products[0].a], region.m(inputs)
     stores = [empty_rows(like, m, region.width, DTYPES[s.dtype]) for s in region.stores]
-    sizes = [m if r.over == "N" else region.n for r in region.reductions]
+    sizes = [region.length(r, m) for r in region.reductions]
     return stores + [like.new_empty(size, dtype=region.compute) for size in sizes]
 
 
@@ -50,6 +50,7 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
     may add up a product in another order for fewer rows."""
     wanted, numbers = [i for i, out in enumerate(outs) if out is not None], numbers or NUMBERS
     m, rows = region.m(inputs), max(1, numbers // max(region.width, *region.ks.values()))
+    rows = max(region.whole, rows // region.whole * region.whole)
     dims = {a: region.m_axis[1] for p in region.products for a, _ in p.pairs}
     dims |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent not in ("feature", "sample")}
     stored = len(region.stores)
@@ -61,6 +62,8 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
             assert out is not None
             if reduction is None or reduction.over == "N":
                 out[start : start + here].copy_(value)
+            elif reduction.tokens:
+                out[region.length(reduction, start) :][: len(value)].copy_(value)
             else:
                 out.copy_(REDUCTIONS[reduction.of].join(out, value) if start else value)
             del value

@@ -82,6 +82,8 @@ def _output(region: Region, i: int, tiles: Sequence[Tensor]) -> Tensor:
     """A store before it is rounded, or a finished reduction."""
     if i >= len(region.stores):
         r = region.reductions[i - len(region.stores)]
+        if r.tokens:
+            return REDUCTIONS[r.of].torch(tiles[0].unflatten(0, (-1, r.tokens)), 1).flatten()
         return REDUCTIONS[r.of].torch(tiles[0], 1 if r.over == "N" else 0)
     if region.half:
         return torch.stack([v.unflatten(1, (-1, region.block)) for v in tiles], 2).flatten(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,11 +92,13 @@ class Store:
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """The row `of` REDUCTIONS (reductions.py) taken of `value` over N or over M; finished: a float32 [M] or [N] vector
-    (float64 in a float64 region)."""
+    (float64 in a float64 region). With `tokens`, over the M rows of each sample of so many: [M / tokens * N], one
+    sample behind the other."""
 
     value: str
     over: Literal["N", "M"] = "N"
     of: str = "sum"
+    tokens: int = 0
 
 
 SAMPLE = 128
@@ -203,6 +206,17 @@ class Region(Keyed):
         if operand.extent in columns:
             return rows, columns[operand.extent]
         return (m,) if operand.extent == "token" else (self.width,)
+
+    @property
+    def whole(self) -> int:
+        """M is a multiple of it: the tokens of the samples of each of which it takes a sum; 1 if it takes none."""
+        return math.lcm(*(r.tokens or 1 for r in self.reductions))
+
+    def length(self, total: Reduction, m: Any) -> Any:
+        """Of a finished reduction, of `m` rows."""
+        if total.over == "N":
+            return m
+        return self.n * (m // total.tokens) if total.tokens else self.n
 
     @property
     def width(self) -> int:

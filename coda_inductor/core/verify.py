@@ -60,6 +60,7 @@ def verify(region: Region) -> Region:
         all(r.of in REDUCTIONS and r.over in REDUCTIONS[r.of].sinks for r in region.reductions),
         f"reductions {[(r.of, r.over) for r in region.reductions]} that no epilogue takes",
     )
+    check(all(r.over == "M" for r in region.reductions if r.tokens), "a sum over the columns of each sample")
     check(
         all(bool(s.second) == bool(region.half) for s in region.stores), "a store of two values is of halves of heads"
     )

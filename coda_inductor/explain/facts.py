@@ -152,9 +152,11 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     wide = "f64" if region.dtype == "f64" else "f32"
     size = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     loads = sum(math.prod(region.shape(o, rows)) * size[o.dtype] for o in region.operands)
-    sums = {"N": (rows, shapes["token"]), "M": (width, shapes["feature"])}  # what is left of a sum
+    sums = [
+        shapes["token"] if r.over == "N" else shapes["sample" if r.tokens else "feature"] for r in region.reductions
+    ]
     stores = sum(rows * width * size[s.dtype] for s in region.stores)
-    stores += sum(sums[r.over][0] * size[wide] for r in region.reductions)
+    stores += sum(region.length(r, rows) * size[wide] for r in region.reductions)
     tiles = len(region.products) * rows * n * max(size[region.dtype], size["bf16"])  # 8-bit products leave in 16
     plain = region.is_plain and not bytes_before  # it stores what the product stored
     return {
@@ -168,7 +170,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
         "n": n,
         "k": max(region.ks.values()),
         "stores": [f"{s.dtype}[{site.m}, {width}]" for s in region.stores],
-        "reductions": [f"{wide}{sums[r.over][1]}" for r in region.reductions],
+        "reductions": [wide + shape for shape in sums],
         "loads": [f"{o.dtype}{shapes[o.extent]}" for o in region.operands],
         "bare": plain,
         "bytes_before": bytes_before,

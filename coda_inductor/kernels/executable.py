@@ -19,7 +19,7 @@ from coda_inductor.codegen.legality import TILE_K
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.blocks import empty_rows
 from coda_inductor.core.dtypes import DTYPES
-from coda_inductor.core.region import Region
+from coda_inductor.core.region import Reduction, Region
 
 
 class Parts(NamedTuple):
@@ -62,9 +62,10 @@ class Executable:
         self._stores = [(place[s], i) for i, s in enumerate(names.stores) if s != "D"]
         self._seconds = [(place[s], place[source.second(s)]) for s in names.stores] if region.halved else []
         totals = zip(names.sums, region.reductions, strict=True)
-        self._sums: dict[bool, list[tuple[int, int, int]]] = {}  # by whether they are over M: parts, whole, output
+        # By whether they are over M: the fields of parts and whole, the output, the reduction.
+        self._sums: dict[bool, list[tuple[int, int, int, Reduction]]] = {}
         for i, (s, r) in enumerate(totals, len(names.stores)):
-            self._sums.setdefault(r.over == "M", []).append((place[s], place[source.whole(s)], i))
+            self._sums.setdefault(r.over == "M", []).append((place[s], place[source.whole(s)], i, r))
         self._c = first + names.operands.index("c") if "c" in names.operands else None
         self._d = 0 if "D" in names.stores else None
         products = region.products[::-1] if swapped else region.products
@@ -94,12 +95,13 @@ class Executable:
         for field, other in self._seconds:
             fields[other] = fields[field]  # one tensor, of whose heads each store takes its halves
         for over_m, sums in self._sums.items():
-            shape, strides, length = self._partials(a.shape[0], over_m)
+            m = a.shape[0]
+            shape, strides = self._partials(m, over_m)
             empty = guards._empty_strided_cuda if a.is_cuda else guards._empty_strided_cpu  # type: ignore[attr-defined]
-            for part, whole, i in sums:
+            for part, whole, i, total in sums:
                 out = outs[i]
                 fields[part] = empty(shape, strides, torch.float32)
-                fields[whole] = empty((length,), (1,), torch.float32) if out is None else out
+                fields[whole] = empty((self.region.length(total, m),), (1,), torch.float32) if out is None else out
         if self._second_matrices:
             assert self._plus is not None
             given = inputs[self._plus[0]], inputs[self._plus[1]], self.region.products[0].k // TILE_K
@@ -124,13 +126,13 @@ class Executable:
 
         return run
 
-    def _partials(self, m: int, over_m: bool) -> tuple[tuple[int, int], tuple[int, int], int]:
-        """For each sum what its tiles leave: shape and strides of [tiles of M, N] or [M, tiles of N], either way with
-        one tile's behind another's, and the length of the whole. Of two products, N counts the columns of both."""
+    def _partials(self, m: int, over_m: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shape and strides of what the tiles leave of a sum: [tiles of M, N] or [M, tiles of N], either way with one
+        tile's behind another's. Of two products, N counts the columns of both."""
         n, count = self.region.n, len(self.region.products)
         if over_m:
-            return (-(-m // self.config.tile_m), n * count), (n * count, 1), n
-        return (m, -(-n * count // self.config.tile_n)), (1, m), m
+            return (-(-m // self.config.tile_m), n * count), (n * count, 1)
+        return (m, -(-n * count // self.config.tile_n)), (1, m)
 
     def _scratch(self, i: int, like: Tensor) -> Tensor:
         """Rows for a store that nobody reads."""

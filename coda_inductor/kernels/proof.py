@@ -178,12 +178,14 @@ def difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 def sizes(region: Region, config: Config, blocks: int) -> tuple[int, ...]:
     """SIZES, the last of them larger where the card would take few tiles a block, and smaller where it would take more
-    than BYTES. Multiples of 8, none of a tile, where a row of the left operand is M numbers."""
+    than BYTES. Multiples of 8, none of a tile, where a row of the left operand is M numbers; of samples where it sums
+    each."""
     columns = -(-region.n * len(region.products) // config.tile_n)
     last = max(SIZES[-1], (WAVES * blocks // columns + 1) * config.tile_m)
     last = max(last, *(o.tokens + 1 for o in region.operands), 0)  # of two samples
     last = max(LEAST, min(last, BYTES // row_bytes(region)) // 64 * 64 + 1)
-    return tuple(-(-m // 8) * 8 if region.m_axis[1] else m for m in (*SIZES[:-1], last))
+    of = math.lcm(region.whole, 8 if region.m_axis[1] else 1)
+    return tuple(-(-m // of) * of for m in (*SIZES[:-1], last))
 
 
 def row_bytes(region: Region) -> int:

@@ -164,11 +164,13 @@ def worst_error(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor]
     """The largest relative error (Frobenius) of an output against the interpreter, NaN if one is NaN. Compared are some
     rows, and of sums over M some columns: the whole would cost more memory than the kernel saves."""
     over = ["N" for _ in region.stores] + [r.over for r in region.reductions]
+    outs = [out.view(-1, region.n).t() if o == "M" else out for out, o in zip(outs, over, strict=True)]  # [N, samples]
     errors = []
     for axis, narrowed in (("N", _some_rows), ("M", _some_columns)):
         if axis in over:
             part, places, given = narrowed(region, inputs)
             found = [out[places] for out, o in zip(outs, over, strict=True) if o == axis]
+            found = [x.t().flatten() for x in found] if axis == "M" else found
             into(part, given, wanted := outputs(part, given))
             errors += [_relative(*pair) for pair in zip(found, wanted, strict=True)]
     worst = torch.stack(errors)

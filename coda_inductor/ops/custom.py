@@ -37,7 +37,7 @@ def _fake(inputs: list[Tensor], region: str, target: str) -> list[Tensor]:
     _require_shapes(r, inputs)
     m = r.m(inputs)
     tiles = [_store(r, x, m, DTYPES[s.dtype], target) for s in r.stores]
-    return tiles + [x.new_empty((m if s.over == "N" else r.n,), dtype=r.compute) for s in r.reductions]
+    return tiles + [x.new_empty((r.length(s, m),), dtype=r.compute) for s in r.reductions]
 
 
 def _store(r: Region, like: Tensor, m: int, dtype: torch.dtype, target: str) -> Tensor:
@@ -58,6 +58,8 @@ def _require_shapes(r: Region, inputs: list[Tensor]) -> None:
         if inputs[i].dim() != rank or (isinstance(inputs[i].shape[dim], int) and inputs[i].shape[dim] != size):
             raise BrokenInvariant(f"input {i} is {list(inputs[i].shape)}, dimension {dim} of {rank} should be {size}")
     m = r.m(inputs)
+    if isinstance(m, int) and m % r.whole:
+        raise BrokenInvariant(f"{m} rows are no samples of {r.whole} tokens")
     for i, o in enumerate(r.operands, r.matrices):
         samples = inputs[i].shape[0]
         if o.tokens and isinstance(m, int) and isinstance(samples, int) and samples != -(-m // o.tokens):

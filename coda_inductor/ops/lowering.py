@@ -253,7 +253,7 @@ def _layouts(region: Region, m: Any, device: torch.device) -> list[ir.FixedLayou
     """Of the outputs: stores, then sums."""
     lie = [pitch(region.width), 1]
     stores = [ir.FixedLayout(device, DTYPES[s.dtype], [m, region.width], lie) for s in region.stores]
-    sizes = [m if r.over == "N" else region.n for r in region.reductions]
+    sizes = [region.length(r, m) for r in region.reductions]
     return stores + [ir.FixedLayout(device, region.compute, [n], [1]) for n in sizes]
 
 

@@ -132,16 +132,18 @@ def build(plan: Plan, draft: Draft) -> Built:
         products.append(Product(f"acc{i}", a, b, k, layout, *plus))  # type: ignore[arg-type]
         writer.values[acc] = f"acc{i}"
     stores = tuple(writer.store(s) for s in draft.stores)
-    rows = set(draft.space.rows)
-    sums = tuple(
-        Reduction(str(writer.value(s.args[0])), "M" if set(s.over) == rows else "N", s.name) for s in draft.sums
-    )
+    sums = tuple(_reduction(plan, writer, s) for s in draft.sums)
     n = total(draft.space.columns).static
     assert n is not None
     left, right, fast = writer.matrices()
     epilogue = tuple(writer.operands), tuple(writer.lets), stores, sums
     region = Region(n, left, tuple(products), *epilogue, half, right, fast, bool(heads and heads.neighbours))
     return Built(verify(region), [*matrices, *writer.sources], draft, writer.added, frozenset(writer.laws))
+
+
+def _reduction(plan: Plan, writer: _Writer, red: Term) -> Reduction:
+    over, tokens, _ = plan.program.summed(red, writer.draft.space)
+    return Reduction(str(writer.value(red.args[0])), over or "N", red.name, tokens)
 
 
 def _tables(plan: Plan, draft: Draft, half: int) -> dict[Lane, tuple[Table, int]]:

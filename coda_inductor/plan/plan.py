@@ -197,8 +197,7 @@ class Plan(Inputs):
             self.program.check(red.args[0], space)
             late = g.is_backward(node) and not self.program.in_backward(space)
             late &= not REDUCTIONS[red.name].stored  # of what the forward stores anyway the backward may ask a vector
-            over = "M" if set(red.over) == set(space.rows) else "N" if set(red.over) == set(space.columns) else ""
-            left = space.columns if over == "M" else space.rows
+            over, _, left = self.program.summed(red, space)
             if over == "N" and REDUCTIONS[red.name].linear:
                 return False  # a statistic, which is taken where an epilogue reads it
             if late or over not in REDUCTIONS[red.name].sinks or self.order(node) != left:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Literal
 
 from torch import fx
 
@@ -23,8 +24,6 @@ from coda_inductor.rewrite.space import Axes, Half, Heads, Lane, Space
 from coda_inductor.rewrite.state import State, weight_of
 
 MAX_LANES = 2
-IN_TRAINING = "it needs a vector of each sample, which epilogues read in inference alone"
-"""For its gradient, a sum over the tokens of each sample, Inductor reads the product anyway."""
 POINTWISE_KINDS = ("mul", "add", "fn")
 
 
@@ -182,10 +181,23 @@ class Program(State):
             raise Unsupported(f"{x.name or 'a vector'} of each sample does not lie in rows")
         return [a for a, _ in self.summands(x)]
 
+    def summed(self, red: Term, space: Space) -> tuple[Literal["N", "M", ""], int, Axes]:
+        """Over what of `space` a reduction is ("": no epilogue takes it), of how many tokens if it is of each sample
+        (else 0), and the axes that are left, as they leave."""
+        over = set(red.over)
+        if over == set(space.columns):
+            return "N", 0, space.rows
+        if over == set(space.rows):
+            return "M", 0, space.columns
+        samples = space.rows[: len(space.rows) - len(over)]
+        tokens = self.lifted.reading.axes.total(red.over).static or 0
+        fits = red.name == "sum" and space.heads is None and tokens > 0 and tokens % SAMPLE == 0
+        if fits and over == set(space.rows[len(samples) :]):
+            return "M", tokens, samples + space.columns
+        return "", 0, ()
+
     def tokens(self, x: Term, space: Space) -> int:
         """Of each sample, of which x is a vector. Raises Unsupported if they are not known to fill tiles."""
-        if self.lifted.joint:
-            raise Unsupported(IN_TRAINING)
         tokens = self.lifted.reading.axes.total(space.within(x)).static
         if not tokens or tokens % SAMPLE:
             many = f"{tokens}, which is not a multiple of {SAMPLE}" if tokens else "a symbol"

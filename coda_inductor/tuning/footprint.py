@@ -41,7 +41,7 @@ def of_nodes(nodes: Iterable[fx.Node]) -> int:
 
 def stored(region: Region, tokens: int) -> int:
     """Bytes of a Region's outputs."""
-    sums = sum(tokens if r.over == "N" else region.n for r in region.reductions) * region.compute.itemsize
+    sums: int = sum(region.length(r, tokens) for r in region.reductions) * region.compute.itemsize
     return sums + sum(tokens * region.width * DTYPES[s.dtype].itemsize for s in region.stores)
 
 

@@ -212,8 +212,8 @@ def _region(node: fx.Node) -> Demands:
     inputs: list[fx.Node] = node.args[0]  # type: ignore[assignment]
     if any(p.a_layout != "mk" for p in region.products):
         raise NotByRow(f"{node} sums over the rows")
-    if any(o.extent == "sample" for o in region.operands):
-        raise NotByRow(f"{node} reads vectors of samples")
+    if any(o.extent == "sample" for o in region.operands) or any(r.tokens for r in region.reductions):
+        raise NotByRow(f"{node} knows of samples")
     forms: list[Form] = [WHOLE] * len(inputs)
     for product in region.products:
         for a, _ in product.pairs:

@@ -22,6 +22,11 @@ def tokens(report: Report) -> list[int]:
     return [o.tokens for site in report.sites for o in site.region.operands if o.extent == "sample"]
 
 
+def summed(report: Report) -> list[int]:
+    """Of each sample, of every sum over its tokens."""
+    return [r.tokens for site in report.sites for r in site.region.reductions if r.tokens]
+
+
 @pytest.mark.parametrize("of_text", [False, True])
 @pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
@@ -66,7 +71,7 @@ def test_a_symbol_of_images_is_eagers() -> None:
 @pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
 def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) -> None:
-    """In training no epilogue reads such vectors."""
+    """Epilogues read such vectors, and take their gradients: sums over the tokens of each sample."""
     made, args = model(block), [a.requires_grad_() for a in inputs(batch, SAMPLE)]
     leaves = [*args, *made.parameters()]
     wanted = made(*args)
@@ -75,7 +80,9 @@ def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) 
         REPORTS.clear()
         found = torch.compile(made, backend="coda")(*args)
         gradients = torch.autograd.grad((found * weight).sum(), leaves)
-    assert not any(map(tokens, REPORTS)) and error(found, wanted) < 1e-10
+    assert all(map(tokens, REPORTS)) and error(found, wanted) < 1e-10
+    sums = [summed(report) for report in REPORTS]
+    assert {count for counts in sums for count in counts} == {SAMPLE} and sum(map(len, sums)) >= 4
     for mine, theirs in zip(gradients, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
         assert error(mine, theirs) < 1e-10
 
