@@ -200,7 +200,7 @@ class Plan(Inputs):
             over, _, left = self.program.summed(red, space)
             if over == "N" and REDUCTIONS[red.name].linear:
                 return False  # a statistic, which is taken where an epilogue reads it
-            if late or over not in REDUCTIONS[red.name].sinks or self.order(node) != left:
+            if late or over not in REDUCTIONS[red.name].sinks or self.program.layout(node) != (left, True):
                 return False
             draft = self._draft(space)
             self.program.check(red.args[0], draft.space)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -13,10 +14,12 @@ from codegen_cases import (
     norm_producer,
     plain,
     sample_gate,
+    sample_sums,
     sample_swiglu,
     swiglu,
     token_scale,
     unlike,
+    weighted_sums,
 )
 from small_regions import small, two
 
@@ -58,8 +61,13 @@ def test_refusals_say_why(region: Region, reason: str) -> None:
     assert not legality.candidates(region, 8192)
 
 
+def sums_alone(n: int, k: int, tokens: int) -> Region:
+    """Without a vector of a sample beside them."""
+    return replace(weighted_sums(n, k), reductions=(Reduction("y", "M", tokens=tokens), Reduction("y", "M")))
+
+
 @pytest.mark.parametrize("row", target.TARGETS.values(), ids=lambda row: row.name)
-@pytest.mark.parametrize("make", [sample_gate, sample_swiglu])
+@pytest.mark.parametrize("make", [sample_gate, sample_swiglu, sample_sums, sums_alone])
 def test_a_tile_is_of_one_sample(make: Callable[..., Region], row: Target) -> None:
     """Each target has tiles for samples of SAMPLE tokens, whatever M is, and none that two samples would share."""
     for tokens in (SAMPLE, 3 * SAMPLE, 4096):

@@ -87,6 +87,75 @@ def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) 
         assert error(mine, theirs) < 1e-10
 
 
+def trained(made: nn.Module, *args: Tensor) -> list[Report]:
+    """Outputs and all gradients against eager; the reports."""
+    given = [a.requires_grad_() for a in args]
+    leaves = [*given, *made.parameters()]
+    wanted = made(*given)
+    weight = torch.randn_like(wanted)
+    with strict_reference(run=False):
+        REPORTS.clear()
+        found = torch.compile(made, backend="coda")(*given)
+        gradients = torch.autograd.grad((found * weight).sum(), leaves)
+    assert error(found, wanted) < 1e-10
+    for mine, theirs in zip(gradients, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
+        assert mine.shape == theirs.shape and error(mine, theirs) < 1e-10
+    return list(REPORTS)
+
+
+@pytest.mark.parametrize("count", [SAMPLE - 8, SAMPLE + 8])
+def test_sums_of_samples_that_fill_no_tile_are_refused(count: int) -> None:
+    reports = trained(model(Chunks), *inputs(2, count))
+    assert any(report.sites for report in reports) and not any(map(summed, reports))
+
+
+def test_gradients_of_a_symbol_of_images_are_eagers() -> None:
+    made = model(Chunks)
+    with strict_reference(run=False):
+        REPORTS.clear()
+        step = torch.compile(made, backend="coda")
+        for batch in (2, 3, 5):
+            args = [a.requires_grad_() for a in inputs(batch, SAMPLE)]
+            for x in args:
+                torch._dynamo.mark_dynamic(x, 0)
+            leaves = [*args, *made.parameters()]
+            wanted, found = made(*args), step(*args)
+            weight = torch.randn_like(wanted)
+            gradients = [torch.autograd.grad((out * weight).sum(), leaves) for out in (found, wanted)]
+            assert all(error(mine, theirs) < 1e-10 for mine, theirs in zip(*gradients, strict=True))
+        assert len(REPORTS) == 1 and summed(REPORTS[0])
+
+
+class Pooled(nn.Module):
+    """What is added up over the tokens of each sample, in the order that `way` asks for; over the samples of each token
+    nothing is."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second, self.way = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        out: Tensor = self.second(h)
+        if self.way == "turned":
+            return out.sum() + h.permute(2, 1, 0).sum(1)
+        if self.way == "kept":
+            return out * h.mean(1, keepdim=True)[..., :D]
+        return out + (h.amax(1, keepdim=True) if self.way == "largest" else h.sum(0))[..., :D]
+
+
+@pytest.mark.parametrize("way", ["turned", "kept", "largest", "of tokens"])
+def test_sums_of_a_forward(way: str) -> None:
+    torch.manual_seed(0)
+    made, (x, _) = Pooled(way).double(), inputs(SAMPLE if way == "of tokens" else 3, SAMPLE)
+    with torch.no_grad():
+        found, (report,) = compiled(made, x, run=False)
+        wanted = made(x)
+    assert error(found, wanted) < 1e-10 and found.stride() == wanted.stride()
+    assert bool(summed(report)) == (way == "kept")
+    trained(made, x)
+
+
 class Frames(nn.Module):
     """A gate for each video and a scale for each of its frames, both inputs; a place's embedding is of no sample."""
 
@@ -107,6 +176,8 @@ def test_samples_within_samples_have_their_own_tokens() -> None:
     args = [torch.randn(*shape, dtype=torch.float64) for shape in given]
     found, (report,) = compiled(made, *args, run=False)
     assert error(found, made(*args)) < 1e-10 and sorted(tokens(report)) == [size, 3 * size]
+    sums = [count for report in trained(made, *args) for count in summed(report)]
+    assert set(sums) <= {size, 3 * size} and sums
 
 
 class Late(nn.Module):
