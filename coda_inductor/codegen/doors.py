@@ -43,6 +43,8 @@ class _Doors:
 def doors(device: torch.device, count: int) -> list[int]:
     """The addresses of `count` closed doors for a line on the device's current stream; none if there are none left,
     or, while a stream is captured, none yet: the kernels then run one after the other."""
+    if count < 1:
+        return []
     capturing, stream = _stream(device)
     with _lock:
         if device not in _devices:

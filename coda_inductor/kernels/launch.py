@@ -112,6 +112,7 @@ class Kernel:
             if not 0 < abs(distance) < REACH or strides[i] != strides[j]:
                 inputs, distance = list(inputs), 1
                 inputs[i], inputs[j] = adjacent(inputs[i], inputs[j])
+                strides, places = tuple(map(Tensor.stride, inputs)), [*map(Tensor.data_ptr, inputs)]
             swapped = distance < 0 and bool(self._lanes)
         if config is not None:
             compiled = self.compiled(config, swapped=swapped)
@@ -268,13 +269,14 @@ def together(work: Sequence[Work]) -> None:
     example = work[0][1][0]
     if example.get_device() != torch.cuda.current_device():
         with torch.cuda.device(example.device):
-            return together(work)
+            together(work)
+        return
     prepared = [kernel.prepare(inputs, outs) for kernel, inputs, outs in work]
-    if len(prepared) == 1:
-        if (only := prepared[0]) is not None:
-            only(0, 0)
-        return None
     runs = [run for run in prepared if run is not None]
+    if len(runs) < 2:
+        for run in runs:
+            run(0, 0)
+        return
     between = doors(example.device, len(runs) - 1) or [0] * (len(runs) - 1)
     try:
         for run, entrance, way_out in zip(runs, [0, *between], [*between, 0], strict=False):

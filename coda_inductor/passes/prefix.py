@@ -307,13 +307,18 @@ def _beside(node: fx.Node) -> tuple[list[fx.Node], int]:
     args: tuple[Any, ...] = node.args
     if node.target is aten.cat.default:
         return [*args[0]], (args[1] if len(args) > 1 else 0) % rank(node)
-    found, todo = list[tuple[int, int, fx.Node]](), [node]
+    found, todo, met = list[tuple[int, int, fx.Node]](), [node], set[fx.Node]()
     while todo:
         x = todo.pop()
+        if x in met or not _static(x):  # what is added twice stands beside nothing
+            raise Unfit
+        met.add(x)
         if is_sum(x):
             todo += x.all_input_nodes
         elif x.target is aten.slice_scatter.default and len(x.args) < 6 and is_zero(x.args[0]):
             _, part, dim, start = (*x.args, 0, 0)[:4]
+            if not (isinstance(start, int | None) and _static(part)):  # type: ignore[arg-type]
+                raise Unfit
             start = (start or 0) % x.meta["val"].shape[dim]
             found.append((dim % rank(x), start, part))  # type: ignore[arg-type,operator]
         else:
@@ -331,11 +336,16 @@ def _beside(node: fx.Node) -> tuple[list[fx.Node], int]:
     return [part for _, _, part in found], dim
 
 
+def _static(node: fx.Node) -> bool:
+    """Are all its sizes numbers? To compare symbols would add a guard."""
+    return all(isinstance(size, int) for size in node.meta["val"].shape)
+
+
 def _changed(node: fx.Node, parts: list[fx.Node], dim: int) -> tuple[Changed, fx.Node]:
     """The rows of which something is made, if what stands beside it are all others of one tensor; and what is made.
     Raises Unfit."""
     value = node.meta["val"]
-    if not all(isinstance(s, int) for s in value.shape):
+    if not _static(node):
         raise Unfit
     cuts = [slices.cut(part) for part in parts]
     others = [i for i, found in enumerate(cuts) if found is None]

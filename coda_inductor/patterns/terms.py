@@ -45,6 +45,7 @@ class Term:
     axes: frozenset[int] = field(repr=False)
     deps: int = field(repr=False)  # bit set of the products that must have run before this is known
     hosts: int = field(repr=False)  # bit set of the products reached without crossing a reduction or another product
+    sign: int = field(repr=False)  # 2: positive wherever it is finite; 1: not negative; 0: not known
 
     def __repr__(self) -> str:
         return show(self)
@@ -88,7 +89,8 @@ class Terms:
         if axes is None:
             axes = frozenset().union(*(a.axes for a in args))
             axes = axes | set(over) if kind == "lanes" else axes - set(over)
-        term = Term(len(self._table), kind, name, args, coefficient, powers, over, lanes, axes, deps, hosts)
+        sign = _sign(kind, name, args, coefficient, powers)
+        term = Term(len(self._table), kind, name, args, coefficient, powers, over, lanes, axes, deps, hosts, sign)
         self._table[key] = term
         return term
 
@@ -286,24 +288,26 @@ def _scaled(t: Term) -> bool:
 
 def positive(t: Term) -> bool:
     """Is t > 0 wherever it is finite? Sound, not complete: sums of squares plus eps, exp, sigmoid's 1 + exp(-x)."""
-    if t.kind == "mul":
-        return t.coefficient > 0 and all(positive(b) for b in t.args)
-    if t.kind == "add":
-        return t.coefficient > 0 and all(w > 0 and nonnegative(a) for a, w in zip(t.args, t.powers, strict=True))
-    return t.kind == "fn" and t.name in ("exp", "sigmoid")
+    return t.sign == 2
 
 
 def nonnegative(t: Term) -> bool:
     """Is t >= 0? Sound, not complete."""
-    if t.kind == "mul":
-        even = all(
-            nonnegative(b) or (p.denominator == 1 and p.numerator % 2 == 0)
-            for b, p in zip(t.args, t.powers, strict=True)
-        )
-        return t.coefficient >= 0 and even
-    if t.kind == "red":
-        return nonnegative(t.args[0])
-    return positive(t) or (t.kind == "fn" and t.name == "abs")
+    return t.sign >= 1
+
+
+def _sign(kind: Kind, name: str, args: tuple[Term, ...], coefficient: Fraction, powers: tuple[Fraction, ...]) -> int:
+    """As Term has it, of the arguments' own: in a chain of norms each reads the one before twice."""
+    if kind == "mul":
+        if coefficient > 0 and all(a.sign == 2 for a in args):
+            return 2
+        even = all(a.sign or (p.denominator == 1 and p.numerator % 2 == 0) for a, p in zip(args, powers, strict=True))
+        return int(coefficient >= 0 and even)
+    if kind == "add":
+        return 2 if coefficient > 0 and all(w > 0 and a.sign for a, w in zip(args, powers, strict=True)) else 0
+    if kind == "red":
+        return min(args[0].sign, 1)
+    return (2 if name in ("exp", "sigmoid") else int(name == "abs")) if kind == "fn" else 0
 
 
 def show(t: Term, depth: int = 6, names: Mapping[Term, str] = MappingProxyType({})) -> str:

@@ -6,6 +6,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.plan.accumulated import addend
 from coda_inductor.plan.build import build
+from coda_inductor.plan.circles import circular
 from coda_inductor.plan.draft import CROWDED, Conflict, Root
 from coda_inductor.plan.plan import Plan
 from coda_inductor.plan.trim import trim
@@ -31,7 +32,8 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
                 for draft in made.unique():
                     draft.added = addend(made, draft)
                 made.builts = [build(made, draft) for draft in made.unique()]
-                return made
+                if not (more := circular(made)):
+                    return made
         except Conflict as conflict:
             more = conflict.limits
             if limits.holds(more):

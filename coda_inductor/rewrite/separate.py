@@ -6,13 +6,15 @@ distribution that brings them to the outside. Nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
 from coda_inductor.patterns.terms import ONE, Term, Terms
 
 Factors = dict[Term, Fraction]
+MOST = 512  # summands: of more, as where each step of a long chain reads the two before it, a value stays whole
 
 
 def factors(t: Term) -> Factors:
@@ -55,7 +57,8 @@ def is_late(t: Term, makers: int, over: Iterable[int]) -> bool:
 def separate(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> list[Part]:
     """x, which the products `makers` make, as a sum of parts; parts of one late factor are one part."""
     parts: dict[Term, list[Term]] = {}
-    for s in _summands(terms, x, makers, over):
+    summands = list(itertools.islice(_summands(terms, x, makers, over), MOST + 1))
+    for s in summands if len(summands) <= MOST else [x]:
         late, rest = terms.const(ONE), terms.const(ONE)
         factors = zip(s.args, s.powers, strict=True) if s.kind == "mul" else [(s, ONE)]
         for f, p in factors:
@@ -68,38 +71,40 @@ def separate(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> list[
     return [Part(late, terms.add(*rests)) for late, rests in parts.items()]
 
 
-def _summands(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> list[Term]:
+def _summands(terms: Terms, x: Term, makers: int, over: tuple[int, ...]) -> Iterator[Term]:
     """The summands of x, distributed only as far as something late is added to something that is not."""
     if is_late(x, makers, over) or not _adds_late(x, makers, over):
-        return [x]
+        yield x
+        return
     if x.kind == "add":
-        out = [terms.const(x.coefficient)] if x.coefficient else []
+        if x.coefficient:
+            yield terms.const(x.coefficient)
         for a, w in zip(x.args, x.powers, strict=True):
-            out += [terms.mul(terms.const(w), s) for s in _summands(terms, a, makers, over)]
-        return out
+            for s in _summands(terms, a, makers, over):
+                yield terms.mul(terms.const(w), s)
+        return
     i = next(i for i, a in enumerate(x.args) if _adds_late(a, makers, over) and x.powers[i] == 1)
     outside = terms.const(x.coefficient)
     for j, (a, p) in enumerate(zip(x.args, x.powers, strict=True)):
         outside = outside if j == i else terms.mul(outside, terms.power(a, p))
-    return [
-        t
-        for s in _summands(terms, x.args[i], makers, over)
-        for t in _summands(terms, terms.mul(outside, s), makers, over)
-    ]
+    for s in _summands(terms, x.args[i], makers, over):
+        yield from _summands(terms, terms.mul(outside, s), makers, over)
 
 
 def _adds_late(x: Term, makers: int, over: tuple[int, ...]) -> bool:
     """Is there a sum in x, reached through products of first powers, that mixes late summands with others?"""
-    if not x.hosts & makers:
-        return False
-    if x.kind == "add":
-        late = [
-            is_late(a, makers, over) or (a.kind == "mul" and any(is_late(f, makers, over) for f in a.args))
-            for a in x.args
-        ]
-        return any(late) or any(_adds_late(a, makers, over) for a in x.args)
-    if x.kind == "mul":
-        return any(p == 1 and _adds_late(a, makers, over) for a, p in zip(x.args, x.powers, strict=True))
+    seen, todo = set[Term](), [x]
+    while todo:
+        t = todo.pop()
+        if t in seen or not t.hosts & makers:
+            continue
+        seen.add(t)
+        if t.kind == "add":
+            if any(is_late(f, makers, over) for a in t.args for f in (a, *(a.args if a.kind == "mul" else ()))):
+                return True
+            todo += t.args
+        elif t.kind == "mul":
+            todo += [a for a, p in zip(t.args, t.powers, strict=True) if p == 1]
     return False
 
 

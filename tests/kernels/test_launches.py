@@ -11,7 +11,7 @@ import torch
 from codegen_cases import bias_sums, blank_outputs, norm_producer, random_inputs, summed, swiglu, token_scale
 from torch import Tensor
 
-from coda_inductor.codegen import legality
+from coda_inductor.codegen import doors, legality
 from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.errors import Unsupported
@@ -174,3 +174,34 @@ def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: 
     with pytest.warns(RuntimeWarning, match="separate operations"):
         k(few, [few_out])
     assert torch.equal(few_out, interpret(region, few)[0]) and k._ready[64, False] is None
+
+
+def test_a_line_in_which_nothing_runs_takes_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doors of a captured line are its own for ever: one that was taken back would be another graph's, too."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(doors, "_devices", {})
+    doors.doors(cpu, 1)
+    monkeypatch.setattr(doors, "_stream", lambda device: (True, 7))
+    first = doors.doors(cpu, 1)
+    nothing = types.SimpleNamespace(prepare=lambda inputs, outs: None)
+    launch.together([(nothing, [torch.zeros(0, 8)], [])] * 2)
+    assert not doors.doors(cpu, 0) and not doors.doors(cpu, -1)
+    assert len({*first, *doors.doors(cpu, 1)}) == 2
+
+
+def test_a_matrix_of_two_pairs_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x W + y W with one W: its copy lies elsewhere, and so may the other pair's."""
+    launch.FALLBACKS.clear()
+    region = summed(64, 64)
+    k = launched(monkeypatch, region, tmp_path)
+    k._spanned = [(0, 2), (1, 2)]
+    inputs = random_inputs(region, 64, "cpu")
+    inputs[0], inputs[1] = (torch.randn(64, 128).bfloat16()[:, :64] for _ in range(2))
+    inputs[2] = inputs[0]
+    given = list[list[Tensor]]()
+    monkeypatch.setattr(FakeKernel, "run", lambda self, inputs, outs: given.append(inputs))
+    with pytest.warns(RuntimeWarning, match="two matrices"):
+        k(inputs, [None] * (len(region.stores) + len(region.reductions)))
+    _, b, c = given[0][:3]
+    assert c.data_ptr() != inputs[0].data_ptr() and b.stride() == c.stride()

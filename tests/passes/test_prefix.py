@@ -353,3 +353,30 @@ def test_of_packed_queries_keys_and_values(counted: list[int]) -> None:
     with torch.no_grad():
         close(torch.compile(call, backend="coda", options=STRICT)(drawn()), call(drawn()))
     assert counted == [2, 0]
+
+
+CUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "shifted": lambda h, w, v: torch.tanh((h[1:] * 0.5 + h[:-1]) @ w),
+    "halves": lambda h, w, v: torch.cat([h[: h.shape[0] // 2] @ w, torch.tanh(h[h.shape[0] // 2 :] @ v)]),
+    "text and image": lambda h, w, v: torch.cat([h[:4] + torch.tanh(h[:4] @ w), h[4:] + torch.tanh(h[4:] @ v)]),
+    "the last": lambda h, w, v: torch.tanh(h[-3:]).sum() * torch.tanh(h[:-3] @ v),
+    "every other": lambda h, w, v: torch.tanh(h[::2] @ w).sum() + torch.tanh(h[1::2] @ v),
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", CUT)
+def test_symbols_of_rows_are_not_compared(name: str, train: bool) -> None:
+    """To ask whether two symbols are equal would add a guard, and leave the graph to Inductor."""
+
+    def f(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return CUT[name](x + torch.tanh(x @ v) @ w, w, v)
+
+    compiled = torch.compile(f, backend="coda", dynamic=True, options=STRICT)
+    for rows in (32, 46):
+        args = [torch.randn(n, 16, dtype=torch.float64, requires_grad=train) for n in (rows, 16, 16)]
+        found, wanted = compiled(*args), f(*args)
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
+        if train:
+            mine, theirs = (torch.autograd.grad(out.square().sum(), args) for out in (found, wanted))
+            assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(mine, theirs, strict=True))
