@@ -50,7 +50,7 @@ def standin() -> dict[str, Any]:
     names["float32"] = as_float(torch.clone)
     names["unpack"], names["pack"] = lambda pair: pair, Pair
     for kind in (*LOADS, *SINKS, "MaskedColVecReduce", "MaskedRowVecReduce"):
-        names[kind] = lambda name, kind=kind, **given: types.SimpleNamespace(kind=kind, given=given)
+        names[kind] = lambda name, *_, kind=kind, **given: types.SimpleNamespace(kind=kind, given=given)
     names |= dict.fromkeys(OF_VECTORS, lambda *_: None)
     for decorator in ("one_product", "two_products", "summed_products", "unlike_products", "neighbours"):
         names[decorator] = lambda **given: lambda fn: (fn, given)

@@ -62,6 +62,16 @@ def sample_sums(n: int, k: int, tokens: int = 768) -> Region:
     ))  # fmt: skip
 
 
+def nested_sums(n: int, k: int, tokens: int = 384) -> Region:
+    """Sums over videos of three frames, over their frames, and again over videos: of two lengths."""
+    return verify(Region(
+        n, "bf16", (Product("acc", 0, 1, k, "nk"),), (Operand("x", "tile", "bf16"),),
+        (Let("y", "mul", ("acc", "x")),), (),
+        (Reduction("y", "M", tokens=3 * tokens), Reduction("acc", "M", tokens=tokens),
+         Reduction("acc", "M", tokens=3 * tokens)),
+    ))  # fmt: skip
+
+
 def token_scale(n: int, k: int) -> Region:
     """A product after a deferred norm: rsqrt(sum / k + eps) of the row."""
     return verify(Region(
@@ -313,7 +323,7 @@ _MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, sample_gate, sample_swiglu, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores,
     norm_backward, norm_gradients, summed, summed_norm_backward, unlike, unlike_columns, swiglu_backward, bias_sums,
     every_op, rotary, rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient, turned_left,
-    sample_sums,
+    sample_sums, nested_sums,
 )  # fmt: skip
 
 

@@ -259,7 +259,7 @@ class Epilogue(EpiMod):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         totals = tuple(
-            Total(name, source.whole(name), isinstance(op, ops.RowVecReduce), op.of, self.lanes, op.rounded, op.sampled)
+            Total(name, source.whole(name), isinstance(op, ops.RowVecReduce), op.of, self.lanes, op.rounded, op.tokens)
             for name, op in reduces.items()
         )
         self.mixins = (*self.mixins, *around)

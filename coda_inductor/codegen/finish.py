@@ -24,8 +24,8 @@ AHEAD = 4  # partial results that a thread asks for at once: none waits for the 
 class Total(NamedTuple):
     """One reduction: the field of its partial results, the field of the result, is it over M, its row's name, and how
     many columns of partial results over M lie beside one another for each of the result's: the first counts. `rounded`:
-    the dtype of 16 bits, by the compiler's name, to which the result is rounded; "": none. `sampled`: the result has an
-    entry for each column of each sample, which whole tiles of rows make up."""
+    the dtype of 16 bits, by the compiler's name, to which the result is rounded; "": none. `tokens`: the result has an
+    entry for each column of each sample of so many, which whole tiles of rows make up."""
 
     parts: str
     whole: str
@@ -33,21 +33,22 @@ class Total(NamedTuple):
     of: str
     lanes: int = 1
     rounded: str = ""
-    sampled: bool = False
+    tokens: int = 0
 
 
 def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
     """Launches what finishes the `totals`, whose fields `args` has: one kernel for those over N, one for those over M,
-    one for those over the rows of each sample. Traced into the host function of the kernel that they follow."""
-    for over_m, sampled in ((False, False), (True, False), (True, True)):
-        some = [total for total in totals if (total.over_m, total.sampled) == (over_m, sampled)]
+    one for those over the rows of each sample of as many tokens, since these are of one length. Traced into the host
+    function of the kernel that they follow."""
+    for over_m, tokens in sorted({(total.over_m, total.tokens) for total in totals}):
+        some = [total for total in totals if (total.over_m, total.tokens) == (over_m, tokens)]
         if some:
             parts = [getattr(args, total.parts) for total in some]
             if not over_m:  # [length, tiles]
                 parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
             parts = [_first_lanes(p, total.lanes) if over_m else p for p, total in zip(parts, some, strict=True)]
             wholes = [getattr(args, total.whole) for total in some]
-            parts = [_by_samples(p, w) if sampled else p for p, w in zip(parts, wholes, strict=True)]
+            parts = [_by_samples(p, w) if tokens else p for p, w in zip(parts, wholes, strict=True)]
             kinds = [(total.of, total.rounded) for total in some]
             finish_sums(parts, wholes, kinds, cute.size(wholes[0]), stream)
 

@@ -24,7 +24,7 @@ class _Parts:
 
     of: str  # the row of core/reductions.py
     rounded = ""  # to which dtype the result is (Total)
-    sampled = False  # is it taken for each sample?
+    tokens = 0  # of each sample, if it is taken for each
 
 
 class _TileByTile(_Parts):
@@ -56,9 +56,14 @@ class RowVecReduce(_Columns, ops.RowVecReduce):  # type: ignore[misc]
 
 
 class SampleReduce(RowVecReduce):
-    """A sum over the rows of each sample."""
+    """A sum over the rows of each sample of `tokens`."""
 
-    sampled = True
+    def __init__(self, name: str, tokens: int, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.tokens = tokens
+
+    def config_key(self) -> Any:
+        return (*super().config_key(), self.tokens)
 
 
 class OnlineLSEReduce(_TileByTile, ops.OnlineLSEReduce):  # type: ignore[misc]

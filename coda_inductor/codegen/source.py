@@ -122,7 +122,7 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
         rounding = late.get(total.value)
         r = replace(total, value=str(rounding.args[0])) if rounding else total
         scaled, value = _summed(region, r, spelled, pair)
-        options = [f'"{slot}"', *(["scaled=True"] if scaled else [])]
+        options = [f'"{slot}"', *([str(r.tokens)] if r.tokens else []), *(["scaled=True"] if scaled else [])]
         if REDUCTIONS[r.of].selects:
             options += [f'rounded="{FORMATS[rounding.op].cute}"'] if rounding else []
             options += ["masked=True"] if past_the_edge(region, r) else []

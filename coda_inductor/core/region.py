@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 
+from coda_inductor.core.errors import BrokenInvariant
+
 Extent = Literal["token", "feature", "sample", "tile", "table", "scalar"]
 """What an operand varies over: "token" is [M], "feature" is [N], "tile" is [M, N], "sample" is a vector over features
 for each sample, of which row m reads its own; "scalar", of an elementwise pass alone, is one number. Where two products
@@ -195,9 +197,13 @@ class Region(Keyed):
         return p.a, 0 if p.a_layout == "mk" else 1
 
     def m(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """M of these inputs: an int, of fake tensors perhaps a symbol."""
+        """M of these inputs: an int, of fake tensors perhaps a symbol. Raises BrokenInvariant if they are no whole
+        samples."""
         i, dim = self.m_axis
-        return inputs[i].shape[dim]
+        m = inputs[i].shape[dim]
+        if isinstance(m, int) and m % self.whole:
+            raise BrokenInvariant(f"{m} rows are no samples of {self.whole} tokens")
+        return m
 
     def shape(self, operand: Operand, m: int) -> tuple[int, ...]:
         """An operand's, beside `m` rows."""
@@ -211,6 +217,11 @@ class Region(Keyed):
     def whole(self) -> int:
         """M is a multiple of it: the tokens of the samples of each of which it takes a sum; 1 if it takes none."""
         return math.lcm(*(r.tokens or 1 for r in self.reductions))
+
+    def rows(self, m: int) -> int:
+        """At least `m`, as it can have: whole samples, multiples of 8 where the left operand's rows are M numbers."""
+        of = math.lcm(self.whole, 8 if self.m_axis[1] else 1)
+        return -(-m // of) * of
 
     def length(self, total: Reduction, m: Any) -> Any:
         """Of a finished reduction, of `m` rows."""

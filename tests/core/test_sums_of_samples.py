@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from codegen_cases import blank_outputs, norm_producer, random_inputs, relative_error, sample_sums, whole
+from codegen_cases import (
+    blank_outputs,
+    nested_sums,
+    norm_producer,
+    random_inputs,
+    relative_error,
+    sample_sums,
+    whole,
+)
 from torch import Tensor, fx
 
 from coda_inductor.codegen import source
 from coda_inductor.codegen.target import SM_90A
+from coda_inductor.commands.differences.bisect import inputs as drawn
 from coda_inductor.core import blocks
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.interpret import interpret
@@ -103,6 +113,43 @@ def test_a_launch_gives_each_sum_its_length() -> None:
     assert [given[source.whole(s)].numel() for s in names.sums] == [72, 72, 24, 768]
     assert given[source.whole(names.sums[1])] is outs[2]
     assert [[*given[s].shape] for s in names.sums[:3]] == 3 * [[6, 24]]
+
+
+def test_sums_of_one_length_are_finished_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch is as long as its first sum: of longer ones it would leave the end unwritten."""
+    pytest.importorskip("cutlass")
+    from coda_inductor.codegen import finish
+
+    region = nested_sums(24, 16)
+    totals = [finish.Total(f"r{i}", f"r{i}w", True, "sum", tokens=r.tokens) for i, r in enumerate(region.reductions)]
+    totals += [finish.Total("n", "nw", False, "sum"), finish.Total("m", "mw", True, "sum")]
+    launched = list[list[str]]()
+    monkeypatch.setattr(finish, "finish_sums", lambda parts, wholes, kinds, longest, stream: launched.append(wholes))
+    monkeypatch.setattr(finish, "_first_lanes", lambda parts, lanes: parts)
+    monkeypatch.setattr(finish, "_by_samples", lambda parts, whole: parts)
+    stub = SimpleNamespace(size=len, make_tensor=lambda *_: "", select=lambda *_, mode: "")
+    monkeypatch.setattr(finish, "cute", stub)
+    args = {t.whole: t.whole for t in totals} | {t.parts: SimpleNamespace(iterator=0, layout=0) for t in totals}
+    finish.finish(totals, SimpleNamespace(**args), None)
+    assert sorted(launched) == [["mw"], ["nw"], ["r0w", "r2w"], ["r1w"]]
+
+
+def test_sums_of_two_levels() -> None:
+    """Of videos and of their frames; a proof sees two videos, how long they may be."""
+    region = nested_sums(24, 16, 4)
+    inputs = random_inputs(region, 24, "cpu")
+    found = interpret(region, inputs)
+    made = inputs[0].float() @ inputs[1].float().t()
+    assert torch.allclose(found[1], made.view(6, 4, 24).sum(1).flatten(), atol=1e-5)
+    assert torch.allclose(found[2], made.view(2, 12, 24).sum(1).flatten(), atol=1e-5)
+    config = next(iter(SM_90A.large))
+    assert proof.sizes(nested_sums(8192, 64, 32768), config, 132)[-1] == 2 * 3 * 32768
+
+
+def test_what_a_bisection_draws_is_of_whole_samples() -> None:
+    region = sample_sums(24, 16, 384)
+    given = drawn(region, 512, torch.device("cpu"))
+    assert given[0].shape[0] == 768 and len(interpret(region, given)) == 5
 
 
 def test_a_search_compares_the_columns_of_all_samples(tmp_path: Path) -> None:

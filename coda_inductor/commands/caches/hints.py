@@ -97,7 +97,7 @@ def share_of_products(region: Region, config: Config, m: int, cache_dir: str | N
         kernel = launch.kernel(region.text, cache_dir)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with torch.no_grad():
-            inputs = proof.random_inputs(region, m, device)
+            inputs = proof.random_inputs(region, region.rows(m), device)
             outs = outputs(region, inputs)
             times = beside_products(lambda: kernel.run_in(config, inputs, outs), region, inputs)
     except (Unsupported, torch.OutOfMemoryError):

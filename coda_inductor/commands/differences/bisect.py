@@ -179,9 +179,9 @@ def alone(site: Site, settings: Settings, device: torch.device) -> Facts:
 
 
 def inputs(region: Region, m: int, device: torch.device) -> list[Tensor]:
-    """Random matrices and operands for M = `m`, up to a multiple of 8: about 1 in size, products of them too; what
-    varies over rows alone is positive, as a sum of squares is."""
-    generator, m = torch.Generator(device).manual_seed(SEED), -(-m // 8) * 8
+    """Random matrices and operands for M = `m`, up to a multiple of 8 and to whole samples: about 1 in size, products
+    of them too; what varies over rows alone is positive, as a sum of squares is."""
+    generator, m = torch.Generator(device).manual_seed(SEED), region.rows(-(-m // 8) * 8)
     left, right = (DTYPES[dtype] for dtype in region.dtypes)
     wide = region.compute
 
