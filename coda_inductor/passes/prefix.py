@@ -337,8 +337,9 @@ def _beside(node: fx.Node) -> tuple[list[fx.Node], int]:
 
 
 def _static(node: fx.Node) -> bool:
-    """Are all its sizes numbers? To compare symbols would add a guard."""
-    return all(isinstance(size, int) for size in node.meta["val"].shape)
+    """Is it a tensor, of sizes that are numbers? To compare symbols would add a guard."""
+    value = g.tensor(node)
+    return value is not None and all(isinstance(size, int) for size in value.shape)
 
 
 def _changed(node: fx.Node, parts: list[fx.Node], dim: int) -> tuple[Changed, fx.Node]:

@@ -360,6 +360,7 @@ CUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "halves": lambda h, w, v: torch.cat([h[: h.shape[0] // 2] @ w, torch.tanh(h[h.shape[0] // 2 :] @ v)]),
     "text and image": lambda h, w, v: torch.cat([h[:4] + torch.tanh(h[:4] @ w), h[4:] + torch.tanh(h[4:] @ v)]),
     "the last": lambda h, w, v: torch.tanh(h[-3:]).sum() * torch.tanh(h[:-3] @ v),
+    "their number": lambda h, w, v: torch.tanh(h @ w) + (torch.arange(16) + h.shape[0]),
     "every other": lambda h, w, v: torch.tanh(h[::2] @ w).sum() + torch.tanh(h[1::2] @ v),
 }
 

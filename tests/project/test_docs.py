@@ -198,12 +198,14 @@ def test_every_script_and_file_of_results_has_a_line() -> None:
 
 
 def test_findings_have_the_dates_of_their_commits() -> None:
-    """Of each section the first and the last, where git knows them."""
+    """Of each section that names some the first and the last, where git knows them."""
     text = (ROOT / "docs" / "log.md").read_text()
     sections = re.findall(r"^## (.*?): .*?\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
-    assert len(sections) > 15
+    named = 0
     for said, body in sections:
-        commits = set(re.findall(r"\b(?=\w*\d)[0-9a-f]{7}\b", body))
+        if not (commits := set(re.findall(r"\b(?=\w*\d)[0-9a-f]{7}\b", body))):
+            continue  # git would show the last commit of all
+        named += 1
         shown = subprocess.run(
             ["git", "show", "--no-patch", "--format=%ad", "--date=short", *commits],
             cwd=ROOT, capture_output=True, text=True,
@@ -212,6 +214,7 @@ def test_findings_have_the_dates_of_their_commits() -> None:
             pytest.skip("no history here")
         days = sorted(shown.stdout.split())
         assert said == (days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1][5:]}"), body[:80]
+    assert named > 15
 
 
 @each_page

@@ -35,6 +35,7 @@ from coda_inductor.plan.draft import Draft
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite import derive, separate
 from coda_inductor.rewrite.laws import LAWS
+from coda_inductor.rewrite.limits import NONE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.space import Space
 from coda_inductor.write.vectors import Vectors
@@ -151,6 +152,7 @@ def an_operand_is_deferred_though_others_need_it(patch: pytest.MonkeyPatch) -> N
 
 def regions_may_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "cycle", lambda pending: None)
+    patch.setattr(search, "circular", lambda made: NONE)
 
 
 def a_sum_is_read_as_it_leaves(patch: pytest.MonkeyPatch) -> None:
