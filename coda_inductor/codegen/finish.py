@@ -42,15 +42,14 @@ def finish(totals: Sequence[Total], args: Any, stream: Any) -> None:
     function of the kernel that they follow."""
     for over_m, tokens in sorted({(total.over_m, total.tokens) for total in totals}):
         some = [total for total in totals if (total.over_m, total.tokens) == (over_m, tokens)]
-        if some:
-            parts = [getattr(args, total.parts) for total in some]
-            if not over_m:  # [length, tiles]
-                parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
-            parts = [_first_lanes(p, total.lanes) if over_m else p for p, total in zip(parts, some, strict=True)]
-            wholes = [getattr(args, total.whole) for total in some]
-            parts = [_by_samples(p, w) if tokens else p for p, w in zip(parts, wholes, strict=True)]
-            kinds = [(total.of, total.rounded) for total in some]
-            finish_sums(parts, wholes, kinds, cute.size(wholes[0]), stream)
+        parts = [getattr(args, total.parts) for total in some]
+        if not over_m:  # [length, tiles]
+            parts = [cute.make_tensor(p.iterator, cute.select(p.layout, mode=[1, 0])) for p in parts]
+        parts = [_first_lanes(p, total.lanes) if over_m else p for p, total in zip(parts, some, strict=True)]
+        wholes = [getattr(args, total.whole) for total in some]
+        parts = [_by_samples(p, w) if tokens else p for p, w in zip(parts, wholes, strict=True)]
+        kinds = [(total.of, total.rounded) for total in some]
+        finish_sums(parts, wholes, kinds, cute.size(wholes[0]), stream)
 
 
 def _first_lanes(parts: Any, lanes: int) -> Any:

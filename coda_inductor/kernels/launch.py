@@ -37,9 +37,7 @@ LAUNCHES: collections.Counter[str] = collections.Counter()
 FALLBACKS: collections.Counter[str] = collections.Counter()
 """Launches that did not run as one kernel on the tensors given, by reason; each reason is warned about once."""
 
-LAYOUTS = (
-    64  # of the inputs of one kernel, that are remembered: their check took a fifth of a launch's time on the host
-)
+LAYOUTS = 64  # of one kernel's inputs that are remembered: to check them took a fifth of a launch's time on the host
 REACH = 1 << 40  # bytes between two matrices that one TMA descriptor can span; beyond, the hardware wraps silently
 
 
