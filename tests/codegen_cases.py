@@ -90,7 +90,7 @@ def random_inputs(region: Region, m: int, device: str, *, seed: int = 0, up_firs
 
 def whole(region: Region, m: int) -> int:
     """At least `m` rows, of whole samples."""
-    return region.rows(m) if region.whole > 1 else m
+    return region.rows(m) if region.multiple > 1 else m
 
 
 def laid_out(x: Tensor) -> Tensor:

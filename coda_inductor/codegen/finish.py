@@ -68,9 +68,9 @@ def _by_samples(parts: Any, whole: Any) -> Any:
     return cute.make_tensor(parts.iterator, layout)
 
 
-def finish_sums(parts: list[Any], wholes: list[Any], kinds: list[tuple[str, str]], longest: Any, stream: Any) -> None:
-    """Launches one kernel for sums of which none has more than `longest` entries."""
-    blocks = (longest + (LANES - 1)) // LANES
+def finish_sums(parts: list[Any], wholes: list[Any], kinds: list[tuple[str, str]], length: Any, stream: Any) -> None:
+    """Launches one kernel for sums of `length` entries each."""
+    blocks = (length + (LANES - 1)) // LANES
     _finish(parts, wholes, kinds).launch(
         grid=(blocks, len(parts), 1), block=(LANES * WARPS, 1, 1), stream=stream, use_pdl=True
     )

@@ -50,7 +50,7 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
     may add up a product in another order for fewer rows."""
     wanted, numbers = [i for i, out in enumerate(outs) if out is not None], numbers or NUMBERS
     m, rows = region.m(inputs), max(1, numbers // max(region.width, *region.ks.values()))
-    rows = max(region.whole, rows // region.whole * region.whole)
+    rows = max(region.multiple, rows // region.multiple * region.multiple)
     dims = {a: region.m_axis[1] for p in region.products for a, _ in p.pairs}
     dims |= {i: 0 for i, o in enumerate(region.operands, region.matrices) if o.extent not in ("feature", "sample")}
     stored = len(region.stores)

@@ -201,8 +201,8 @@ class Region(Keyed):
         samples."""
         i, dim = self.m_axis
         m = inputs[i].shape[dim]
-        if isinstance(m, int) and m % self.whole:
-            raise BrokenInvariant(f"{m} rows are no samples of {self.whole} tokens")
+        if isinstance(m, int) and m % self.multiple:
+            raise BrokenInvariant(f"{m} rows are no samples of {self.multiple} tokens")
         return m
 
     def shape(self, operand: Operand, m: int) -> tuple[int, ...]:
@@ -214,13 +214,13 @@ class Region(Keyed):
         return (m,) if operand.extent == "token" else (self.width,)
 
     @property
-    def whole(self) -> int:
+    def multiple(self) -> int:
         """M is a multiple of it: the tokens of the samples of each of which it takes a sum; 1 if it takes none."""
         return math.lcm(*(r.tokens or 1 for r in self.reductions))
 
     def rows(self, m: int) -> int:
         """At least `m`, as it can have: whole samples, multiples of 8 where the left operand's rows are M numbers."""
-        of = math.lcm(self.whole, 8 if self.m_axis[1] else 1)
+        of = math.lcm(self.multiple, 8 if self.m_axis[1] else 1)
         return -(-m // of) * of
 
     def length(self, total: Reduction, m: Any) -> Any:

@@ -184,7 +184,7 @@ def sizes(region: Region, config: Config, blocks: int) -> tuple[int, ...]:
     last = max(SIZES[-1], (WAVES * blocks // columns + 1) * config.tile_m)
     last = max(last, *(o.tokens + 1 for o in region.operands), 0)  # of two samples
     last = max(LEAST, min(last, BYTES // row_bytes(region)) // 64 * 64 + 1)
-    last = max(last, 2 * region.whole if region.whole > 1 else 0)  # of two samples, how large they may be
+    last = max(last, 2 * region.multiple if region.multiple > 1 else 0)  # of two samples, how large they may be
     return tuple(region.rows(m) for m in (*SIZES[:-1], last))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -68,21 +69,19 @@ class Draft:
         return functools.reduce(int.__or__, (t.deps for t in self.values), 0)
 
 
-def cycle(pending: list[Draft]) -> Draft | None:
-    """A draft that waits for its own outputs by way of others, if there is one. All of a Region runs at one time."""
-    ready = 1
-    waits = {id(d): d.deps & ~d.space.mask for d in pending}
+def cycle(waits: Sequence[int], masks: Sequence[int]) -> list[int]:
+    """Regions of which each waits for the next, and the last for the first; none if there are no such. All of a Region
+    runs at one time. By Region, as bit sets: what it waits for, and what it makes."""
+    pending, ready = [*range(len(waits))], 1
     while pending and ready:
-        blocked = 0
-        for d in pending:
-            blocked |= d.space.mask
+        blocked = functools.reduce(int.__or__, (masks[i] for i in pending))
         ready = len(pending)
-        pending = [d for d in pending if waits[id(d)] & blocked]
+        pending = [i for i in pending if waits[i] & blocked]
         ready -= len(pending)
     path = pending[:1]
-    while path and (following := next(d for d in pending if waits[id(path[-1])] & d.space.mask)) not in path:
+    while path and (following := next(i for i in pending if waits[path[-1]] & masks[i])) not in path:
         path.append(following)
-    return following if path else None
+    return path[path.index(following) :] if path else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,9 @@ class Plan(Inputs):
                     both[acc.bit] = "its halves are needed as well as the whole"
         if both or whole_heads:
             raise Conflict(Limits(both, whole_heads=whole_heads))
-        if (late := cycle(self.unique())) is not None:
+        drafts = self.unique()
+        if found := cycle([d.deps & ~d.space.mask for d in drafts], [d.space.mask for d in drafts]):
+            late = drafts[found[0]]
             raise Conflict(
                 Limits({a.bit: "it and another epilogue would wait for each other" for a in late.space.accs})
             )

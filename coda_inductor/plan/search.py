@@ -6,7 +6,7 @@ from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
 from coda_inductor.plan.accumulated import addend
 from coda_inductor.plan.build import build
-from coda_inductor.plan.circles import circular
+from coda_inductor.plan.cycles import circular
 from coda_inductor.plan.draft import CROWDED, Conflict, Root
 from coda_inductor.plan.plan import Plan
 from coda_inductor.plan.trim import trim

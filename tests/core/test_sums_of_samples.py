@@ -51,7 +51,7 @@ def test_text_names_tokens_of_samples_alone() -> None:
     region = sample_sums(24, 16)
     assert parse(region.text) == region and region.text.count('"tokens":768') == 3
     assert "sum over M of acc -> [M / 768 * 24]" in show(region)
-    assert "tokens" not in norm_producer(24, 16).text and norm_producer(24, 16).whole == 1
+    assert "tokens" not in norm_producer(24, 16).text and norm_producer(24, 16).multiple == 1
 
 
 def test_none_is_over_the_columns_of_a_sample() -> None:
@@ -124,7 +124,7 @@ def test_sums_of_one_length_are_finished_together(monkeypatch: pytest.MonkeyPatc
     totals = [finish.Total(f"r{i}", f"r{i}w", True, "sum", tokens=r.tokens) for i, r in enumerate(region.reductions)]
     totals += [finish.Total("n", "nw", False, "sum"), finish.Total("m", "mw", True, "sum")]
     launched = list[list[str]]()
-    monkeypatch.setattr(finish, "finish_sums", lambda parts, wholes, kinds, longest, stream: launched.append(wholes))
+    monkeypatch.setattr(finish, "finish_sums", lambda parts, wholes, kinds, length, stream: launched.append(wholes))
     monkeypatch.setattr(finish, "_first_lanes", lambda parts, lanes: parts)
     monkeypatch.setattr(finish, "_by_samples", lambda parts, whole: parts)
     stub = SimpleNamespace(size=len, make_tensor=lambda *_: "", select=lambda *_, mode: "")

@@ -50,7 +50,7 @@ def test_every_case_can_be_compared(make: Callable[[int, int], Region], tmp_path
     for swapped in (False, True)[: 1 if region.half or len(region.products) == 1 else 2]:
         kernel = Lying(region, TILE, tmp_path, swapped=swapped)
         found = [*proof.measured(region, TILE, kernel, swapped=swapped)]
-        of = 8 if region.m_axis[1] else region.whole
+        of = 8 if region.m_axis[1] else region.multiple
         assert kernel.sizes == [-(-m // of) * of for m in (1, 37, 4097, 4097, 4097)]
         assert all(error[1:] == (0.0, 0.0) for error in found)
 

@@ -136,7 +136,8 @@ def test_planning_twice_gives_the_same_program() -> None:
 def test_regions_never_wait_for_each_other(name: str) -> None:
     function, inputs = ODD[name]
     made = planned(function, *inputs())
-    assert cycle(made.unique()) is None and made.unique()
+    drafts = made.unique()
+    assert drafts and not cycle([d.deps & ~d.space.mask for d in drafts], [d.space.mask for d in drafts])
     assert any("wait for each other" in r.reason for r in made.refused)
 
 

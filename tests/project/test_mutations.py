@@ -151,7 +151,7 @@ def an_operand_is_deferred_though_others_need_it(patch: pytest.MonkeyPatch) -> N
 
 
 def regions_may_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(plan, "cycle", lambda pending: None)
+    patch.setattr(plan, "cycle", lambda waits, masks: [])
     patch.setattr(search, "circular", lambda made: NONE)
 
 

@@ -68,25 +68,6 @@ def test_a_symbol_of_images_is_eagers() -> None:
             assert len(REPORTS) == 1 and bool(tokens(REPORTS[0])) is read, dim
 
 
-@pytest.mark.parametrize("batch", [2, 3])
-@pytest.mark.parametrize("block", [Chunks, Table, Apart])
-def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) -> None:
-    """Epilogues read such vectors, and take their gradients: sums over the tokens of each sample."""
-    made, args = model(block), [a.requires_grad_() for a in inputs(batch, SAMPLE)]
-    leaves = [*args, *made.parameters()]
-    wanted = made(*args)
-    weight = torch.randn_like(wanted)
-    with strict_reference(run=False):
-        REPORTS.clear()
-        found = torch.compile(made, backend="coda")(*args)
-        gradients = torch.autograd.grad((found * weight).sum(), leaves)
-    assert all(map(tokens, REPORTS)) and error(found, wanted) < 1e-10
-    sums = [summed(report) for report in REPORTS]
-    assert {count for counts in sums for count in counts} == {SAMPLE} and sum(map(len, sums)) >= 4
-    for mine, theirs in zip(gradients, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
-        assert error(mine, theirs) < 1e-10
-
-
 def trained(made: nn.Module, *args: Tensor) -> list[Report]:
     """Outputs and all gradients against eager; the reports."""
     given = [a.requires_grad_() for a in args]
@@ -101,6 +82,16 @@ def trained(made: nn.Module, *args: Tensor) -> list[Report]:
     for mine, theirs in zip(gradients, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
         assert mine.shape == theirs.shape and error(mine, theirs) < 1e-10
     return list(REPORTS)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("block", [Chunks, Table, Apart])
+def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) -> None:
+    """Epilogues read such vectors, and take their gradients: sums over the tokens of each sample."""
+    reports = trained(model(block), *inputs(batch, SAMPLE))
+    assert all(map(tokens, reports))
+    sums = [count for report in reports for count in summed(report)]
+    assert set(sums) == {SAMPLE} and len(sums) >= 4
 
 
 @pytest.mark.parametrize("count", [SAMPLE - 8, SAMPLE + 8])

@@ -15,7 +15,7 @@ from torch import fx
 
 from coda_inductor.patterns.terms import Term
 from coda_inductor.plan.built import Source, Table, Weight
-from coda_inductor.plan.draft import Root, Stored
+from coda_inductor.plan.draft import Root, Stored, cycle
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.rewrite.space import Computed, Half, Lane
@@ -24,24 +24,24 @@ WHY = "it and what reads it would wait for each other"
 
 
 def circular(plan: Plan) -> Limits:
-    """What undoes a circle of Regions, if there is one: no law is applied to its products, or, if none is, they become
+    """What undoes a cycle of Regions, if there is one: no law is applied to its products, or, if none is, they become
     no Region."""
     late, made = _late(plan), _made(plan)
-    waits = [_any(_waits(plan, source, late, made) for source in built.inputs) for built in plan.builts]
-    ring = _ring(waits)
-    if not ring:
+    waits = [_union(_waits(plan, source, late, made) for source in built.inputs) for built in plan.builts]
+    found = cycle(waits, [1 << i for i in range(len(waits))])
+    if not found:
         return Limits()
-    builts = [plan.builts[i] for i in ring]
-    mask = _any(b.mask for b in builts)
+    builts = [plan.builts[i] for i in found]
+    mask = _union(b.mask for b in builts)
     products, supplied = plan.program.lifted.products, {n for b in builts for n in b.draft.supplies}
     moved = (f.product for f in plan.firings if f.product >= 0)
-    undeferred = _any(1 << p for p in moved if mask >> p & 1 or products[p].node in supplied)
+    undeferred = _union(1 << p for p in moved if mask >> p & 1 or products[p].node in supplied)
     if undeferred & ~plan.program.limits.undeferred:
         return Limits(undeferred=undeferred)
     return Limits({p: WHY for p in products if mask >> p & 1})
 
 
-def _any(bits: Iterator[int]) -> int:
+def _union(bits: Iterator[int]) -> int:
     return functools.reduce(operator.or_, bits, 0)
 
 
@@ -59,7 +59,7 @@ def _late(plan: Plan) -> dict[fx.Node, int]:
     makers |= {n: 1 << i for i, b in enumerate(plan.builts) for n in b.draft.totals}
     late = dict[fx.Node, int]()
     for node in plan.program.lifted.graph.nodes:
-        late[node] = makers[node] if node in makers else _any(late[x] for x in node.all_input_nodes)
+        late[node] = makers[node] if node in makers else _union(late[x] for x in node.all_input_nodes)
     return late
 
 
@@ -77,23 +77,7 @@ def _waits(plan: Plan, source: Source, late: dict[fx.Node, int], made: dict[Stor
         case Root(square=square):
             return _waits(plan, square, late, made)
         case Table(lanes=lanes):
-            return _any(late[lane.node] for lane in lanes)
+            return _union(late[lane.node] for lane in lanes)
         case Computed():
-            return _any(_waits(plan, read, late, made) for read in plan.reads(source))
+            return _union(_waits(plan, read, late, made) for read in plan.reads(source))
     return 0
-
-
-def _ring(waits: list[int]) -> list[int]:
-    """Regions of which each waits for the next, and the last for the first; none if there are no such."""
-    pending, before = (1 << len(waits)) - 1, 0
-    while pending != before:
-        before = pending
-        pending = _any(1 << i for i, bits in enumerate(waits) if pending >> i & 1 and bits & pending)
-    path = list[int]()
-    while pending:
-        start = waits[path[-1]] & pending if path else pending
-        following = (start & -start).bit_length() - 1
-        if following in path:
-            return path[path.index(following) :]
-        path.append(following)
-    return []

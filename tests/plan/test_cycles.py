@@ -13,7 +13,7 @@ from evaluate import error, strict_reference
 from torch import Tensor
 
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.plan.circles import _ring
+from coda_inductor.plan.draft import cycle
 
 Form = Callable[[Tensor], Tensor]
 
@@ -53,7 +53,7 @@ def test_no_epilogue_waits_for_its_own_store(name: str, train: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits", "ring"),
+    ("waits", "found"),
     [
         ([], []),
         ([0b10, 0], []),
@@ -62,5 +62,5 @@ def test_no_epilogue_waits_for_its_own_store(name: str, train: bool) -> None:
         ([0b10, 0b100, 0b1000, 0b10], [1, 2, 3]),
     ],
 )
-def test_a_ring_is_found_and_not_what_waits_for_it(waits: list[int], ring: list[int]) -> None:
-    assert sorted(_ring(waits)) == ring
+def test_a_cycle_is_found_and_not_what_waits_for_it(waits: list[int], found: list[int]) -> None:
+    assert sorted(cycle(waits, [1 << i for i in range(len(waits))])) == found
