@@ -66,7 +66,7 @@ STEPS = {
     "the same, scores whole": 'the same, `disable="blocks"`',
     LLAMA: "Llama-1B of transformers, AdamW",
     TITAN: "TorchTitan's Llama-1B, blocks compiled by themselves, AdamW",
-    PHI4: "Phi-4-14B, 2 layers, forward and backward",
+    PHI4: "Phi-4-14B, 2 layers, before packed products were read in parts",
     FP8_STEP: "Llama-1B, FP8 rowwise, head in bf16, AdamW",
     WITHOUT_TUNING: "Llama-1B, AdamW, `tune=off`, three processes",
     "llama-1b of transformers, 16 layers, tied head, 4 x 2048 tokens, AdamW, every Region (tune=off)":

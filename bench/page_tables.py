@@ -11,6 +11,7 @@ PER_TENSOR_OR_ROW = ("2 layers of Llama, per_row", "2 layers of Llama, per_tenso
 BY_WIDTH = ("case", "d", "ffn", "tokens", "machine")
 BY_BACKEND = ("case", "mode", "machine", "backend", "cache")
 DEFAULT = "torch.compile default"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
 def is_step(row: Row) -> bool:
@@ -63,8 +64,8 @@ def pick(source: Source, case: str, name: str, **more: object) -> Source:
 
 GAINS = (
     pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers", mode="train"),
-    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, one GPU, AdamW"),
-    pick(NANO, names.NANO, "nanochat-like, autocast, AdamW"),
+    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, one GPU, AdamW", machine=H200),
+    pick(NANO, names.NANO, "nanochat-like, autocast, AdamW", machine=H100),
     pick(BENCH, "gemma3_12b, 2 layers", "Gemma-3-12B, 2 layers", mode="train"),
     pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, FP8 rowwise, AdamW"),
     pick(FLOAT8_TRAINING, "2 layers of Llama, tensorwise", "Llama, width 4096, FP8 tensorwise, 2 layers", d=4096),

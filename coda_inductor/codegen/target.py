@@ -210,13 +210,14 @@ def of_capability(capability: tuple[int, int] | None, *, untested: bool = False)
         if row.capability == capability:
             opt_in = f"CODA_INDUCTOR_TARGET={row.name} tries them"
             raise Unsupported(f"kernels for {arch(capability)} are {UNTESTED}", hint=opt_in)
-    raise Unsupported(f"kernels are generated for {kinds()} only, found {arch(capability)}")
+    raise Unsupported(f"kernels are generated for {kinds()}, found {arch(capability)}")
 
 
 def kinds() -> str:
-    """The cards that there are kernels for, in words: "sm_90, on request sm_100"."""
+    """The cards that there are kernels for, in words: "sm_90 only (on request for sm_100)"."""
     known = {tested: [arch(r.capability) for r in TARGETS.values() if r.tested is tested] for tested in (True, False)}
-    return ", ".join(known[True] + [f"on request {name}" for name in known[False][:1]] + known[False][1:])
+    asked = f" (on request for {', '.join(known[False])})" if known[False] else ""
+    return f"{', '.join(known[True])} only{asked}"
 
 
 def capability(device: torch.device | None = None) -> tuple[int, int] | None:

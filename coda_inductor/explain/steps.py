@@ -262,8 +262,9 @@ class Listing:
         for j, t in enumerate(draft.sums):
             result = results.get(j + len(draft.stores))
             name, to = (self.names[result], readers.get(result, [])) if result is not None else ("unread", [])
-            of, over = region.reductions[j].of, region.reductions[j].over
-            sums.append({"name": name, "to": to, "of": of, "over": over, "formula": show(t.args[0], DEPTH, names)})
+            r = region.reductions[j]
+            over = f"each {r.tokens} of {r.over}" if r.tokens else r.over
+            sums.append({"name": name, "to": to, "of": r.of, "over": over, "formula": show(t.args[0], DEPTH, names)})
         loads = list(dict.fromkeys(self._input(step, built, s) for s in built.inputs[region.matrices :]))
         facts: Facts = {"region": site.name, "shape": f"[{site.m}, {region.n}]"}
         return facts | {"products": products, "loads": loads, "stores": stores, "sums": sums} | site_facts(site)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from conditioned_blocks import Chunks, inputs, model
 from torch import Tensor, nn
 
 from coda_inductor.core.settings import Settings
@@ -144,3 +145,11 @@ def test_opaque_operations_and_passes_around_attention() -> None:
 def test_a_graph_without_products_is_said_to_have_none() -> None:
     (graph,) = program(torch.relu, (torch.empty(8, 8),), {}, "infer", REFERENCE)["graphs"]
     assert graph["untouched"] == "it has no matrix product" and [s["kind"] for s in graph["after"]] == ["pass"]
+
+
+def test_sums_of_samples_say_so() -> None:
+    """The gradients of what each image's condition shifts and gates."""
+    facts = program(model(Chunks), inputs(2, 128), {}, "train", REFERENCE)
+    over = {s["over"] for step in facts["graphs"][0]["after"] for s in step.get("sums", ())}
+    assert "each 128 of M" in over and {"M", "N"} & over
+    assert "sum over each 128 of M of " in render(facts)
