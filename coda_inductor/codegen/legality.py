@@ -194,8 +194,8 @@ def require_shape(region: Region, target: Target) -> None:
     if len(region.products) == 2:
         _require_lanes(region, target)
     if region.summed:
-        for k in region.ks.values():
-            _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
+        k = region.products[0].k
+        _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
         _need(not region.unlike or target.unlike, f"two products of unlike k in one sum, on {target.name}")
 
 

@@ -49,7 +49,8 @@ class SecondMatrix(EpiOp):  # type: ignore[misc]
 class Unlike:
     """Mixed into a GEMM class: two tensors follow each other along K as A, and two as B, each with a descriptor of its
     own. Of the first, quack's own, it is said that all of K is theirs; steps behind `first_steps` are copied from the
-    second ones, to the same place and in the same coordinates but for K. So K of either is whole steps."""
+    second ones, to the same place and in the same coordinates but for K. So K of the first is whole steps. Behind the
+    end of the second, TMA writes zeros."""
 
     def rotate_batch_last(self, mA, mB, mD, mC, epilogue_args, append_batch_if_2d=False):  # type: ignore[no-untyped-def]
         mA, mB, mD, mC, epilogue_args = super().rotate_batch_last(  # type: ignore[misc]

@@ -28,9 +28,9 @@ from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.dropped import read_dropped
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.embedding import write_rows
+from coda_inductor.passes.factors import move_factors
 from coda_inductor.passes.joined import in_vain, split_joined
 from coda_inductor.passes.maxima import write_maxima
-from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.prefix import write_prefixes
@@ -41,6 +41,7 @@ from coda_inductor.passes.switches import (
     COMPLEX,
     ELEMENTWISE,
     EMBEDDING,
+    FACTORS,
     JOINED,
     NAMES,
     PARTS,
@@ -49,7 +50,7 @@ from coda_inductor.passes.switches import (
     allowed,
     laws_of,
 )
-from coda_inductor.passes.tables import Table
+from coda_inductor.passes.tables import Table, put_into_memory
 from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.laws import RELU
 from coda_inductor.rewrite.limits import Limits
@@ -146,6 +147,12 @@ def embedding_gradients(work: Work) -> None:
     """The gradient of a large embedding is written in the rows that occur."""
     if work.may(EMBEDDING):
         write_rows(work.graph)
+
+
+def small_factors(work: Work) -> None:
+    """A number that multiplies a product multiplies the smallest of its three tensors."""
+    if work.may(FACTORS) and work.settings.numerics != "strict":
+        move_factors(work.graph, work.before.effects.memory)
 
 
 def column_parts(work: Work) -> None:
@@ -272,6 +279,7 @@ STAGES: tuple[Stage, ...] = (
     casts_first,
     dropped_signs,
     embedding_gradients,
+    small_factors,
     column_parts,
     joined_operands,
     eight_bit_products,

@@ -18,7 +18,7 @@ KINDS = {
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
-PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX = "parts", "joined", "embedding", "blocks", "prefix"
+PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS = "parts", "joined", "embedding", "blocks", "prefix", "factors"
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
@@ -26,6 +26,7 @@ PASSES = {
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns",
     PREFIX: "no Region: rows that stay beside those that a rotary embedding turns, as class tokens, are turned by 0",
+    FACTORS: "no Region: a number that multiplies a product, as an adapter's, multiplies the smallest of its tensors",
     PARTS: "no Region: a product that is read in parts, as gate and up of one weight, is a product for each part",
     JOINED: "no Region: a product of two tensors beside each other, as attention's and an MLP's, is a product of each",
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",

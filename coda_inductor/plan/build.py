@@ -121,7 +121,7 @@ def build(plan: Plan, draft: Draft) -> Built:
     products = []
     for i, acc in enumerate(draft.space.accs):
         placed = []
-        for con in (acc, writer.added) if writer.added is not None else (acc,):
+        for con in _in_order(plan, acc, writer.added):
             pair = plan.operand(con), _weight(plan, draft, con)
             matrices += [m for m in pair if m not in matrices]
             deep = total(con.over).static
@@ -138,7 +138,18 @@ def build(plan: Plan, draft: Draft) -> Built:
     left, right, fast = writer.matrices()
     epilogue = tuple(writer.operands), tuple(writer.lets), stores, sums
     region = Region(n, left, tuple(products), *epilogue, half, right, fast, bool(heads and heads.neighbours))
-    return Built(verify(region), [*matrices, *writer.sources], draft, writer.added, frozenset(writer.laws))
+    turned = writer.added is not None and _in_order(plan, draft.space.accs[0], writer.added)[0] is writer.added
+    return Built(verify(region), [*matrices, *writer.sources], draft, writer.added, frozenset(writer.laws), turned)
+
+
+def _in_order(plan: Plan, acc: Term, added: Term | None) -> list[Term]:
+    """A product, and what is added to it, the one of the larger K first: only the second may end within a step of the
+    mainloop, as an adapter's of K = 8."""
+    if added is None:
+        return [acc]
+    total = plan.program.lifted.reading.axes.total
+    mine, other = (total(con.over).static or 0 for con in (acc, added))
+    return [added, acc] if other > mine else [acc, added]
 
 
 def _reduction(plan: Plan, writer: _Writer, red: Term) -> Reduction:

@@ -21,8 +21,8 @@ from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.measure import tune
 from coda_inductor.passes.maxima import write_maxima
-from coda_inductor.passes.memory import put_into_memory
 from coda_inductor.passes.switches import ELEMENTWISE, NAMES, allowed
+from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns.effects import effects
 from coda_inductor.patterns.sizes import hint
 from coda_inductor.plan.built import Built, Weight

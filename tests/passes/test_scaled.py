@@ -12,8 +12,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.ops.custom import STORED
-from coda_inductor.passes.memory import store_shared, store_sources
 from coda_inductor.passes.scaled import in_rows, largest_of_rows, share
+from coda_inductor.passes.tables import store_shared, store_sources
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.layout import TRANSPOSES, dense

@@ -21,7 +21,7 @@ from coda_inductor.explain.capture import capture
 from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.inductor import joint
 from coda_inductor.ops.custom import STORED
-from coda_inductor.passes.memory import put_into_memory
+from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write import verifying
 from coda_inductor.write.kept import keep, store
