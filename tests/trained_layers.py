@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from compiling import Ran, run
+from evaluate import error, strict_reference
 from torch import Tensor, nn
 from zoo import Attention, Mlp, Norm
 
@@ -95,3 +96,19 @@ def trained(name: str) -> Ran:
     assert all(a < 1.5 * b for a, b in zip(mine, eager, strict=True)), list(zip(mine, eager, strict=True))
     assert ran == [] and len(ran.reports) == 1
     return ran
+
+
+def as_eager(made: nn.Module, *args: Tensor) -> list[Report]:
+    """One call in float64: its output and all gradients against eager's, to 1e-10; the reports."""
+    given = [a.requires_grad_() for a in args]
+    leaves = [*given, *(p for p in made.parameters() if p.requires_grad)]
+    wanted = made(*given)
+    weight = torch.randn_like(wanted)
+    with strict_reference(run=False):
+        REPORTS.clear()
+        found = torch.compile(made, backend="coda")(*given)
+        gradients = torch.autograd.grad((found * weight).sum(), leaves)
+    assert error(found, wanted) < 1e-10
+    for mine, theirs in zip(gradients, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
+        assert mine.shape == theirs.shape and error(mine, theirs) < 1e-10
+    return list(REPORTS)

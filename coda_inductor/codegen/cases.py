@@ -208,6 +208,14 @@ def unlike_columns(n: int, k: int) -> Region:
     return verify(Region(n, "f16", products, (), (), (Store("acc", "f16"),), ()))
 
 
+def adapter(n: int, k: int) -> Region:
+    """A layer and its adapter of 16 features, behind a norm whose scale leaves both: a second K that fills no step."""
+    products = (Product("acc", 0, 1, deep(k), "nk", (2, 3, 16)),)
+    operands = Operand("s", "token", "f32"), Operand("h", "tile", "bf16")
+    lets = Let("y", "mul", ("s", "acc")), Let("z", "add", ("y", "h"))
+    return verify(Region(n, "bf16", products, operands, lets, (Store("z", "bf16"),), ()))
+
+
 def deep(k: int) -> int:
     """About k, as two products in one sum want it."""
     return max(1, k // 64) * 64
@@ -321,9 +329,9 @@ def every_op(n: int, k: int) -> Region:
 OF_PAIRS = ("first", "second")
 _MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, sample_gate, sample_swiglu, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores,
-    norm_backward, norm_gradients, summed, summed_norm_backward, unlike, unlike_columns, swiglu_backward, bias_sums,
-    every_op, rotary, rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient, turned_left,
-    sample_sums, nested_sums,
+    norm_backward, norm_gradients, summed, summed_norm_backward, unlike, unlike_columns, adapter, swiglu_backward,
+    bias_sums, every_op, rotary, rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient,
+    turned_left, sample_sums, nested_sums,
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.schedule.kinds import elements
-from coda_inductor.write.writing import Writing
+from coda_inductor.write.writing import REPLACES, Writing
 
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
@@ -77,7 +77,8 @@ def to_left(graph: fx.Graph, x: Scaled) -> bool:
     if g.root(left, g.is_view).target not in g.PRODUCTS or SMALLER * elements(left) > elements(product):
         return False
     writing = Writing(graph, product)
-    made = writing.call(product, aten.mm.default, writing.call(x.node, aten.mul.Tensor, left, x.number), right)
+    made = writing.instead(product, aten.mm.default, writing.call(x.node, aten.mul.Tensor, left, x.number), right)
+    stand_for(made, x.node)
     x.node.replace_all_uses_with(viewed(Writing(graph, x.node), made, views[::-1]))
     return True
 
@@ -96,11 +97,18 @@ def to_results(graph: fx.Graph, x: Scaled) -> bool:
         other = sides.right if sides.left is end else sides.left
         known = next((y for y in other.users if y < product and scaled(y) == Scaled(y, other, x.number)), None)
         plain = viewed(writing, x.source, views)
-        made = writing.call(
+        made = writing.instead(
             product, aten.mm.default, *(plain if a is end else known or a for a in (sides.left, sides.right))
         )
+        if not g.is_weight_gradient(product):  # which never is a Region
+            stand_for(made, x.node)
         product.replace_all_uses_with(made if known else writing.call(x.node, aten.mul.Tensor, made, x.number))
     return True
+
+
+def stand_for(made: fx.Node, gone: fx.Node) -> None:
+    """What becomes of the product becomes of the number beside it."""
+    made.meta[REPLACES] = (*made.meta[REPLACES], *gone.meta.get(REPLACES, ()), gone.name)
 
 
 Read = tuple[fx.Node, list[fx.Node]]

@@ -7,26 +7,38 @@ tensor that is rounded, written and read.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from fractions import Fraction
 
 from torch import fx
 
+from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense, strides
 from coda_inductor.patterns.terms import ONE, Term
-from coda_inductor.plan.draft import Draft
+from coda_inductor.plan.draft import Draft, Stored
 from coda_inductor.plan.plan import Plan
 from coda_inductor.rewrite.state import weight_of
 
 Uses = set[tuple[Term | None, Fraction]]
 """Where an epilogue uses a value: the term that it is an argument of, None where it leaves, and its weight there."""
+Scaled = set[tuple[Term | None, Fraction, frozenset[tuple[Term, Fraction]]]]
+"""The same, and what it is multiplied by there: factors and their powers."""
 
 
-def addend(plan: Plan, draft: Draft) -> Term | None:
+def readers(plan: Plan) -> Counter[object]:
+    """How many drafts read each store of another, as a product's operand or in the epilogue."""
+    found = Counter[object]()
+    for draft in plan.unique():
+        found.update({*plan.loads(draft, *draft.values).values(), *map(plan.operand, draft.space.accs)})
+    return found
+
+
+def addend(plan: Plan, draft: Draft, read: Mapping[object, int]) -> Term | None:
     """The product that the mainloop of a draft's may go on into, so that its accumulator is the sum of both; None if
-    there is none."""
+    there is none. `read`: how many drafts read each store."""
     acc, *others = draft.space.accs
     if others or draft.space.heads is not None or acc.bit in plan.program.limits.unaccumulated:
         return None
@@ -35,12 +47,13 @@ def addend(plan: Plan, draft: Draft) -> Term | None:
     if plan.program.product(acc).node.target in g.SCALED:
         return None  # each has its own scales
     uses = _uses(plan, draft)
-    if not all(reader is not None and reader.kind == "add" for reader, _ in uses[acc]):
+    mine = _scaled(uses, acc)
+    if not all(reader is not None and reader.kind == "add" for reader, *_ in mine):
         return None
-    alike = [x for x in uses if x.kind == "con" and x is not acc and uses[x] == uses[acc]]
+    alike = [x for x in uses if x.kind == "con" and x is not acc and _scaled(uses, x) == mine]
     total = plan.program.lifted.reading.axes.total
     alike.sort(key=lambda con: total(con.over) != total(acc.over))  # of one K first, which take less of a kernel
-    return next((con for con in alike if _fits(plan, draft, con)), None)
+    return next((con for con in alike if _fits(plan, draft, con, read)), None)
 
 
 def _uses(plan: Plan, draft: Draft) -> dict[Term, Uses]:
@@ -57,28 +70,57 @@ def _uses(plan: Plan, draft: Draft) -> dict[Term, Uses]:
     return found
 
 
-def _fits(plan: Plan, draft: Draft, con: Term) -> bool:
+def _scaled(uses: Mapping[Term, Uses], con: Term) -> Scaled:
+    """The uses of a product, through what multiplies it: r a + r b are two uses of one sum, as a + b are."""
+    found: Scaled = set()
+    for reader, weight in uses[con]:
+        if reader is None or reader.kind != "mul" or weight != ONE:
+            found.add((reader, weight, frozenset()))
+            continue
+        rest = frozenset((x, p) for x, p in zip(reader.args, reader.powers, strict=True) if x is not con)
+        found |= {(outer, w * reader.coefficient, rest) for outer, w in uses[reader]}
+    return found
+
+
+def _fits(plan: Plan, draft: Draft, con: Term, read: Mapping[object, int]) -> bool:
     """Is a product of the columns and layouts of the draft's, of other matrices, and read by its epilogue alone?"""
     program, acc = plan.program, draft.space.accs[0]
     if con.bit not in program.lifted.products or con.lanes or con.bit == acc.bit:
         return False
     mine, other = program.product(acc), program.product(con)
-    made = plan.drafts.get(con)
     if (other.rows, other.columns) != (mine.rows, mine.columns) or not _static(plan, con.over):
         return False
-    if g.is_weight_gradient(other.node) or (made is not None and not plan.plain(made)):
+    if g.is_weight_gradient(other.node) or not _read_here(plan, draft, con, read):
         return False
     try:
         (b, layout), (d, other_layout) = weight_of(mine), weight_of(other)
     except Unsupported:
         return False
     a, c = plan.operand(acc), plan.operand(con)
-    if not isinstance(a, fx.Node) or not isinstance(c, fx.Node) or len({a, b, c, d}) < 4 or layout != other_layout:
+    if len({a, b, c, d}) < 4 or layout != other_layout:
         return False
     if _starts(a) == _starts(c) or _starts(b) == _starts(d):
         return False  # no distance to encode
-    alike = g.tensor(a).dtype == g.tensor(c).dtype  # type: ignore[union-attr]
-    return alike and dense(a) and dense(c) and _lie_alike(b, d) and _alone(plan, other.node)
+    in_rows = all(isinstance(x, Stored) or dense(x) for x in (a, c))
+    return _dtype(a) == _dtype(c) and in_rows and _lie_alike(b, d) and _alone(plan, other.node)
+
+
+def _read_here(plan: Plan, draft: Draft, con: Term, read: Mapping[object, int]) -> bool:
+    """Does nothing but the draft read what another makes of a product? (That other is needed where its operand is one
+    that a law made.)"""
+    made = plan.drafts.get(con)
+    if made is None or plan.plain(made):
+        return True
+    if made is draft or made.added is not None or made.sums or any(s.term is not con for s in made.stores):
+        return False
+    if sum(read[s] for s in made.stores) > 1:  # the draft itself reads one
+        return False
+    return all(_alone(plan, node) for node in made.supplies)
+
+
+def _dtype(x: fx.Node | Stored) -> str:
+    """Of a left operand."""
+    return x.dtype if isinstance(x, Stored) else DTYPE_NAMES.get(g.tensor(x).dtype, "")  # type: ignore[union-attr]
 
 
 def _static(plan: Plan, over: tuple[int, ...]) -> bool:
@@ -91,8 +133,10 @@ def _lie_alike(b: fx.Node, d: fx.Node) -> bool:
     return (dense(b) and dense(d)) or strides(b.meta["val"]) == strides(d.meta["val"])
 
 
-def _starts(node: fx.Node) -> tuple[fx.Node, str]:
+def _starts(node: fx.Node | Stored) -> tuple[fx.Node | Stored, str]:
     """Where a tensor starts: the node that owns its memory, and how far into it."""
+    if isinstance(node, Stored):
+        return node, "0"
     value = g.tensor(node)
     assert value is not None
     return g.root(node, _shares_memory), str(value.storage_offset())

@@ -48,8 +48,10 @@ class _Writer(Statements):
         return self.draft.space.extent(t)
 
     def summands(self, t: Term) -> Iterable[tuple[Term, Fraction]]:
-        """Without the product that the accumulator holds."""
-        return [(a, w) for a, w in self.plan.program.summands(t) if a is not self.added]
+        """Without the product that the accumulator holds, or what it is multiplied by there."""
+        held = (a for a in t.args if t.kind == "add" and a.kind == "mul" and self.added in a.args)
+        without = {self.added, *held}
+        return [(a, w) for a, w in self.plan.program.summands(t) if a not in without]
 
     def _load(self, t: Term, source: Source) -> Value:
         if isinstance(source, Lane):

@@ -26,6 +26,8 @@ from coda_inductor.rewrite.separate import Part, factors, is_late, number, separ
 from coda_inductor.rewrite.sources import statistics
 from coda_inductor.rewrite.triangle import is_relu, triangle
 
+NARROWER = 4  # K of an adapter's second product is so many times less than its columns, at least
+
 
 @dataclass(frozen=True, slots=True)
 class Firing:
@@ -136,7 +138,9 @@ def defer(program: Program, con: Term) -> Term:
     parts = separate(terms, x, makers, con.over)
     tiles = [p for p in parts if p.rest.hosts]
     vectors = [p for p in parts if not p.rest.hosts]
-    if len(tiles) != 1 or not any(is_late(p.late, makers, con.over) for p in parts):
+    if not any(is_late(p.late, makers, con.over) for p in parts):
+        return _beside(program, con)
+    if len(tiles) != 1:
         return con
     if any(p.rest.axes - set(con.over) for p in vectors):
         return con
@@ -156,6 +160,31 @@ def defer(program: Program, con: Term) -> Term:
     return terms.add(
         out, *(terms.mul(p.late, terms.red("sum", terms.mul(p.rest, w), con.over, extents)) for p in vectors)
     )
+
+
+def _beside(program: Program, con: Term) -> Term:
+    """(r x) W = r (x W) of a narrow x, as an adapter's, and an r that its producer knows: the layer's own product,
+    which r leaves too, and this one are then one sum."""
+    terms, (x, w) = program.lifted.terms, con.args
+    sizes = program.lifted.reading.axes
+    try:
+        product = program.product(con)
+        deep, wide = (sizes.total(axes).static for axes in (con.over, program.columns(con)))
+        if x.kind != "mul" or not deep or not wide or NARROWER * deep > wide:
+            return con
+        outside = [(f, p) for f, p in factors(x).items() if f.deps and f.axes and f.axes <= set(product.rows)]
+        if not outside:
+            return con
+        r = terms.mul(*(terms.power(f, p) for f, p in outside))
+        rest = terms.mul(x, terms.power(r, Fraction(-1)))
+        space = program.space(rest)
+        program.check(rest, space)
+        program.check(r, space)
+        if product.rows != space.rows or program.lifted.reading.roots(product.x)[-1] != space.columns:
+            return con
+    except Unsupported:
+        return con
+    return terms.mul(r, terms.con(rest, w, con.over, con.bit, con.lanes))
 
 
 def _check_statistics(program: Program, late: Term, makers: int) -> None:

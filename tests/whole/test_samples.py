@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conditioned_blocks import Apart, Chunks, D, Table, inputs, model
 from evaluate import compiled, error, strict_reference
 from torch import Tensor, nn
+from trained_layers import as_eager
 
 from coda_inductor.core.region import SAMPLE, parse
 from coda_inductor.inductor.joint_pass import REPORTS
@@ -68,27 +69,11 @@ def test_a_symbol_of_images_is_eagers() -> None:
             assert len(REPORTS) == 1 and bool(tokens(REPORTS[0])) is read, dim
 
 
-def trained(made: nn.Module, *args: Tensor) -> list[Report]:
-    """Outputs and all gradients against eager; the reports."""
-    given = [a.requires_grad_() for a in args]
-    leaves = [*given, *made.parameters()]
-    wanted = made(*given)
-    weight = torch.randn_like(wanted)
-    with strict_reference(run=False):
-        REPORTS.clear()
-        found = torch.compile(made, backend="coda")(*given)
-        gradients = torch.autograd.grad((found * weight).sum(), leaves)
-    assert error(found, wanted) < 1e-10
-    for mine, theirs in zip(gradients, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
-        assert mine.shape == theirs.shape and error(mine, theirs) < 1e-10
-    return list(REPORTS)
-
-
 @pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
 def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) -> None:
     """Epilogues read such vectors, and take their gradients: sums over the tokens of each sample."""
-    reports = trained(model(block), *inputs(batch, SAMPLE))
+    reports = as_eager(model(block), *inputs(batch, SAMPLE))
     assert all(map(tokens, reports))
     sums = [count for report in reports for count in summed(report)]
     assert set(sums) == {SAMPLE} and len(sums) >= 4
@@ -96,7 +81,7 @@ def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) 
 
 @pytest.mark.parametrize("count", [SAMPLE - 8, SAMPLE + 8])
 def test_sums_of_samples_that_fill_no_tile_are_refused(count: int) -> None:
-    reports = trained(model(Chunks), *inputs(2, count))
+    reports = as_eager(model(Chunks), *inputs(2, count))
     assert any(report.sites for report in reports) and not any(map(summed, reports))
 
 
@@ -144,7 +129,7 @@ def test_sums_of_a_forward(way: str) -> None:
         wanted = made(x)
     assert error(found, wanted) < 1e-10 and found.stride() == wanted.stride()
     assert bool(summed(report)) == (way == "kept")
-    trained(made, x)
+    as_eager(made, x)
 
 
 class Frames(nn.Module):
@@ -167,7 +152,7 @@ def test_samples_within_samples_have_their_own_tokens() -> None:
     args = [torch.randn(*shape, dtype=torch.float64) for shape in given]
     found, (report,) = compiled(made, *args, run=False)
     assert error(found, made(*args)) < 1e-10 and sorted(tokens(report)) == [size, 3 * size]
-    sums = [count for report in trained(made, *args) for count in summed(report)]
+    sums = [count for report in as_eager(made, *args) for count in summed(report)]
     assert set(sums) <= {size, 3 * size} and sums
 
 
