@@ -20,13 +20,12 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.beside import affine
+from coda_inductor.rewrite.joint_sums import widens
 from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, RELU, ROOT, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, factors, is_late, number, separate, total
 from coda_inductor.rewrite.sources import statistics
 from coda_inductor.rewrite.triangle import is_relu, triangle
-
-NARROWER = 4  # K of an adapter's second product is so many times less than its columns, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,9 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
             program.squares[after] = terms.power(after, Fraction(2))
             firings.append(Firing(ROOT.name, after, terms.fn("sqrt", program.squares[after]), -1))
         program.new[t] = after
+        if after.kind == "add" and len(after.args) == 2 and not after.coefficient:
+            for con in (f for a in after.args for f, p in factors(a).items() if f.kind == "con" and p == 1):
+                program.added.setdefault(con, []).append(after)
         behind_relu = t in by_sign and is_relu(after) and _of_one(program, after.args[0], laws)
         if behind_relu or (t in wholes and _plain(after)):
             program.wholes.add(after)
@@ -166,12 +168,10 @@ def _beside(program: Program, con: Term) -> Term:
     """(r x) W = r (x W) of a narrow x, as an adapter's, and an r that its producer knows: the layer's own product,
     which r leaves too, and this one are then one sum."""
     terms, (x, w) = program.lifted.terms, con.args
-    sizes = program.lifted.reading.axes
+    if x.kind != "mul" or not widens(program, con):
+        return con
     try:
         product = program.product(con)
-        deep, wide = (sizes.total(axes).static for axes in (con.over, program.columns(con)))
-        if x.kind != "mul" or not deep or not wide or NARROWER * deep > wide:
-            return con
         outside = [(f, p) for f, p in factors(x).items() if f.deps and f.axes and f.axes <= set(product.rows)]
         if not outside:
             return con

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.lift import Product
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number
 from coda_inductor.rewrite.beside import affine, beside, of_tensors
+from coda_inductor.rewrite.joint_sums import joint_sums
 from coda_inductor.rewrite.laws import ADJOINT, RELU
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Factors, addends, factors, number, rank_one
@@ -24,15 +26,17 @@ from coda_inductor.rewrite.sources import reductions, statistics
 from coda_inductor.rewrite.worth import dear
 
 
-def triangle(program: Program, red: Term, laws: frozenset[str]) -> Term:
+def triangle(program: Program, red: Term, laws: frozenset[str], of: Term | None = None) -> Term:
     """sum_k q (Z W^T) = sum_n Z (q W) for every product in red's argument, if the epilogues that make Z can take the
-    sums, or they can be taken beside what makes Z; else red as it is. `laws`: the names of those that may be used."""
+    sums, or they can be taken beside what makes Z; else red as it is. `laws`: the names of those that may be used.
+    `of`: the factor of red's argument that is meant, if it has several such."""
     terms, x, over = program.lifted.terms, red.args[0], red.over
     product = program.lifted.products.get(x.hosts.bit_length() - 1)
     if product is None or not g.is_backward(product.node):
         return red  # a forward's sum is taken where it is made: what waits for it can be deferred
     powers = factors(x)
-    found = [(f, parts) for f, p in powers.items() if p == 1 and (parts := _summed(program, f, over))]
+    meant = powers if of is None else {of: powers[of]}
+    found = [(f, parts) for f, p in meant.items() if p == 1 and (parts := _summed(program, f, over))]
     if len(found) != 1:
         return red
     factor, parts = found[0]
@@ -49,6 +53,8 @@ def triangle(program: Program, red: Term, laws: frozenset[str]) -> Term:
         if taken is None:
             return red
         out += [terms.mul(terms.const(w * number(x)), t) for t in taken]
+    if len(out) > 1:
+        out = joint_sums(program, out, lambda s, of: triangle(program, s, laws, of), partial(_summable, program))
     return red if _dear(program, out, parts, product, over) else terms.add(*out)
 
 

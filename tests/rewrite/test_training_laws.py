@@ -67,6 +67,25 @@ class Squared(Relu):
         self.mlps = nn.ModuleList(Mlp("plain", "relu squared", WIDTH, 24, False) for _ in range(2))
 
 
+class Adapters(nn.Module):
+    """Two norms, each before a layer with an adapter: the sums of both its products are one sum with their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm("hf") for _ in range(2))
+        self.ups, self.downs = (
+            nn.ModuleList(nn.Linear(*s, False) for _ in range(2)) for s in ((WIDTH, 24), (24, WIDTH))
+        )
+        self.into, self.back = (nn.ModuleList(nn.Linear(*s, False) for _ in range(2)) for s in ((WIDTH, 2), (2, 24)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = zip(self.norms, self.ups, self.downs, self.into, self.back, strict=True)
+        for norm, up, down, into, back in layers:
+            n = norm(x)
+            x = x + down(torch.tanh(up(n) + back(into(n)) * 1.5))
+        return x
+
+
 class Biased(nn.Module):
     """Two layers of attention whose biases are added to their products, or, `apart`, behind them; keys are copied."""
 
@@ -100,6 +119,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Set[str]]] = {
         {"bilinearity", "shift", "moments", "triangle", "relu"},
     ),
     "squared relu": (Squared, {"bilinearity", "triangle", "root"}),
+    "adapters": (Adapters, {"bilinearity", "triangle"}),
     "biases apart": (lambda: Biased(True), {"triangle"}),
     **{"-".join(map(str, kind)): (stack(*kind), {"triangle"}) for kind in KINDS},
 }
