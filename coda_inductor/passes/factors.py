@@ -6,12 +6,12 @@ the backward s d, as large as the layer's result, is read by two products. With 
 itself, which the layer's own products read, too.
 
 A power of two rounds nothing; another number is rounded in another place. Not in float16, where s x may leave the range
-that s (x B) does not.
+that s (x B) does not. And only where s times a tensor lies in memory as the tensor does: the views of one are made of
+the other, and a gradient may be one row that is repeated, or a part of a larger tensor.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +19,16 @@ import torch
 from torch import fx
 
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.effects import Memory, ordered
+from coda_inductor.patterns.effects import ordered
 from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.layout import strides
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.writing import REPLACES, Writing
 
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
+LARGEST = 2.0**30
+"""Of a number that moves: beyond, or below its inverse, what it multiplies may leave the range of float32."""
 SMALLER = 4
 """How much smaller the tensor that the number moves to is, at least."""
 
@@ -39,15 +42,12 @@ class Scaled:
     number: float
 
 
-def move_factors(graph: fx.Graph, overwritten: frozenset[str] = frozenset()) -> None:
-    """Moves numbers from what products return to what they read, and from that to what they return, in place; but for
-    what lies in memory that is `overwritten`, which is not read later than it was."""
+def move_factors(graph: fx.Graph) -> None:
+    """Moves numbers from what products return to what they read, and from that to what they return, in place."""
     found = [made for node in graph.nodes if (made := scaled(node)) is not None]
-    memory = Memory(graph) if overwritten and found else None
     moved = False
     for x in found:
-        safe = memory is None or memory.of(x.source) not in overwritten
-        moved |= to_left(graph, x) or (safe and to_results(graph, x))
+        moved |= to_left(graph, x) or to_results(graph, x)
     if moved:
         graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or ordered(node))
 
@@ -58,11 +58,12 @@ def scaled(node: fx.Node) -> Scaled | None:
         return None
     sources = [a for a in node.args if isinstance(a, fx.Node)]
     numbers = [float(a) for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
-    if len(sources) != 1 or len(numbers) != 1 or not math.isfinite(numbers[0]) or numbers[0] == 0:
+    if len(sources) != 1 or len(numbers) != 1 or not 1 / LARGEST <= abs(numbers[0]) <= LARGEST:
         return None
     value, source = g.tensor(node), g.tensor(sources[0])
-    alike = value is not None and source is not None and value.dtype == source.dtype and value.dtype in DTYPES
-    return Scaled(node, sources[0], numbers[0]) if alike else None
+    if value is None or source is None or value.dtype != source.dtype or value.dtype not in DTYPES:
+        return None
+    return Scaled(node, sources[0], numbers[0]) if strides(value) == strides(source) else None
 
 
 def to_left(graph: fx.Graph, x: Scaled) -> bool:
@@ -95,19 +96,20 @@ def to_results(graph: fx.Graph, x: Scaled) -> bool:
     for product, views in read:
         writing, end, sides = Writing(graph, product), views[-1] if views else x.node, g.operands(product)
         other = sides.right if sides.left is end else sides.left
+        # s (l d) is (s l) d. The forward of an adapter has s l already, before this product.
         known = next((y for y in other.users if y < product and scaled(y) == Scaled(y, other, x.number)), None)
         plain = viewed(writing, x.source, views)
         made = writing.instead(
             product, aten.mm.default, *(plain if a is end else known or a for a in (sides.left, sides.right))
         )
-        if not g.is_weight_gradient(product):  # which never is a Region
+        if not g.is_weight_gradient(product):  # which is no Region, and would count as what is left
             stand_for(made, x.node)
         product.replace_all_uses_with(made if known else writing.call(x.node, aten.mul.Tensor, made, x.number))
     return True
 
 
 def stand_for(made: fx.Node, gone: fx.Node) -> None:
-    """What becomes of the product becomes of the number beside it."""
+    """Lets the report count the multiplication that is gone where it counts the product: with its Region."""
     made.meta[REPLACES] = (*made.meta[REPLACES], *gone.meta.get(REPLACES, ()), gone.name)
 
 

@@ -29,7 +29,7 @@ Scaled = set[tuple[Term | None, Fraction, frozenset[tuple[Term, Fraction]]]]
 
 
 def readers(plan: Plan) -> Counter[object]:
-    """How many drafts read each store of another, as a product's operand or in the epilogue."""
+    """How many drafts read each node and each store of another, as a product's operand or in the epilogue."""
     found = Counter[object]()
     for draft in plan.unique():
         found.update({*plan.loads(draft, *draft.values).values(), *map(plan.operand, draft.space.accs)})
@@ -74,7 +74,7 @@ def _scaled(uses: Mapping[Term, Uses], con: Term) -> Scaled:
     """The uses of a product, through what multiplies it: r a + r b are two uses of one sum, as a + b are."""
     found: Scaled = set()
     for reader, weight in uses[con]:
-        if reader is None or reader.kind != "mul" or weight != ONE:
+        if reader is None or reader.kind != "mul" or weight != ONE:  # of a mul it is the power: no a^2 + b^2
             found.add((reader, weight, frozenset()))
             continue
         rest = frozenset((x, p) for x, p in zip(reader.args, reader.powers, strict=True) if x is not con)
@@ -106,14 +106,16 @@ def _fits(plan: Plan, draft: Draft, con: Term, read: Mapping[object, int]) -> bo
 
 
 def _read_here(plan: Plan, draft: Draft, con: Term, read: Mapping[object, int]) -> bool:
-    """Does nothing but the draft read what another makes of a product? (That other is needed where its operand is one
-    that a law made.)"""
+    """Is a product read by the draft's epilogue alone? Else it would be computed twice. It has a draft of its own where
+    a law has changed its operand: that must store the product and nothing else."""
     made = plan.drafts.get(con)
+    if sum(read[node] for node in plan.program.nodes.get(con, ())) > 1:
+        return False
     if made is None or plan.plain(made):
         return True
     if made is draft or made.added is not None or made.sums or any(s.term is not con for s in made.stores):
         return False
-    if sum(read[s] for s in made.stores) > 1:  # the draft itself reads one
+    if sum(read[s] for s in made.stores) > 1:
         return False
     return all(_alone(plan, node) for node in made.supplies)
 

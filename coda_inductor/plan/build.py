@@ -48,7 +48,8 @@ class _Writer(Statements):
         return self.draft.space.extent(t)
 
     def summands(self, t: Term) -> Iterable[tuple[Term, Fraction]]:
-        """Without the product that the accumulator holds, or what it is multiplied by there."""
+        """Without the product that the accumulator holds: r a + r b, of which it holds a + b, is r a. (`addend` has
+        seen that both have the same factors in each sum.)"""
         held = (a for a in t.args if t.kind == "add" and a.kind == "mul" and self.added in a.args)
         without = {self.added, *held}
         return [(a, w) for a, w in self.plan.program.summands(t) if a not in without]

@@ -29,7 +29,7 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
             trim(made)
             more = Limits(crowded=_crowded(made), unrooted=_unrooted(made))
             if limits.holds(more):
-                read = readers(made)
+                read = readers(made)  # as it was before any product is added to another
                 for draft in made.unique():
                     other = addend(made, draft, read) if draft.space.accs[0] not in made.added else None
                     if other is not None:

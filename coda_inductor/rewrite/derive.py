@@ -20,7 +20,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.terms import ONE, Term, Terms
 from coda_inductor.rewrite.beside import affine
-from coda_inductor.rewrite.joint_sums import widens
+from coda_inductor.rewrite.joint_sums import narrows, widens
 from coda_inductor.rewrite.laws import BILINEARITY, GAUGE, MOMENTS, RELU, ROOT, SHIFT, TRIANGLE
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.separate import Part, factors, is_late, number, separate, total
@@ -173,14 +173,16 @@ def _beside(program: Program, con: Term) -> Term:
     try:
         product = program.product(con)
         outside = [(f, p) for f, p in factors(x).items() if f.deps and f.axes and f.axes <= set(product.rows)]
-        if not outside:
+        inside = [f for f, p in factors(x).items() if (f, p) not in outside]
+        if not outside or len(inside) != 1 or not narrows(program, inside[0]):
             return con
         r = terms.mul(*(terms.power(f, p) for f, p in outside))
         rest = terms.mul(x, terms.power(r, Fraction(-1)))
         space = program.space(rest)
         program.check(rest, space)
         program.check(r, space)
-        if product.rows != space.rows or program.lifted.reading.roots(product.x)[-1] != space.columns:
+        columns = program.lifted.reading.roots(product.x)[-1]  # of the operand, as it lies
+        if (product.rows, columns) != (space.rows, space.columns):
             return con
     except Unsupported:
         return con

@@ -25,6 +25,12 @@ def widens(program: Program, con: Term) -> bool:
     return bool(deep and wide and NARROWER * deep <= wide)
 
 
+def narrows(program: Program, t: Term) -> bool:
+    """Is it a product of many features into few, as an adapter's first?"""
+    deep, few = _sizes(program, t) if t.kind == "con" else (None, None)
+    return bool(deep and few and NARROWER * few <= deep)
+
+
 def _sizes(program: Program, con: Term) -> tuple[int | None, int | None]:
     """K of a product and its columns, if they are known."""
     if con.bit not in program.lifted.products:
@@ -42,7 +48,7 @@ def joint_sums(
     for t in sums:
         red, of = _sum_of(t), None
         if red is not None:
-            of = next((f for f in factors(red.args[0]) if f.kind == "con" and _narrows(program, f)), None)
+            of = next((f for f in factors(red.args[0]) if narrows(program, f) and _in_backward(program, f)), None)
         if red is None or of is None or (moved := earlier(red, of)) is red or _sum_of(moved) is None:
             continue
         moved = terms.mul(_without(program, t, red), moved)
@@ -54,10 +60,9 @@ def joint_sums(
     return left
 
 
-def _narrows(program: Program, con: Term) -> bool:
-    """Is it a product of the backward of many features into few?"""
-    deep, few = _sizes(program, con)
-    return bool(deep and few and NARROWER * few <= deep and g.is_backward(program.product(con).node))
+def _in_backward(program: Program, con: Term) -> bool:
+    """Is it a product of the backward?"""
+    return g.is_backward(program.product(con).node)
 
 
 def _sum_of(t: Term) -> Term | None:

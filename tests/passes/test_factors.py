@@ -100,6 +100,48 @@ def test_in_inference_all_layers_are_one_sum(norm: Callable[[Tensor], Tensor]) -
     assert sum(len(site.region.products[0].terms) for site in report.sites) == 12
 
 
+class Elsewhere(nn.Module):
+    """Another product's epilogue reads the layer's own product by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.base, self.v = nn.Linear(N, D, False), nn.Linear(D, N, False), nn.Linear(N, N, False)
+        self.a, self.b, self.q = nn.Linear(D, RANK, False), nn.Linear(RANK, N, False), nn.Linear(N, N, False)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        n = rms(h + self.o(x))
+        base = self.base(n)
+        y = base + 2 * self.b(self.a(n))
+        return self.v(torch.tanh(self.q(torch.tanh(y))) * base) + base  # type: ignore[no-any-return]
+
+
+def twins(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    """Two sums with one product."""
+    base = x @ w
+    return torch.tanh(base + (x @ a) @ b), torch.sin(base + (x @ a.flip(0)) @ b.flip(1))
+
+
+def normed_twins(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    return twins(rms(x + x.sin() @ w @ w.t()), w, a, b)
+
+
+@pytest.mark.parametrize("program", [twins, normed_twins])
+def test_no_product_is_computed_twice(program: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    args = [torch.randn(size, dtype=torch.float64) for size in ((TOKENS, D), (D, N), (D, RANK), (RANK, N))]
+    found, (report,) = compiled(program, *args)
+    assert all(error(f, w) < 1e-10 for f, w in zip(found, program(*args), strict=True))
+    assert not unlike([report]) and report.sites
+
+
+def test_a_product_that_others_read_stays() -> None:
+    torch.manual_seed(0)
+    made, args = Elsewhere().double(), inputs(N, D)
+    found, (report,) = compiled(made, *args)
+    assert error(found, made(*args)) < 1e-10 and not unlike([report])
+    as_eager(made, *args)
+
+
 def shared(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     y = (x @ a) @ b
     return x @ w + 2 * y, y.relu()
@@ -134,7 +176,29 @@ def by_symbols(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return (x @ w + 2 * ((x @ a) @ b)).view(-1, 2, N)
 
 
-PROGRAMS: list[Callable[..., Any]] = [shared, returned, nested, twice, overwritten, of_itself, by_symbols]
+def summed(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    """The gradient is one row, repeated."""
+    return (x @ w + 2 * ((x @ a) @ b)).sum(0)
+
+
+def beside(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    """The gradient is a part of a larger tensor."""
+    return torch.stack([x @ w + 2 * ((x @ a) @ b), x @ w], 1)[:, :1].flatten(0, 1)
+
+
+def a_part(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    z = torch.stack([x, x], 1)[:, 0]
+    return z @ w + ((2 * z) @ a) @ b
+
+
+def repeated(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    z = 2 * ((x @ a) @ b)[None].expand(3, TOKENS, N)
+    return z.view(3 * TOKENS, N), z.transpose(0, 1)
+
+
+PROGRAMS: list[Callable[..., Any]] = [
+    shared, returned, nested, twice, overwritten, of_itself, by_symbols, summed, beside, a_part, repeated,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -159,7 +223,26 @@ def test_other_programs_are_eagers(program: Callable[..., Any], dynamic: bool) -
             )
         results.append([*outs, *(g for g in grads if g is not None)])
     for mine, theirs in zip(*results, strict=True):
-        assert mine.shape == theirs.shape and error(mine, theirs) < 1e-10
+        assert mine.shape == theirs.shape and mine.stride() == theirs.stride() and error(mine, theirs) < 1e-10
+
+
+def test_what_the_forward_overwrites_is_kept_for_the_backward() -> None:
+    """The gradient of `a` reads 2 x, which the forward has; moved, it would read x, as it is no more then."""
+
+    def step(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = x @ w + ((2 * x) @ a) @ b
+        x.add_(1)
+        return y
+
+    torch.manual_seed(0)
+    x, w, a, b = (torch.randn(size, dtype=torch.float64) for size in ((TOKENS, D), (D, N), (D, RANK), (RANK, N)))
+    leaves, results = [a.requires_grad_(), b.requires_grad_()], []
+    for backend in ("eager", "coda"):
+        given = x.clone()
+        with strict_reference(run=False):
+            y = torch.compile(step, backend=backend)(given, w, a, b)
+            results.append([y, given, *torch.autograd.grad(y.sin().sum(), leaves)])
+    assert all(error(mine, theirs) < 1e-10 for mine, theirs in zip(*results, strict=True))
 
 
 def test_under_checkpointing() -> None:
@@ -207,6 +290,9 @@ def test_where_a_number_moves() -> None:
         (lambda x, a, b: (lambda y: (2 * y, y + 1))((x @ a) @ b), torch.bfloat16),  # read by another
         (lambda x, a, b: 2 * (x[:, :RANK] @ b), torch.bfloat16),  # which no product makes
         (lambda x, a, b: 0 * ((x @ a) @ b), torch.bfloat16),  # of what is infinite it is NaN
+        (lambda x, a, b: 1e30 * ((x @ a) @ b), torch.float32),  # may be infinite before B makes it small
+        (lambda x, a, b: 1e-30 * ((x @ a) @ b), torch.float32),  # may vanish
+        (lambda x, a, b: 2 * ((x @ a) @ b)[None].expand(2, TOKENS, N), torch.float32),  # in memory otherwise
         (lambda x, a, b: (2 * x) @ a, torch.bfloat16),  # no product reads x: the number costs no pass of its own
         (lambda x, a, b: (x @ a, (y := 2 * x) @ a, y.relu()), torch.bfloat16),  # read by more than products
     ],
