@@ -125,8 +125,13 @@ def normed_twins(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return twins(rms(x + x.sin() @ w @ w.t()), w, a, b)
 
 
-@pytest.mark.parametrize("program", [twins, normed_twins])
-def test_no_product_is_computed_twice(program: Callable[..., Any]) -> None:
+def squares(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    """They are no square of a sum."""
+    return torch.tanh((x @ w).square() + ((x @ a) @ b).square())
+
+
+@pytest.mark.parametrize("program", [twins, normed_twins, squares])
+def test_what_is_no_sum_of_two(program: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     args = [torch.randn(size, dtype=torch.float64) for size in ((TOKENS, D), (D, N), (D, RANK), (RANK, N))]
     found, (report,) = compiled(program, *args)
@@ -197,7 +202,7 @@ def repeated(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
 
 
 PROGRAMS: list[Callable[..., Any]] = [
-    shared, returned, nested, twice, overwritten, of_itself, by_symbols, summed, beside, a_part, repeated,
+    shared, returned, nested, twice, overwritten, of_itself, by_symbols, summed, beside, squares, a_part, repeated,
 ]  # fmt: skip
 
 

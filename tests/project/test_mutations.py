@@ -33,7 +33,7 @@ from coda_inductor.plan.build import build
 from coda_inductor.plan.built import Built
 from coda_inductor.plan.draft import Draft
 from coda_inductor.plan.plan import Plan
-from coda_inductor.rewrite import derive, separate
+from coda_inductor.rewrite import derive, joint_sums, separate
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.limits import NONE
 from coda_inductor.rewrite.program import Program
@@ -46,6 +46,7 @@ import test_laws
 import test_lift
 import test_row_orders
 import test_training_bf16
+import test_training_laws
 import test_whole_graphs
 
 
@@ -282,6 +283,14 @@ def bare_gradients() -> None:
         test_bare.as_good_as_eager(*test_bare.step())
 
 
+def products_add_up_whatever_they_weigh(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(joint_sums, "_ratio", lambda program, whole, con, weight: program.lifted.terms.const(1.0))
+
+
+def adapters() -> None:
+    test_training_laws.test_each_firing_is_an_equality("adapters")
+
+
 def autocast(name: str) -> Callable[[], None]:
     return lambda: test_training_bf16.test_gradients_under_autocast_are_about_as_exact_as_eagers(name)
 
@@ -317,6 +326,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     (weights_are_swapped, table("norm: hf")),
     (what_is_rounded_once_is_read_rounded, autocast("bert")),
     (a_transposed_left_operand_is_read_in_rows, bare_gradients),
+    (products_add_up_whatever_they_weigh, adapters),
 ]
 
 
