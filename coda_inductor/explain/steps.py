@@ -272,7 +272,7 @@ class Listing:
     def laws(self) -> list[Facts]:
         """Every firing of a law on a Region that is there, before and after, in the names of the listing."""
         assert self.derived
-        there = {(acc.bit, acc.lanes) for b in self.derived.builts for acc in b.draft.space.accs}
+        there = {(con.bit, con.lanes) for b in self.derived.builts for con in b.products}
         out: list[Facts] = []
         for f in dict.fromkeys(self.derived.plan.firings):
             if f.product >= 0 and (f.product, f.before.lanes) not in there:

@@ -47,7 +47,8 @@ def site(i: int, built: Built, nodes: dict[int, fx.Node], laws: dict[object, set
     value = g.tensor(nodes[bits[-1]])
     assert value is not None
     beside = [s for x in built.inputs if isinstance(x, Computed) for s in statistics(x.term)]
-    mine = {law for what in (*bits, *built.draft.sums, *beside) for law in laws.get(what, ())} | built.laws
+    products = (con.bit for con in built.products)
+    mine = {law for what in (*products, *built.draft.sums, *beside) for law in laws.get(what, ())} | built.laws
     outputs = tuple(n.name for n in built.draft.supplies)
     return Site(
         f"r{i}", built.region, str(value.shape[0]), tuple(sorted(mine)), (), outputs, lines[nodes[bits[-1]].name]

@@ -21,6 +21,7 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.facts import explain
+from coda_inductor.explain.steps import program
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.records import Report
 from coda_inductor.passes.factors import move_factors
@@ -306,6 +307,16 @@ def test_where_a_number_stays(program: Callable[..., Any], dtype: torch.dtype) -
     (graph,) = captured(program, *(torch.randn(shape).to(dtype) for shape in ADAPTER))
     before = numbers(graph.graph)
     assert moved(program, *ADAPTER, dtype=dtype) == before
+
+
+def test_both_products_say_the_law() -> None:
+    """The norm's scale left both products of each of the two layers behind it."""
+    torch.manual_seed(0)
+    facts = program(Mlp(rms, 2.0).double(), tuple(inputs(N, D)), {}, "infer", Settings(target="reference"))
+    (graph,) = facts["graphs"]
+    sums = [step for step in graph["after"] if len(step.get("products", ())) == 2 and step["laws"]]
+    at = {law["at"] for law in graph["laws"]}
+    assert len(sums) == 2 and all(p["name"] in at for step in sums for p in step["products"])
 
 
 @pytest.mark.parametrize(
