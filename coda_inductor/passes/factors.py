@@ -44,10 +44,10 @@ class Scaled:
 
 def move_factors(graph: fx.Graph) -> None:
     """Moves numbers from what products return to what they read, and from that to what they return, in place."""
-    found = [made for node in graph.nodes if (made := scaled(node)) is not None]
     moved = False
-    for x in found:
-        moved |= to_left(graph, x) or to_results(graph, x)
+    for node in list(graph.nodes):
+        if (x := scaled(node)) is not None:
+            moved |= to_left(graph, x) or to_results(graph, x)
     if moved:
         graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or ordered(node))
 

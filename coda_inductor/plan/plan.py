@@ -45,7 +45,7 @@ class Plan(Inputs):
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
 
     def unique(self) -> list[Draft]:
-        """The drafts that do more than a plain product, in the order of the graph."""
+        """The drafts that do more than a plain product and are in no other's accumulator, in the graph's order."""
         drafts = {id(d): d for d in self.drafts.values() if not self.plain(d) and d.space.accs[0] not in self.added}
         return sorted(drafts.values(), key=lambda d: d.space.accs[-1].bit)
 
