@@ -32,11 +32,11 @@ def narrows(program: Program, t: Term) -> bool:
 
 
 def _sizes(program: Program, con: Term) -> tuple[int | None, int | None]:
-    """K of a product and its columns, if they are known."""
+    """K of a product and its columns, if they are known: all of them, also of a lane, so that all lanes are alike."""
     if con.bit not in program.lifted.products:
         return None, None
     total = program.lifted.reading.axes.total
-    return total(con.over).static, total(program.columns(con)).static
+    return total(con.over).static, total(program.product(con).columns).static
 
 
 def joint_sums(
@@ -46,16 +46,18 @@ def joint_sums(
     among its factors, itself if it cannot be."""
     terms, left = program.lifted.terms, list(sums)
     for t in sums:
-        red, of = _sum_of(t), None
+        red, of = _sum_of(t) if t in left else None, None
         if red is not None:
             of = next((f for f in factors(red.args[0]) if narrows(program, f) and _in_backward(program, f)), None)
         if red is None or of is None or (moved := earlier(red, of)) is red or _sum_of(moved) is None:
             continue
         moved = terms.mul(_without(program, t, red), moved)
-        for other in (u for u in left if u is not t and _sum_of(u) is not None):
+        for other in [u for u in left if u is not t and _sum_of(u) is not None]:
             one = _one(program, other, moved)
             if one is not None and all(summable(f) for f in factors(one) if f.kind == "red"):
-                left = [u for u in left if u is not t and u is not other] + [one]
+                left.remove(t)  # one, if it stands there twice
+                left.remove(other)
+                left.append(one)
                 break
     return left
 

@@ -41,7 +41,8 @@ def heads(state: State, t: Term, last: Term) -> tuple[Heads, tuple[Term, Term]]:
     parts = (state.accumulators(terms.select(t, lane, i)) for i in (0, 1))
     mine = [{acc for acc in part if acc.bit == last.bit} for part in parts]
     accs = mine[0] | mine[1]
-    if not (minor and all(mine)) or {acc.lanes for acc in accs} != {((inner, 0),), ((inner, 1),)}:
+    halves = {acc.lanes for acc in accs} == {((inner, 0),), ((inner, 1),)} and len(accs) == 2
+    if not (minor and all(mine) and halves):
         raise Unsupported(MIXED)
     first, second = sorted(accs, key=lambda acc: acc.lanes)
     return Heads(lane, inner, minor, product.columns), (first, second)

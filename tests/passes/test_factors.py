@@ -319,6 +319,29 @@ def test_both_products_say_the_law() -> None:
     assert len(sums) == 2 and all(p["name"] in at for step in sums for p in step["products"])
 
 
+class Rotated(nn.Module):
+    """Queries with an adapter behind a norm, turned by a rotary embedding: its halves are lanes of both products."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.o, self.q, self.k = nn.Linear(N, D, False), Adapted(D, D, 2.0, rank=rank), nn.Linear(D, D, False)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        n = rms(h + self.o(x))
+        angles = torch.arange(h.shape[1], dtype=h.dtype)[:, None] * torch.linspace(1, 0.1, 8, dtype=h.dtype)
+        cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
+        q, k = (p(n).unflatten(-1, (4, 16)).transpose(1, 2) for p in (self.q, self.k))
+        q, k = (t * cos + torch.cat([-t[..., 8:], t[..., :8]], -1) * sin for t in (q, k))
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("rank", [4, 8, 16])
+def test_all_lanes_of_a_product_are_alike(rank: int) -> None:
+    """At rank 16 half of the columns are not four times as many, and all are."""
+    torch.manual_seed(0)
+    assert as_eager(Rotated(rank).double(), *inputs(N, D))[0].sites
+
+
 @pytest.mark.parametrize(
     ("switches", "sums"), [({}, 4), ({"disable": frozenset({"factors"})}, 0), ({"numerics": "strict"}, 0)]
 )
