@@ -167,6 +167,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "parts"): [],
     ("disable", "joined"): BEFORE,  # test_joined.py
     ("only", "joined"): [],
+    ("disable", "factors"): BEFORE,  # test_factors.py
+    ("only", "factors"): [],
     ("disable", "embedding"): BEFORE,  # test_embedding.py
     ("only", "embedding"): [],
     ("disable", "blocks"): BEFORE,  # test_row_blocks.py
