@@ -50,7 +50,7 @@ def test_another_architecture(pretended: None, monkeypatch: pytest.MonkeyPatch, 
     importlib = types.SimpleNamespace(import_module=lambda name: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(target, "importlib", importlib)
     known = {row.capability: row for row in target.TARGETS.values()}
-    said = f"kernels are generated for {target.kinds()} only, found sm_{found[0]}{found[1]}"
+    said = f"kernels are generated for {target.kinds()}, found sm_{found[0]}{found[1]}"
     if found in known:
         said = f"kernels for {known[found].name} are compiled, not yet run on such a card: they are used if asked for"
     left_to_inductor(f"every graph is left to Inductor: {said}")

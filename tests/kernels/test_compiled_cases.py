@@ -70,7 +70,7 @@ def test_every_case_compiles(rows: list[dict[str, object]]) -> None:
         assert isinstance(row["stack"], int), row
         assert ("lane_offset" in str(row["fields"])) == (row["case"] in TWO_WEIGHTS)
         assert ("a_apart" in str(row["fields"])) == (row["case"] in ("summed", "summed_norm_backward"))
-        assert ("a_second" in str(row["fields"])) == (row["case"] in ("unlike", "unlike_columns"))
+        assert ("a_second" in str(row["fields"])) == (row["case"] in ("unlike", "unlike_columns", "adapter"))
 
 
 def test_the_stage_model_is_quacks(rows: list[dict[str, object]]) -> None:

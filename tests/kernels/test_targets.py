@@ -108,7 +108,7 @@ def test_every_case_has_tiles_or_a_reason(row: Target) -> None:
             found = legality.candidates(region, m, row)
             assert found and all(legality.stages(region, c, row).ab >= row.least_stages for c in found)
             assert set(found) <= set(row.tiles)
-    unlike = set() if row.unlike else {"unlike", "unlike_columns"}
+    unlike = set() if row.unlike else {"unlike", "unlike_columns", "adapter"}
     assert refused == unlike | (set() if row.mixes else {"scaled_norm_backward"})
 
 
