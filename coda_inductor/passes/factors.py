@@ -87,9 +87,9 @@ def to_left(graph: fx.Graph, x: Scaled) -> bool:
 def to_results(graph: fx.Graph, x: Scaled) -> bool:
     """(s d) r becomes s (d r), and l (s d) s (l d), if only products read s d, whose results are much smaller, and a
     product reads d itself."""
-    read, others = readers(x.node)
+    read, others = products_reading(x.node)
     products = [product for product, _ in read]
-    if not read or others or len(set(products)) < len(products) or not readers(x.source)[0]:
+    if not read or others or len(set(products)) < len(products) or not products_reading(x.source)[0]:
         return False
     if any(SMALLER * elements(product) > elements(x.node) for product in products):
         return False
@@ -117,7 +117,7 @@ Read = tuple[fx.Node, list[fx.Node]]
 """A product, and the views through which it reads something."""
 
 
-def readers(node: fx.Node) -> tuple[list[Read], bool]:
+def products_reading(node: fx.Node) -> tuple[list[Read], bool]:
     """The products that read a node, as it is or through views, and whether anything else reads it."""
     found, others, todo = list[Read](), False, [(node, list[fx.Node]())]
     while todo:

@@ -28,7 +28,7 @@ Scaled = set[tuple[Term | None, Fraction, frozenset[tuple[Term, Fraction]]]]
 """The same, and what it is multiplied by there: factors and their powers."""
 
 
-def readers(plan: Plan) -> Counter[object]:
+def reads(plan: Plan) -> Counter[object]:
     """How many drafts read each node and each store of another, as a product's operand or in the epilogue."""
     found = Counter[object]()
     for draft in plan.unique():

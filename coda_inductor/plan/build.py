@@ -121,10 +121,11 @@ def build(plan: Plan, draft: Draft) -> Built:
     assert half is not None
     writer.tables = _tables(plan, draft, half)
     matrices: list[Source] = []
-    products = []
+    products, made = [], list[Term]()
     for i, acc in enumerate(draft.space.accs):
         placed = []
-        for con in _in_order(plan, acc, writer.added):
+        for con in _in_order(plan, acc, draft.added):
+            made.append(con)
             pair = plan.operand(con), _weight(plan, draft, con)
             matrices += [m for m in pair if m not in matrices]
             deep = total(con.over).static
@@ -141,8 +142,8 @@ def build(plan: Plan, draft: Draft) -> Built:
     left, right, fast = writer.matrices()
     epilogue = tuple(writer.operands), tuple(writer.lets), stores, sums
     region = Region(n, left, tuple(products), *epilogue, half, right, fast, bool(heads and heads.neighbours))
-    turned = writer.added is not None and _in_order(plan, draft.space.accs[0], writer.added)[0] is writer.added
-    return Built(verify(region), [*matrices, *writer.sources], draft, writer.added, frozenset(writer.laws), turned)
+    inputs = [*matrices, *writer.sources]
+    return Built(verify(region), inputs, draft, made, draft.added, frozenset(writer.laws))
 
 
 def _in_order(plan: Plan, acc: Term, added: Term | None) -> list[Term]:

@@ -55,21 +55,16 @@ Source = Loaded | Weight | Table
 
 @dataclass(slots=True)
 class Built:
-    """A Region, its inputs in order, and what each output is: the drafts' stores, then its sums. `added` is the product
-    that its accumulator sums up with its own, before it if `turned`; `laws` are those by which it reads its inputs."""
+    """A Region, its inputs in order, and what each output is: the drafts' stores, then its sums. `products` are what it
+    computes, in the Region's order: its accumulators, and `added`, which one of them sums up with its own; `laws` are
+    those by which it reads its inputs."""
 
     region: Region
     inputs: list[Source]
     draft: Draft
+    products: list[Term]
     added: Term | None = None
     laws: frozenset[str] = frozenset()
-    turned: bool = False
-
-    @property
-    def products(self) -> list[Term]:
-        """The products that it computes, in the Region's order: its accumulators, and what is added to one."""
-        found = [*self.draft.space.accs, *([] if self.added is None else [self.added])]
-        return found[::-1] if self.turned else found
 
     @property
     def only_sums(self) -> bool:

@@ -40,13 +40,13 @@ class Plan(Inputs):
     """Sums of several per-token vectors that are computed outside epilogues, and their rows."""
     builts: list[Built] = field(default_factory=list)
     """The Regions of its drafts, in their order, once it has settled (search.py)."""
-    added: set[Term] = field(default_factory=set)
+    taken_in: set[Term] = field(default_factory=set)
     """Products that another's accumulator takes in: nothing else computes them."""
     _todo: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
 
     def unique(self) -> list[Draft]:
         """The drafts that do more than a plain product and are in no other's accumulator, in the graph's order."""
-        drafts = {id(d): d for d in self.drafts.values() if not self.plain(d) and d.space.accs[0] not in self.added}
+        drafts = {id(d): d for d in self.drafts.values() if not self.plain(d) and d.space.accs[0] not in self.taken_in}
         return sorted(drafts.values(), key=lambda d: d.space.accs[-1].bit)
 
     def plain(self, draft: Draft) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns.lift import Lifted
-from coda_inductor.plan.accumulated import addend, readers
+from coda_inductor.plan.accumulated import addend, reads
 from coda_inductor.plan.build import build
 from coda_inductor.plan.cycles import circular
 from coda_inductor.plan.draft import CROWDED, Conflict, Root
@@ -29,12 +29,12 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
             trim(made)
             more = Limits(crowded=_crowded(made), unrooted=_unrooted(made))
             if limits.holds(more):
-                read = readers(made)  # as it was before any product is added to another
+                read = reads(made)  # as it was before any product is added to another
                 for draft in made.unique():
-                    other = addend(made, draft, read) if draft.space.accs[0] not in made.added else None
+                    other = addend(made, draft, read) if draft.space.accs[0] not in made.taken_in else None
                     if other is not None:
                         draft.added = other
-                        made.added.add(other)
+                        made.taken_in.add(other)
                 made.builts = [build(made, draft) for draft in made.unique()]
                 if not (more := circular(made)):
                     return made

@@ -79,7 +79,7 @@ def derive(program: Program, laws: frozenset[str]) -> list[Firing]:
         program.new[t] = after
         if after.kind == "add" and len(after.args) == 2 and not after.coefficient:
             for con in (f for a in after.args for f, p in factors(a).items() if f.kind == "con" and p == 1):
-                program.added.setdefault(con, []).append(after)
+                program.sums_of_two.setdefault(con, []).append(after)
         behind_relu = t in by_sign and is_relu(after) and _of_one(program, after.args[0], laws)
         if behind_relu or (t in wholes and _plain(after)):
             program.wholes.add(after)
@@ -141,7 +141,7 @@ def defer(program: Program, con: Term) -> Term:
     tiles = [p for p in parts if p.rest.hosts]
     vectors = [p for p in parts if not p.rest.hosts]
     if not any(is_late(p.late, makers, con.over) for p in parts):
-        return _beside(program, con)
+        return _early(program, con)
     if len(tiles) != 1:
         return con
     if any(p.rest.axes - set(con.over) for p in vectors):
@@ -164,7 +164,7 @@ def defer(program: Program, con: Term) -> Term:
     )
 
 
-def _beside(program: Program, con: Term) -> Term:
+def _early(program: Program, con: Term) -> Term:
     """(r x) W = r (x W) of a narrow x, as an adapter's, and an r that its producer knows: the layer's own product,
     which r leaves too, and this one are then one sum."""
     terms, (x, w) = program.lifted.terms, con.args

@@ -97,7 +97,7 @@ def _one(program: Program, t: Term, u: Term) -> Term | None:
         if con.kind != "con" or some[con] != ONE:
             return None
         weighed.append((con, terms.mul(_without(program, total, red), terms.const(number(red.args[0])))))
-    for whole in program.added.get(weighed[0][0], ()):
+    for whole in program.sums_of_two.get(weighed[0][0], ()):
         ratios = {_ratio(program, whole, con, weight) for con, weight in weighed}
         (ratio,) = ratios if len(ratios) == 1 else (None,)
         if ratio is None or ratio.axes.intersection(reds[0].over) or ratio.hosts:

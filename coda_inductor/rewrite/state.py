@@ -29,8 +29,8 @@ class State:
     """What the graph's products compute as they stand there, biases included, unless a law has changed them."""
     held: dict[Term, fx.Node] = field(default_factory=dict)
     """Tensors that are named as they lie in memory, whatever they are made of, and their nodes."""
-    added: dict[Term, list[Term]] = field(default_factory=dict)
-    """By product, the values of the graph that are the sum of it and another, each but for factors."""
+    sums_of_two: dict[Term, list[Term]] = field(default_factory=dict)
+    """By what they add up, the values of the graph that are the sum of two products, each but for factors."""
     gradients: set[Term] = field(default_factory=set)
     """What the products of the backward multiply: it lies in memory anyway."""
     squares: dict[Term, Term] = field(default_factory=dict)
