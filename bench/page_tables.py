@@ -64,7 +64,7 @@ def pick(source: Source, case: str, name: str, **more: object) -> Source:
 
 GAINS = (
     pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers", mode="train"),
-    pick(STEPS, names.TITAN, "TorchTitan's Llama-1B, one GPU, AdamW", machine=H200),
+    pick(STEPS, names.LLAMA, "Llama-1B of transformers, AdamW", machine=H100),
     pick(NANO, names.NANO, "nanochat-like, autocast, AdamW", machine=H100),
     pick(BENCH, "gemma3_12b, 2 layers", "Gemma-3-12B, 2 layers", mode="train"),
     pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, FP8 rowwise, AdamW"),
@@ -250,6 +250,12 @@ TABLES = (
             *(Column(f"{head}, GiB", f"sides/{key}/gib", "gib") for head, key in HEAVY),
             *(Column(f"{head}, loss", f"sides/{key}/result", "loss") for head, key in PEERS if key in LOSSES),
         ),
+    ),
+    Table(
+        "peers-ms",
+        "`python bench/peers.py CASE`",
+        (BESIDE,),
+        (CASE, KIND, *(Column(f"{head}, ms", f"sides/{key}/ms", "ms") for head, key in PEERS if key != "again")),
     ),
     Table(
         "max-autotune",
