@@ -34,6 +34,7 @@ from coda_inductor.core.versions import check_torch
 from coda_inductor.explain.autocast import autocast_like_cuda
 from coda_inductor.explain.like_cuda import like_cuda
 from coda_inductor.inductor.tracing import functorch_options, passes
+from coda_inductor.inductor.undefined import detach_large
 from coda_inductor.patterns.graph import copied
 from coda_inductor.patterns.sizes import assumed
 
@@ -74,8 +75,11 @@ def capture(
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         names[:] = [user_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-        with functorch_config.patch(**functorch_options(gm, settings or Settings())):
-            return compile_fx.compile_fx(gm, inputs, inner_compile=stub)
+        told = functorch_options(gm, settings or Settings())
+        detached = detach_large(gm, settings or Settings(), {})
+        with functorch_config.patch(**told):
+            found = compile_fx.compile_fx(gm, inputs, inner_compile=stub)
+        return detached.tied(found) if detached else found
 
     train = mode == "train"
     was_training = isinstance(model, torch.nn.Module) and model.training

@@ -15,6 +15,7 @@ from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.joint_pass import JointPass, machine
 from coda_inductor.inductor.post_pass import PostPass
 from coda_inductor.inductor.tracing import functorch_options
+from coda_inductor.inductor.undefined import detach_large
 from coda_inductor.passes.switches import NAMES
 from coda_inductor.tuning.tuner import warm_up_early
 
@@ -43,12 +44,16 @@ def prepared(
     told = functorch_options(gm, settings)
 
     def compiled() -> Any:
+        detached = detach_large(gm, settings, inductor.config)
         try:
             with functorch_config.patch(**told):
-                return compile_fx(gm, example_inputs, config_patches={**inductor.config, **patches})
+                found = compile_fx(gm, example_inputs, config_patches={**inductor.config, **patches})
+            return detached.tied(found) if detached else found
         except Exception as error:  # after the pass, in what Inductor makes of our operations
             if settings.strict or not ours.rewrote:
                 raise
+            if detached:
+                detached.restore()
             stock = inductor(gm, example_inputs)  # if this fails as well, it was not us
             ours.failed(error, gm.graph, "a graph")
             return stock

@@ -22,6 +22,7 @@ from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.sites import absorbed, fired, reason, site
+from coda_inductor.inductor.undefined import add_where_read
 from coda_inductor.passes.blocks import Blocks, write_blocks
 from coda_inductor.passes.casts import Cast, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real
@@ -116,6 +117,11 @@ class Work:
 
 
 # ---- the stages, in order
+
+
+def undefined_gradients(work: Work) -> None:
+    """What a large output's gradient is added to takes it in its memory, if there is one."""
+    add_where_read(work.graph)
 
 
 def prefixes(work: Work) -> None:
@@ -274,6 +280,7 @@ def little_kept(work: Work) -> None:
 
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
+    undefined_gradients,
     complex_products,
     prefixes,
     casts_first,

@@ -45,7 +45,7 @@ def settled(graph: fx.Graph, settings: Settings, decisions: Decisions, limits: L
         limits |= Limits(whole_heads=made.program.limits.whole_heads)
         illegal = _illegal(made.builts, decisions.legal, settings)
         verdict = Limits(illegal) if illegal else decisions.decide(made, made.builts)
-        if other := _otherwise(made.builts, illegal, verdict, limits):
+        if other := _otherwise(made, illegal, verdict, limits):
             limits |= other
             continue
         if untaken := _untaken(normalisers, made.builts, verdict):
@@ -61,10 +61,16 @@ def settled(graph: fx.Graph, settings: Settings, decisions: Decisions, limits: L
         limits |= verdict
 
 
-def _otherwise(builts: list[Built], illegal: dict[int, str], verdict: Limits, limits: Limits) -> Limits:
-    """What of the verdict may win in another form: without the halves of its heads, with no other product in its sum,
-    or with nothing beside the sum. (As two products, with the rest, it lost where it did as one: Llama 1B and width
-    8192, H200.) Nothing if there is no such form."""
+def _otherwise(made: Plan, illegal: dict[int, str], verdict: Limits, limits: Limits) -> Limits:
+    """What of the verdict may win in another form: without what it makes again of the forward, which then keeps it;
+    without the halves of its heads, with no other product in its sum, or with nothing beside the sum. (As two products,
+    with the rest, it lost where it did as one: Llama 1B and width 8192, H200.) Nothing if there is no such form."""
+    builts = made.builts
+    laden = [b for b in builts if made.spared(b.draft)]
+    if lighter := _lost(verdict.banned, laden):
+        never = frozenset(n for b in laden if any(a.bit in lighter for a in b.products) for n in made.spared(b.draft))
+        banned = {bit: why for bit, why in verdict.banned.items() if bit not in lighter}
+        return Limits(banned, verdict.undeferred, never=never)
     halved = _lost(verdict.banned, [b for b in builts if b.region.half])
     apart = _lost(illegal, [b for b in builts if b.added is not None])
     wide = _lost(verdict.banned, [b for b in builts if b.added is not None and not b.only_sums])

@@ -265,10 +265,7 @@ def _arguments(inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[tuple[A
 def _store(x: ir.TensorBox) -> ir.TensorBox:
     """The value itself, which now has memory; a copy, if others read or write that memory under another name. (Inductor
     takes a clone for its source, and lets an operation write to that if it sees no reader behind.)"""
-    if _has_other_names(V.graph.current_node.all_input_nodes[0]):
-        return _keep(x)
-    x.realize()
-    return x
+    return alone_in_memory(x)
 
 
 def _has_other_names(node: fx.Node) -> bool:
@@ -285,6 +282,14 @@ def _keep(x: ir.TensorBox) -> ir.TensorBox:
     copy: ir.TensorBox = clone(x)
     copy.realize()
     return copy
+
+
+def alone_in_memory(x: ir.TensorBox) -> ir.TensorBox:
+    """The first argument of the operation that is lowered, in memory that nobody else reads or writes."""
+    if _has_other_names(V.graph.current_node.all_input_nodes[0]):
+        return _keep(x)
+    x.realize()
+    return x
 
 
 def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) -> Any:

@@ -18,6 +18,7 @@ KINDS = {
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
+UNDEFINED = "undefined"
 PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS = "parts", "joined", "embedding", "blocks", "prefix", "factors"
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
@@ -31,6 +32,7 @@ PASSES = {
     JOINED: "no Region: a product of two tensors beside each other, as attention's and an MLP's, is a product of each",
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",
     BLOCKS: "no Region: scores of a head and its loss, or their gradient, are made of some rows at a time",
+    UNDEFINED: "no Region: the gradient of a large output beside a loss is no tensor of zeros where none reaches it",
     LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()

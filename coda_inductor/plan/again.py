@@ -5,7 +5,9 @@ the product that carries the gradient past the norm reads the same stream anyway
 the place of a tensor kept from the forward. Where there is no such epilogue, Inductor's own pass of the norm's
 backward makes it beside what it makes anyway: its nodes stay as the user wrote them, and since nothing that the forward
 returns needs them, the partitioner has them computed from the stream.
-What the forward stores all the same, as an activation for the next product, is kept.
+What products of the forward alone read, as silu(gate) * up, the forward stores, and does not keep: the epilogue that
+makes gradients of gate and up reads both, and stores the product of them once more. Where there is no such epilogue, it
+is kept.
 """
 
 from __future__ import annotations
@@ -57,14 +59,18 @@ class Again:
     waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     made: dict[fx.Node, Draft] = field(default_factory=dict)
     later: set[fx.Node] = field(default_factory=set)
+    lying: set[fx.Node] = field(default_factory=set)
+    """What lies in memory while the backward runs, or may: something else than products of the forward reads it."""
     _given_up: set[fx.Node] = field(default_factory=set)
 
     def asked(self, plan: Demands, node: fx.Node, by: fx.Node | None) -> bool:
         """Is the node put off until all epilogues are known, because only `by` of the backward asks for it so far?"""
         if by is None or not g.is_backward(by):
             self.later.discard(node)
+            if by is None or by.target not in g.PRODUCTS:
+                self.lying.add(node)
             return False
-        if node in plan.program.limits.never or node in self._given_up or node in plan.kept:
+        if node in plan.program.limits.never or node in self._given_up:
             return False
         if not _of_the_forward(plan, node):
             return False
@@ -79,7 +85,7 @@ class Again:
     def settle(self, plan: Demands) -> None:
         """Finds an epilogue for each waiting node. If none is found for any, what loops read is left to them, and the
         rest is asked for after all, some of it of the backward."""
-        for node in self.waiting.keys() & plan.kept - self.made.keys():
+        for node in self.waiting.keys() & self.lying - self.made.keys():
             self._give_up(node)
         left = [node for node in self.waiting if node not in self.made]
         hosts = _hosts(plan) if left else []
@@ -95,6 +101,8 @@ class Again:
         put_off = plan.put_off() if left else set()
         for node in left:
             readers = self._give_up(node)
+            if node in plan.kept:
+                continue
             if all(map(plan.fusible, readers)):
                 plan.leave(node, readers[0])
                 continue

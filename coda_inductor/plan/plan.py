@@ -128,6 +128,10 @@ class Plan(Inputs):
         operand = self.program.lifted.term[self.program.lifted.products[product].x]
         return self.program.nodes.get(self.program.new[operand], [])
 
+    def spared(self, draft: Draft) -> list[fx.Node]:
+        """What the forward stores, and does not keep, because this draft makes it again."""
+        return [node for node, stored in draft.supplies.items() if stored.again and node in self.kept]
+
     def put_off(self) -> set[fx.Node]:
         """The operands that laws spare the forward."""
         return {n for f in self.firings if f.product >= 0 for n in self.operands(f.product) if not g.is_view(n)}

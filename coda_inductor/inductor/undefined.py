@@ -1,0 +1,152 @@
+"""The gradient of a large output that no gradient reaches is no tensor of zeros.
+
+transformers' models return the scores beside the loss. Who calls `.loss.backward()` gives the scores no gradient: for
+autograd it is undefined. AOTAutograd's backward takes a tensor for it all the same, so autograd makes one of zeros, and
+the backward adds it to the gradient of the loss. At 8192 tokens and a vocabulary of 128256 those are 2 GB, written once
+and read once. Here the compiled graph returns the scores without a gradient, and beside them a key (ops/handed.py).
+Outside of the graph the scores are tied to the key. If a gradient reaches them, it is handed in by the key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import config as inductor_config
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from coda_inductor.core.settings import Settings
+from coda_inductor.ops.handed import ADD_GRADIENT_OF, GRADIENT_KEY, GRADIENT_OF, hand_in
+from coda_inductor.passes.switches import NAMES, UNDEFINED, allowed
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.sizes import assumed
+
+LARGE = 1 << 26
+"""Bytes of an output from which on this is done. To write and read 64 MiB takes an H100 40 us; a key takes about as
+long on the host."""
+
+
+class Tied(torch.autograd.Function):
+    """A graph's output without a gradient, and its key -> the output with one, which is handed in by the key."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        (gradient,) = gradients
+        return None if gradient is None else hand_in(gradient), None
+
+
+tie: Callable[[Tensor, Tensor], Tensor] = Tied.apply
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """Dynamo's graph while some of its outputs, at `places`, have no gradient and a key each, behind all outputs."""
+
+    gm: fx.GraphModule
+    places: Sequence[int]
+    original: tuple[Any, ...]
+    added: Sequence[fx.Node]
+
+    def restore(self) -> None:
+        """Makes the graph what it was."""
+        self.gm.graph.output_node().args = self.original
+        for node in reversed(self.added):
+            self.gm.graph.erase_node(node)
+        self.gm.recompile()
+
+    def tied(self, compiled: Any) -> Callable[..., list[Any]]:
+        """What the compiled graph, a function, computes, as the user expects it."""
+        count = len(self.original[0])
+
+        def run(*args: Any) -> list[Any]:
+            returned = compiled(*args)
+            outputs, keys = list(returned[:count]), returned[count:]
+            for i, key in zip(self.places, keys, strict=True):
+                outputs[i] = tie(key, outputs[i]) if key.requires_grad else outputs[i]
+            return outputs
+
+        return run
+
+
+def detach_large(gm: fx.GraphModule, settings: Settings, config: dict[str, Any]) -> Detached | None:
+    """Lets Dynamo's graph return large outputs beside a loss without a gradient, and a key for each. None if it has
+    none, or if nobody may decide at run time: in CUDA graphs, and where a whole backward is compiled. In place."""
+    recorded = config.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+    cpp = config.get("cpp_wrapper", inductor_config.cpp_wrapper)
+    if recorded or cpp or torch._dynamo.config.compiled_autograd or not allowed(UNDEFINED, NAMES, settings):
+        return None
+    output = gm.graph.output_node()
+    (values,) = output.args
+    if not isinstance(values, tuple | list) or not torch.is_grad_enabled():
+        return None
+    places, changed, added, keys = _large(gm.graph, values), list(values), list[fx.Node](), list[fx.Node]()
+    if not places:
+        return None
+    with gm.graph.inserting_before(output):
+        for i in places:
+            value = values[i]
+            assert isinstance(value, fx.Node)
+            example = value.meta["example_value"]
+            changed[i] = alone = gm.graph.call_method("detach", (value,))
+            alone.meta["example_value"] = example.detach()
+            keys.append(key := gm.graph.call_function(GRADIENT_KEY, (value,)))
+            key.meta["example_value"] = GRADIENT_KEY(example)
+            added += [alone, key]
+    original, output.args = output.args, ((*changed, *keys),)
+    gm.recompile()
+    return Detached(gm, places, original, added)
+
+
+def _large(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
+    """The places of large outputs that have a gradient, share memory with nothing that comes in or goes out, and lie
+    beside a loss: one number with a gradient."""
+    values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in outputs]
+    tensors = [t for t in values if isinstance(t, Tensor)]
+    if not any(t.dim() == 0 and t.requires_grad for t in tensors):
+        return []
+    inputs = (n.meta.get("example_value") for n in graph.find_nodes(op="placeholder"))
+    everyone = [*tensors, *(t for t in inputs if isinstance(t, Tensor))]
+    if any(map(is_traceable_wrapper_subclass, everyone)):
+        return []
+    shared = Counter(StorageWeakRef(t.untyped_storage()) for t in everyone)
+    return [
+        i
+        for i, t in enumerate(values)
+        if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point() and t.dim() > 0 and t.grad_fn is not None
+        if shared[StorageWeakRef(t.untyped_storage())] == 1
+        if t.itemsize * torch.Size(map(assumed, t.shape)).numel() >= LARGE
+    ]
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Are they of one shape and dtype?"""
+    return g.sizes(a) == g.sizes(b) and a.meta["val"].dtype == b.meta["val"].dtype
+
+
+def add_where_read(graph: fx.Graph) -> None:
+    """What a gradient that is handed in is added to takes it in its own memory. In place, in a joint graph."""
+    for node in graph.find_nodes(op="call_function", target=GRADIENT_OF):
+        if len(node.users) != 1:
+            continue
+        (total,) = node.users
+        others = [a for a in total.all_input_nodes if a is not node]
+        if total.target is not g.aten.add.Tensor or total.kwargs or len(others) != 1:
+            continue
+        (other,) = others
+        if _alike(other, node) and _alike(other, total) and other.op == "call_function" and len(other.users) == 1:
+            with graph.inserting_before(total):
+                added = graph.call_function(ADD_GRADIENT_OF, (other, node.args[0]))
+            added.meta = dict(total.meta)
+            total.replace_all_uses_with(added)
+            graph.erase_node(total)
+            graph.erase_node(node)
