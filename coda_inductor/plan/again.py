@@ -85,8 +85,9 @@ class Again:
     def settle(self, plan: Demands) -> None:
         """Finds an epilogue for each waiting node. If none is found for any, what loops read is left to them, and the
         rest is asked for after all, some of it of the backward."""
-        for node in self.waiting.keys() & self.lying - self.made.keys():
-            self._give_up(node)
+        for node in self.waiting.keys() & plan.kept - self.made.keys():
+            if node in self.lying:
+                self._give_up(node)
         left = [node for node in self.waiting if node not in self.made]
         hosts = _hosts(plan) if left else []
         for node in left:
@@ -102,7 +103,7 @@ class Again:
         for node in left:
             readers = self._give_up(node)
             if node in plan.kept:
-                continue
+                continue  # the forward has it
             if all(map(plan.fusible, readers)):
                 plan.leave(node, readers[0])
                 continue
@@ -129,7 +130,9 @@ class Again:
             except Unsupported:
                 continue
             if plan.program.bases(t, space) <= host.known and not beyond & host.draft.supplies.keys():
-                fits.append((len(host.known | plan.loads(host.draft, t).keys()), host))
+                loads = plan.loads(host.draft, t).keys()
+                if node not in plan.kept or loads <= host.known:  # another vector would be another kernel
+                    fits.append((len(host.known | loads), host))
         size, best = min(fits, key=lambda f: f[0], default=(0, None))
         if best is None:
             return None
