@@ -44,13 +44,14 @@ def prepared(
     told = functorch_options(gm, settings)
 
     def compiled() -> Any:
-        detached = detach_large(gm, settings, inductor.config)
+        detached = None
         try:
+            detached = detach_large(gm, settings, inductor.config)
             with functorch_config.patch(**told):
                 found = compile_fx(gm, example_inputs, config_patches={**inductor.config, **patches})
             return detached.tied(found) if detached else found
         except Exception as error:  # after the pass, in what Inductor makes of our operations
-            if settings.strict or not ours.rewrote:
+            if settings.strict or not (ours.rewrote or detached):
                 raise
             if detached:
                 detached.restore()

@@ -44,7 +44,7 @@ from coda_inductor.inductor.records import Report
 from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.kernels import record, store
 from coda_inductor.measure import free_memory
-from coda_inductor.ops import elementwise, handed, lowering
+from coda_inductor.ops import elementwise, gradients, lowering
 from coda_inductor.passes.switches import ELEMENTWISE, NAMES
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
@@ -113,7 +113,7 @@ class JointPass(CustomGraphPass):
         settings.check_kinds(NAMES)
         lowering.register()
         elementwise.register()
-        handed.register()
+        gradients.register()
         self.settings = settings
         self.chained = passes(chained)
         self.unsettled = self.rewrote = False

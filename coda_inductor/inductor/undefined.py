@@ -3,8 +3,8 @@
 transformers' models return the scores beside the loss. Who calls `.loss.backward()` gives the scores no gradient: for
 autograd it is undefined. AOTAutograd's backward takes a tensor for it all the same, so autograd makes one of zeros, and
 the backward adds it to the gradient of the loss. At 8192 tokens and a vocabulary of 128256 those are 2 GB, written once
-and read once. Here the compiled graph returns the scores without a gradient, and beside them a key (ops/handed.py).
-Outside of the graph the scores are tied to the key. If a gradient reaches them, it is handed in by the key.
+and read once. Here the compiled graph returns the scores without a gradient, and beside them a key (ops/gradients.py).
+Outside of the graph the scores are tied to the key. If a gradient reaches them, it is handed in by it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coda_inductor.core.settings import Settings
-from coda_inductor.ops.handed import ADD_GRADIENT_OF, GRADIENT_KEY, GRADIENT_OF, hand_in
+from coda_inductor.ops.gradients import ADD_GRADIENT_OF, GRADIENT_KEY, GRADIENT_OF, HAND_IN
 from coda_inductor.passes.switches import NAMES, UNDEFINED, allowed
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.sizes import assumed
@@ -37,12 +38,16 @@ class Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(key.detach())
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
-        (gradient,) = gradients
-        return None if gradient is None else hand_in(gradient), None
+        (gradient,), (key,) = gradients, ctx.saved_tensors
+        if gradient is None:
+            return None, None
+        ctx.times = times = HAND_IN(gradient, key)  # (held while somebody may scale what comes in)
+        return times, None
 
 
 tie: Callable[[Tensor, Tensor], Tensor] = Tied.apply
@@ -79,11 +84,15 @@ class Detached:
 
 
 def detach_large(gm: fx.GraphModule, settings: Settings, config: dict[str, Any]) -> Detached | None:
-    """Lets Dynamo's graph return large outputs beside a loss without a gradient, and a key for each. None if it has
-    none, or if nobody may decide at run time: in CUDA graphs, and where a whole backward is compiled. In place."""
+    """Lets Dynamo's graph return large outputs, of which a loss is computed, without a gradient, and a key for each.
+    None if it has none, if nobody can decide at run time (CUDA graphs, C++), if what is compiled is written to a file
+    (torch's aot_compile), for which it must be torch's own, or under a memory budget, by which a key may be computed
+    again. In place."""
     recorded = config.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
     cpp = config.get("cpp_wrapper", inductor_config.cpp_wrapper)
-    if recorded or cpp or torch._dynamo.config.compiled_autograd or not allowed(UNDEFINED, NAMES, settings):
+    packed = getattr(functorch_config, "bundled_autograd_cache", False)
+    budget = functorch_config.activation_memory_budget < 1
+    if recorded or cpp or packed or budget or not allowed(UNDEFINED, NAMES, settings):
         return None
     output = gm.graph.output_node()
     (values,) = output.args
@@ -100,7 +109,7 @@ def detach_large(gm: fx.GraphModule, settings: Settings, config: dict[str, Any])
             changed[i] = alone = gm.graph.call_method("detach", (value,))
             alone.meta["example_value"] = example.detach()
             keys.append(key := gm.graph.call_function(GRADIENT_KEY, (value,)))
-            key.meta["example_value"] = GRADIENT_KEY(example)
+            key.meta["example_value"] = GRADIENT_KEY(example.detach())  # (hooks would see what else it keeps)
             added += [alone, key]
     original, output.args = output.args, ((*changed, *keys),)
     gm.recompile()
@@ -108,12 +117,13 @@ def detach_large(gm: fx.GraphModule, settings: Settings, config: dict[str, Any])
 
 
 def _large(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
-    """The places of large outputs that have a gradient, share memory with nothing that comes in or goes out, and lie
-    beside a loss: one number with a gradient."""
+    """The places of large outputs that have a gradient, share memory with nothing that comes in or goes out, and of
+    which a loss is computed: an output that is one number with a gradient. (A layer's output beside a loss that is not
+    made of it, as of its router, gets a gradient from the next layer.)"""
     values = [n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in outputs]
-    tensors = [t for t in values if isinstance(t, Tensor)]
-    if not any(t.dim() == 0 and t.requires_grad for t in tensors):
-        return []
+    pairs = [(n, t) for n, t in zip(outputs, values, strict=True) if isinstance(t, Tensor)]
+    made_of = g.reached((n for n, t in pairs if t.dim() == 0 and t.requires_grad), lambda n: n.all_input_nodes)
+    tensors = [t for _, t in pairs]
     inputs = (n.meta.get("example_value") for n in graph.find_nodes(op="placeholder"))
     everyone = [*tensors, *(t for t in inputs if isinstance(t, Tensor))]
     if any(map(is_traceable_wrapper_subclass, everyone)):
@@ -122,15 +132,10 @@ def _large(graph: fx.Graph, outputs: Sequence[Any]) -> list[int]:
     return [
         i
         for i, t in enumerate(values)
-        if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point() and t.dim() > 0 and t.grad_fn is not None
+        if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point() and t.dim() > 0 and outputs[i] in made_of
         if shared[StorageWeakRef(t.untyped_storage())] == 1
         if t.itemsize * torch.Size(map(assumed, t.shape)).numel() >= LARGE
     ]
-
-
-def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Are they of one shape and dtype?"""
-    return g.sizes(a) == g.sizes(b) and a.meta["val"].dtype == b.meta["val"].dtype
 
 
 def add_where_read(graph: fx.Graph) -> None:
@@ -142,11 +147,10 @@ def add_where_read(graph: fx.Graph) -> None:
         others = [a for a in total.all_input_nodes if a is not node]
         if total.target is not g.aten.add.Tensor or total.kwargs or len(others) != 1:
             continue
-        (other,) = others
-        if _alike(other, node) and _alike(other, total) and other.op == "call_function" and len(other.users) == 1:
-            with graph.inserting_before(total):
-                added = graph.call_function(ADD_GRADIENT_OF, (other, node.args[0]))
-            added.meta = dict(total.meta)
-            total.replace_all_uses_with(added)
-            graph.erase_node(total)
-            graph.erase_node(node)
+        times, number, *_ = node.args
+        with graph.inserting_before(total):
+            added = graph.call_function(ADD_GRADIENT_OF, (*others, times, number))
+        added.meta = dict(total.meta)
+        total.replace_all_uses_with(added)
+        graph.erase_node(total)
+        graph.erase_node(node)

@@ -59,8 +59,8 @@ class Again:
     waiting: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     made: dict[fx.Node, Draft] = field(default_factory=dict)
     later: set[fx.Node] = field(default_factory=set)
-    lying: set[fx.Node] = field(default_factory=set)
-    """What lies in memory while the backward runs, or may: something else than products of the forward reads it."""
+    in_memory: set[fx.Node] = field(default_factory=set)
+    """What may be in memory while the backward runs: something else than products of the forward reads it."""
     _given_up: set[fx.Node] = field(default_factory=set)
 
     def asked(self, plan: Demands, node: fx.Node, by: fx.Node | None) -> bool:
@@ -68,7 +68,7 @@ class Again:
         if by is None or not g.is_backward(by):
             self.later.discard(node)
             if by is None or by.target not in g.PRODUCTS:
-                self.lying.add(node)
+                self.in_memory.add(node)
             return False
         if node in plan.program.limits.never or node in self._given_up:
             return False
@@ -86,7 +86,7 @@ class Again:
         """Finds an epilogue for each waiting node. If none is found for any, what loops read is left to them, and the
         rest is asked for after all, some of it of the backward."""
         for node in self.waiting.keys() & plan.kept - self.made.keys():
-            if node in self.lying:
+            if node in self.in_memory:
                 self._give_up(node)
         left = [node for node in self.waiting if node not in self.made]
         hosts = _hosts(plan) if left else []

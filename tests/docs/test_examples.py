@@ -29,7 +29,7 @@ TRAINED = {
     "train_llama": (5e-4, 11, ()),
     "trainer": (5e-4, 11, ("accelerate",)),
     "nanogpt": (5e-4, 8, ()),
-    "titan_fsdp2": (5e-4, 9, ()),
+    "titan_fsdp2": (5e-4, 8, ()),
     "lora": (5e-4, 19, ("peft",)),
     "float8_llama": (5e-3, 12, ("torchao.float8",)),
     "diffusion": (5e-3, 1, ()),

@@ -174,6 +174,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "blocks"): BEFORE,  # test_row_blocks.py
     ("only", "blocks"): [],
     ("disable", "prefix"): BEFORE,  # test_prefix.py
+    ("disable", "undefined"): BEFORE,  # test_undefined.py
+    ("only", "undefined"): [],
     ("only", "prefix"): [],
 }
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""

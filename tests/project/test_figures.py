@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from coda_inductor.codegen.legality import bucket
 from coda_inductor.commands.differences import off
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import joint_pass
+from coda_inductor.inductor import joint_pass, undefined
 from coda_inductor.passes import blocks, elementwise
 from coda_inductor.tuning import outcome
 
@@ -123,6 +123,7 @@ KEPT = (
          lambda: f"{bound('whole/test_float8.py', r'max.found. <= (1[.0-9]+)')} times for any tensor"),
     Kept("docs/numerics.md", "8 bytes a number, four times those of bfloat16", "sizes of dtypes",
          lambda: f"{F64} bytes a number, { {4: 'four'}[F64 // torch.bfloat16.itemsize]} times those of bfloat16"),
+    Kept("docs/numerics.md", "(64 MiB or more)", "a threshold", lambda: f"({undefined.LARGE >> 20} MiB or more)"),
     Kept("docs/numerics.md", "eight times as wide as the hidden state", "a threshold",
          lambda: f"{ {8: 'eight'}[blocks.AMPLIFIED]} times as wide as the hidden state"),
 )  # fmt: skip
