@@ -9,6 +9,7 @@ Outside of the graph the scores are tied to the key. If a gradient reaches them,
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,29 +34,27 @@ long on the host."""
 
 
 class Tied(torch.autograd.Function):
-    """A graph's output without a gradient, and its key -> the output with one, which is handed in by the key."""
+    """A graph's output without a gradient, its key and number -> the output with one, which is handed in by the key."""
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, key: Tensor, number: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(key.detach())
+        ctx.save_for_backward(number)
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
-        (gradient,), (key,) = gradients, ctx.saved_tensors
-        if gradient is None:
-            return None, None
-        ctx.times = times = HAND_IN(gradient, key)  # (held while somebody may scale what comes in)
-        return times, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (gradient,), (number,) = gradients, ctx.saved_tensors
+        return None if gradient is None else HAND_IN(gradient, number), None, None
 
 
-tie: Callable[[Tensor, Tensor], Tensor] = Tied.apply
+tie: Callable[[Tensor, Tensor, Tensor], Tensor] = Tied.apply
 
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """Dynamo's graph while some of its outputs, at `places`, have no gradient and a key each, behind all outputs."""
+    """Dynamo's graph while some of its outputs, at `places`, have no gradient. It returns a key and a number for each
+    of them, behind all outputs."""
 
     gm: fx.GraphModule
     places: Sequence[int]
@@ -75,9 +74,9 @@ class Detached:
 
         def run(*args: Any) -> list[Any]:
             returned = compiled(*args)
-            outputs, keys = list(returned[:count]), returned[count:]
-            for i, key in zip(self.places, keys, strict=True):
-                outputs[i] = tie(key, outputs[i]) if key.requires_grad else outputs[i]
+            outputs, added = list(returned[:count]), returned[count:]
+            for i, key, number in zip(self.places, added[::2], added[1::2], strict=True):
+                outputs[i] = tie(key, number, outputs[i]) if key.requires_grad else outputs[i]
             return outputs
 
         return run
@@ -108,9 +107,13 @@ def detach_large(gm: fx.GraphModule, settings: Settings, config: dict[str, Any])
             example = value.meta["example_value"]
             changed[i] = alone = gm.graph.call_method("detach", (value,))
             alone.meta["example_value"] = example.detach()
-            keys.append(key := gm.graph.call_function(GRADIENT_KEY, (value,)))
-            key.meta["example_value"] = GRADIENT_KEY(example.detach())  # (hooks would see what else it keeps)
-            added += [alone, key]
+            both = gm.graph.call_function(GRADIENT_KEY, (value,))
+            examples = GRADIENT_KEY(example.detach())  # (hooks would see what else it keeps)
+            parts = [gm.graph.call_function(operator.getitem, (both, n)) for n in range(2)]
+            for node, made in ((both, examples), *zip(parts, examples, strict=True)):
+                node.meta["example_value"] = made
+            keys += parts
+            added += [alone, both, *parts]
     original, output.args = output.args, ((*changed, *keys),)
     gm.recompile()
     return Detached(gm, places, original, added)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo import compiled_autograd
 from torch._functorch import config as functorch_config
 from torch._inductor.exc import OperatorIssue
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -216,16 +218,17 @@ def test_dynamos_graph_is_restored(config: dict[str, Any]) -> None:
 
 
 def test_a_gradient_is_read_once() -> None:
-    key, gradient = ops.GRADIENT_KEY(torch.ones(3)), torch.ones(3)
-    times = HAND_IN(gradient, key)
-    assert ops.handed_in(times, key) == (gradient, 1.0) and ops.handed_in(torch.zeros_like(times), key) is None
+    (key, number), gradient = ops.GRADIENT_KEY(torch.ones(3)), torch.ones(3)
+    times = HAND_IN(gradient, number)
+    assert ops.handed_in(torch.zeros_like(times), number) is None  # of another backward, which no gradient reaches
+    found = ops.handed_in(times, number)
+    assert found is not None and found[0].equal(gradient) and found[1] == 1
     with pytest.raises(BrokenInvariant, match="read before"):
-        ops.handed_in(times, key)
-    unread = HAND_IN(gradient, key)
-    assert ops.handed_in(torch.zeros_like(times), key) is None  # another backward, which no gradient reaches
+        ops.handed_in(times, number)
+    unread = HAND_IN(gradient, number)
     del times, unread
     with pytest.raises(BrokenInvariant, match="lost"):
-        ops.handed_in(torch.ones_like(key), key)
+        ops.handed_in(torch.ones_like(key), number)
 
 
 def rounds(scores: Tensor) -> Tensor:
@@ -245,9 +248,10 @@ def test_what_nobody_reads_is_not_kept() -> None:
         else:
             with pytest.raises(ValueError, match="of the user's"):
                 total.backward()
-        del loss, scores, total
+        del total
         gc.collect()
-        assert not SLOTS
+        assert not SLOTS  # while the outputs are there
+        del loss, scores
 
 
 def test_a_second_backward_raises_as_eager_does() -> None:
@@ -255,6 +259,77 @@ def test_a_second_backward_raises_as_eager_does() -> None:
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         (loss + scores.sum()).backward()
+
+
+def slots() -> int:
+    gc.collect()
+    return len(SLOTS)
+
+
+def test_gradients_with_a_graph_leave_nothing() -> None:
+    """And a second backward raises as torch's own does."""
+    call, (x, targets), weak = torch.compile(Head().double(), backend="coda", options=STRICT), given(), []
+    with functorch_config.patch(donated_buffer=False):
+        for _ in range(2):
+            loss, scores = call(x, targets)
+            (found,) = torch.autograd.grad(loss + scores.square().sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="backward"):
+                found.sum().backward()
+            weak.append(weakref.ref(scores))
+            del loss, scores, found
+    assert not slots() and [ref() for ref in weak] == [None, None]
+
+
+def test_hooks_may_lower_the_precision_of_what_is_kept() -> None:
+    """Numbers are integers, and no such hook changes them."""
+    model, (x, targets) = Head("two").double(), given()
+    call = torch.compile(model, backend="coda", options=STRICT)
+    for _ in range(600):
+        ops.GRADIENT_KEY(x)  # numbers that bfloat16 has not
+
+    def lower(t: Tensor) -> Tensor:
+        return t.bfloat16() if t.is_floating_point() else t
+
+    def higher(t: Tensor) -> Tensor:
+        return t.double() if t.is_floating_point() else t
+
+    with saved_tensors_hooks(lower, higher):
+        loss, scores, hidden = call(x, targets)
+    (loss + scores.sum() + 3 * hidden.sum()).backward()
+    assert not slots()
+
+
+def test_a_backward_within_a_backward_takes_its_own() -> None:
+    """The inner one, in a hook, knows of no gradient of the scores, and leaves the outer one's where it is."""
+    torch.manual_seed(1)
+    model = Head("two").double()
+
+    def within(loss: Tensor, scores: Tensor, hidden: Tensor) -> None:
+        def once(gradient: Tensor) -> None:
+            handle.remove()
+            loss.backward(retain_graph=True)
+
+        handle = scores.register_hook(once)
+        (loss + scores.exp().sum() + hidden.sum()).backward(retain_graph=True)
+
+    with functorch_config.patch(donated_buffer=False):
+        found = gradients(torch.compile(model, backend="coda", options=STRICT), model, within)
+        stock = gradients(torch.compile(model, backend="inductor"), model, within)
+    for mine, theirs in zip(found, stock, strict=True):
+        close(mine, theirs)
+
+
+def test_two_backwards_of_one_graph_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As threads may run at a time: autograd numbers them."""
+    _, number = ops.GRADIENT_KEY(torch.ones(3))
+    times = {}
+    for task in (1, 2):
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
+        times[task] = HAND_IN(torch.full((3,), float(task)), number)
+    for task in (1, 2):
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
+        found = ops.handed_in(times[task], number)
+        assert found is not None and found[0].eq(task).all()
 
 
 def scaled(loss: Tensor, scores: Tensor) -> None:
@@ -329,20 +404,20 @@ def test_a_checkpoint_may_stand_around_it(reentrant: bool) -> None:
 def test_what_others_read_is_not_added_to() -> None:
     """The compiled operation works in the memory of what it adds to only if nobody else reads that."""
     ops.register()
-    key = ops.GRADIENT_KEY(x := torch.ones(8, 8))
-    times = HAND_IN(torch.full((8, 8), 2.0), key)
+    _, number = ops.GRADIENT_KEY(x := torch.ones(8, 8))
+    times = HAND_IN(torch.full((8, 8), 2.0), number)
 
-    def call(x: Tensor, times: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def call(x: Tensor, times: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 3
-        return y, ADD_GRADIENT_OF(y, times, key)
+        return y, ADD_GRADIENT_OF(y, times, number)
 
-    y, total = torch.compile(call, backend="inductor")(x, times, key)
+    y, total = torch.compile(call, backend="inductor")(x, times, number)
     assert y.eq(3).all() and total.eq(5).all()
 
 
 def test_where_the_compile_fails_inductor_gets_the_users_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        assert len(gm.graph.output_node().args[0]) == 3  # type: ignore[arg-type]
+        assert len(gm.graph.output_node().args[0]) == 4  # type: ignore[arg-type]
         raise RuntimeError("behind the pass")
 
     monkeypatch.setattr(coda_inductor.inductor.compile, "compile_fx", failing)
