@@ -58,11 +58,11 @@ def _place(number: Tensor) -> tuple[int, int]:
 
 
 def _gradient_key(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros(1, dtype=torch.float64), torch.tensor([next(_numbers)])
+    return torch.zeros(1, dtype=torch.float64, device="cpu"), torch.tensor([next(_numbers)], device="cpu")
 
 
 def _hand_in(gradient: Tensor, number: Tensor) -> Tensor:
-    times: Any = torch.ones(1, dtype=torch.float64)
+    times: Any = torch.ones(1, dtype=torch.float64, device="cpu")
     times.slot = slot = SLOTS[_place(number)] = Slot(gradient.detach())
     with contextlib.suppress(RuntimeError):  # a backward that is compiled itself takes no callback, and keeps `times`
         torch.autograd.Variable._execution_engine.queue_callback(slot.clear)
@@ -127,7 +127,7 @@ _library.impl("gradient_of", _gradient_of, "CompositeExplicitAutograd")
 _library.impl("add_gradient_of", _add_gradient_of, "CompositeExplicitAutograd")
 _library.impl("add_gradient_of_", _add_gradient_of_, "CompositeExplicitAutograd")
 torch.library.register_fake("coda::gradient_key", _gradient_key, lib=_library)
-torch.library.register_fake("coda::hand_in", lambda gradient, number: torch.ones(1, dtype=torch.float64), lib=_library)
+torch.library.register_fake("coda::hand_in", lambda gradient, number: number.double(), lib=_library)
 torch.library.register_fake("coda::gradient_of", _empty, lib=_library)
 torch.library.register_fake("coda::add_gradient_of", lambda x, times, number: torch.empty_like(x), lib=_library)
 torch.library.register_fake("coda::add_gradient_of_", lambda x, times, number: None, lib=_library)
