@@ -205,13 +205,6 @@ def test_a_tensor_of_another_class_is_left_to_torch() -> None:
     assert seen == [None]
 
 
-def test_keys_are_on_the_cpu_whatever_the_default_device_is() -> None:
-    """Of a number on a GPU the host would wait for it."""
-    with torch.device("meta"):
-        key, number = ops.GRADIENT_KEY(torch.ones(3, device="cpu"))
-        assert {t.device.type for t in (key, number, HAND_IN(torch.ones(3, device="cpu"), number))} == {"cpu"}
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_may_stand_around_it(reentrant: bool) -> None:
     """The forward runs twice; keys are of the second."""
