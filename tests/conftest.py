@@ -56,6 +56,17 @@ def uncached() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch, uncached: None) -> None:
+    """Every output beside a loss counts as large, and every compile is new."""
+    from coda_inductor.inductor import undefined
+    from coda_inductor.inductor.joint_pass import REPORTS
+
+    monkeypatch.setattr(undefined, "LARGE", 1)
+    torch._dynamo.reset()
+    REPORTS.clear()
+
+
 LONG = (
     "compiled_cases",
     "effects",

@@ -75,8 +75,8 @@ def capture(
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         names[:] = [user_name(n) for n in gm.graph.find_nodes(op="placeholder")]
-        told = functorch_options(gm, settings or Settings())
-        detached = detach_large(gm, settings or Settings(), {})
+        chosen = settings or Settings()
+        told, detached = functorch_options(gm, chosen), detach_large(gm, chosen, {})
         with functorch_config.patch(**told):
             found = compile_fx.compile_fx(gm, inputs, inner_compile=stub)
         return detached.tied(found) if detached else found

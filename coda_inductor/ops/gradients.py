@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id as current_backward
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 
@@ -51,10 +52,11 @@ class Slot:
 SLOTS = WeakValueDictionary[tuple[int, int], Slot]()
 """By the backward that runs, as autograd numbers them, and the number of the forward's call."""
 _numbers = itertools.count(1)
+engine = torch.autograd.Variable._execution_engine
 
 
 def _place(number: Tensor) -> tuple[int, int]:
-    return torch._C._current_graph_task_id(), int(number.item())
+    return current_backward(), int(number.item())
 
 
 def _gradient_key(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,7 @@ def _hand_in(gradient: Tensor, number: Tensor) -> Tensor:
     times: Any = torch.ones(1, dtype=torch.float64, device="cpu")
     times.slot = slot = SLOTS[_place(number)] = Slot(gradient.detach())
     with contextlib.suppress(RuntimeError):  # a backward that is compiled itself takes no callback, and keeps `times`
-        torch.autograd.Variable._execution_engine.queue_callback(slot.clear)
+        engine.queue_callback(slot.clear)
     return times  # type: ignore[no-any-return]
 
 

@@ -20,18 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor import undefined
-from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.undefined import detach_large
 from coda_inductor.ops import gradients as ops
 from coda_inductor.ops.gradients import ADD_GRADIENT_OF, HAND_IN, SLOTS
 
-
-@pytest.fixture(autouse=True)
-def _all_are_large(monkeypatch: pytest.MonkeyPatch, uncached: None) -> None:
-    monkeypatch.setattr(undefined, "LARGE", 1)
-    torch._dynamo.reset()
-    REPORTS.clear()
+pytestmark = pytest.mark.usefixtures("all_are_large")
 
 
 def test_a_gradient_is_read_once() -> None:
@@ -141,10 +134,10 @@ def test_two_backwards_of_one_graph_take_their_own(monkeypatch: pytest.MonkeyPat
     _, number = ops.GRADIENT_KEY(torch.ones(3))
     times = {}
     for task in (1, 2):
-        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
+        monkeypatch.setattr(ops, "current_backward", lambda task=task: task)
         times[task] = HAND_IN(torch.full((3,), float(task)), number)
     for task in (1, 2):
-        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda task=task: task)
+        monkeypatch.setattr(ops, "current_backward", lambda task=task: task)
         found = ops.handed_in(times[task], number)
         assert found is not None and found[0].eq(task).all()
 

@@ -22,12 +22,7 @@ from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.undefined import detach_large
 from coda_inductor.ops.gradients import ADD_GRADIENT_OF, GRADIENT_OF, SLOTS
 
-
-@pytest.fixture(autouse=True)
-def _all_are_large(monkeypatch: pytest.MonkeyPatch, uncached: None) -> None:
-    monkeypatch.setattr(undefined, "LARGE", 1)
-    torch._dynamo.reset()
-    REPORTS.clear()
+pytestmark = pytest.mark.usefixtures("all_are_large")
 
 
 @pytest.mark.parametrize("kind", ["", "two"])
