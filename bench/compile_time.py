@@ -195,7 +195,7 @@ def rows(args: argparse.Namespace, arguments: list[str]) -> Iterator[dict[str, A
         for i in range(args.warm):
             for backend in backends if i % 2 else reversed(backends):
                 warm[backend].append(start(backend, folders[backend], arguments))
-        for backend, found in warm.items():
+        for backend, found in warm.items() if args.warm else ():
             starts = sorted(found, key=lambda row: row["compile_s"])
             median = starts[len(starts) // 2] | {"compile_s": statistics.median(row["compile_s"] for row in starts)}
             seconds = [row["compile_s"] for row in found]

@@ -211,8 +211,8 @@ def _shifted(program: Program, tile: Part, vectors: list[Part], over: tuple[int,
     for f, p in zip(tile.rest.args if tile.rest.kind == "mul" else (), tile.rest.powers, strict=False):
         gain = gain if f is h else terms.mul(gain, terms.power(f, p))
     scale = number(tile.rest)
-    c = shift(program, h, over)
     mean = next((v for v in vectors if _unit(terms, v.rest)[1] is gain), None)
+    c = None if mean is None else shift(program, h, over)
     if c is None or mean is None:
         return tile, vectors
     quotient = _quotient(terms, mean.late, tile.late)

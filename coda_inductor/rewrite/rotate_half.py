@@ -7,6 +7,8 @@ over the features, or over the tokens and one head: a table, which the features 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import fx
 
@@ -53,10 +55,11 @@ def lanes(state: State, rows: Axes, of: Heads, product: Product) -> dict[Term, L
     split off the product, and tables over tokens and a head (or half of one). Of nodes that differ by a cast the first
     with which the user's program goes on."""
     found, terms = dict[Term, Lane | Half](), state.lifted.terms
+    fits = cache(lambda order, dense: _fits(order, dense, rows, of))  # few orders, but many nodes in each
     for t, nodes in state.nodes.items():
         if t.hosts or not t.axes.issuperset(of.minor):
             continue
-        fitting = [n for n in nodes if _fits(*state.layout(n), rows, of)]
+        fitting = [n for n in nodes if fits(*state.layout(n))]
         if not fitting:
             continue
         node = next((n for n in fitting if not n.users.keys() <= set(nodes)), fitting[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -39,16 +40,18 @@ def is_store(node: fx.Node) -> bool:
 def made_of(store: fx.Node) -> Iterator[fx.Node]:
     """What loops of the forward make of a store, in its size, and of what is short beside it. Not what must be kept:
     it reads memory that is overwritten later (kept.py), or a user's checkpoint says so."""
-    size, made, node = elements(store), {store}, store
-    while (node := node.next).op == "call_function":
-        read = node.all_input_nodes
-        if made.isdisjoint(read) or g.is_backward(node) or RECOMPUTE in node.meta or g.tensor(node) is None:
+    size, made, todo = elements(store), {store}, list(store.users)
+    heapify(todo)  # by their order in the graph: a graph has many stores, and each few readers
+    while todo:
+        if (node := heappop(todo)) in made or node.op != "call_function" or g.is_backward(node):
             continue
-        if elements(node) != size:
+        if RECOMPUTE in node.meta or g.tensor(node) is None or elements(node) != size:
             continue
-        beside = all(elements(n) * SHORT <= size for n in read if n not in made)
+        beside = all(elements(n) * SHORT <= size for n in node.all_input_nodes if n not in made)
         if g.is_view(node) or (kind_of(node) == "loop" and beside):
             made.add(node)
+            for user in node.users:
+                heappush(todo, user)
             if not g.is_view(node):
                 yield node
 
