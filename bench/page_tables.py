@@ -196,7 +196,10 @@ TABLES = (
             Column("tokens", "tokens"), *ALONE, Column("null", "null", "ratio"), MEMORY,
         ),
     ),
-    Table("float8-step", "`python bench/peers.py llama-1b inductor float8 float8-coda`", (FLOAT8_STEP,), (CASE, *FP8_STEP)),
+    Table(
+        "float8-step", "`python bench/peers.py llama-1b inductor float8 float8-coda`",
+        (FLOAT8_STEP,), (CASE, *FP8_STEP),
+    ),
     Table(
         "distributed",
         "`python bench/distributed.py ddp fsdp2 tp` and examples/titan_fsdp2.py",

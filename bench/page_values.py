@@ -94,9 +94,10 @@ def classes(page: Path, results: Path = RESULTS) -> str:
 
 
 def written_range(ratios: list[float]) -> str:
-    """ "1.006x" or "1.055x to 1.177x (6)"."""
+    """ "1.006x (1)" or "1.055x to 1.177x (6)"."""
     ends = [written_gain(ratio) for ratio in (min(ratios), max(ratios))] if ratios else []
-    return f"{ends[0]} to {ends[1]} ({len(ratios)})" if len(ratios) > 1 else "".join(ends[:1])
+    said = " to ".join(dict.fromkeys(ends))
+    return f"{said} ({len(ratios)})" if ratios else ""
 
 
 def memory(results: Path = RESULTS) -> Values:
@@ -136,6 +137,10 @@ def figures(results: Path = RESULTS) -> dict[str, str]:
     for row in shown(FLOAT8_STEP, results):
         found["the bf16 step of FP8"] = f"{written_ms(at(row, 'rows/inductor, bf16/ms'))} ms"
         found["the FP8 step over bf16"] = written_gain(at(row, "against_bf16"))
+    for row in read("peers.jsonl", results):
+        if row["case"] == "llama-8b" and (ours := at(row, "sides/float8-coda/ms")):
+            for side, said in (("inductor", "over bf16"), ("coda", "over ours in bf16")):
+                found[f"8B layers in FP8 {said}"] = f"{row['sides'][side]['ms'] / ours:.2f}x"
     for row in shown(PROFILED, results):
         kinds = {backend: row[backend]["by_kind"] for backend in ("inductor", "coda")}
         before, after = kinds["inductor"], kinds["coda"]
