@@ -18,6 +18,8 @@ What coda-inductor makes of models of transformers, diffusers and timm at their 
 or two of each kind. (Swin has two blocks in each stage, ConvNeXt one or two, Stable Diffusion 3.5 three in all.) So
 embeddings, heads and losses weigh more than at full depth. Weights are in bfloat16, or in float32 where the name says
 autocast. Dropout is off where the name does not say it. Attention is what each package takes by default.
+Decoders and encoders read 8192 tokens. Flux has one image of 4096 tokens, Stable Diffusion 3.5 and PixArt two,
+Wan one video of 8100, DiT 32 images of 256 tokens. All inputs stand in `bench/coverage_zoo.py`.
 
 These are counts, not times, and no GPU is needed. `explain` traces each model as CUDA would and derives its Regions for
 `sm_90a`. Every legal Region is kept; a compile on a GPU leaves those that lose to Inductor. In training a model with a
