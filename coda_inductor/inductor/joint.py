@@ -39,6 +39,7 @@ from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_s
 from coda_inductor.passes.switches import (
     BLOCKS,
     CASTS,
+    CAUSAL,
     COMPLEX,
     ELEMENTWISE,
     EMBEDDING,
@@ -56,6 +57,7 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.laws import RELU
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
+from coda_inductor.write.causal import Causal, skip_hidden
 from coda_inductor.write.emit import emit
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.remade import make_again
@@ -105,6 +107,7 @@ class Work:
     casts: tuple[Cast, ...] = ()
     elementwise: tuple[Pass, ...] = ()
     blocks: tuple[Blocks, ...] = ()
+    causal: tuple[Causal, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -122,6 +125,12 @@ class Work:
 def undefined_gradients(work: Work) -> None:
     """What a large output's gradient is added to takes it in its memory, if there is one."""
     add_where_read(work.graph)
+
+
+def causal_masks(work: Work) -> None:
+    """Attention by a mask that hides the later tokens is causal, and reads none."""
+    if work.may(CAUSAL):
+        work.causal = skip_hidden(work.graph)
 
 
 def prefixes(work: Work) -> None:
@@ -281,6 +290,7 @@ def little_kept(work: Work) -> None:
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     undefined_gradients,
+    causal_masks,
     complex_products,
     prefixes,
     casts_first,
@@ -337,7 +347,16 @@ def rewrite(
     for digest in sorted(name for name in settings.disable - met if DIGEST.fullmatch(name)):
         log.info("disable: there is no Region %s in this graph; it may be in another", digest)
     rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
-    done = tuple(work.sites), work.refused, work.opaque, work.tables, work.casts, work.elementwise, work.blocks
+    done = (
+        tuple(work.sites),
+        work.refused,
+        work.opaque,
+        work.tables,
+        work.casts,
+        work.elementwise,
+        work.blocks,
+        work.causal,
+    )
     return Report(*done, rewrote, seconds)
 
 

@@ -10,6 +10,7 @@ from coda_inductor.passes.blocks import Blocks
 from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.elementwise import Pass
 from coda_inductor.passes.tables import Table
+from coda_inductor.write.causal import Causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Report:
     """Casts to 8 bits, in rows and transposed, that read their tensor once."""
     blocks: tuple[Blocks, ...] = ()
     """Scores, or their gradients, that are made by blocks of rows."""
+    causal: tuple[Causal, ...] = ()
+    """Masks that attention reads no more, since they hide exactly the later tokens."""
     rewrote: bool = False
     """Is the graph another than it was?"""
     seconds: float = 0.0

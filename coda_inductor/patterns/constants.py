@@ -1,0 +1,66 @@
+"""Values of a graph that no input enters: they are computed while it is compiled, to learn what they hold.
+
+A mask that a model builds of token positions is such a value: comparisons of `arange`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import Memory, computes
+
+MOST = 1 << 30
+"""Bytes that are computed for one value, at most. The mask of transformers for 8192 by 8192 tokens takes half of it."""
+
+
+def constant(node: fx.Node, overwritten: AbstractSet[fx.Node], most: int = MOST) -> Tensor | None:
+    """The node's value on the CPU. None if it depends on an input, on random numbers, on a size that is a symbol or on
+    what is overwritten, or if more than `most` bytes would be computed."""
+    nodes = made_of(node)
+    if not all(computes(n) and known(n) for n in nodes) or not overwritten.isdisjoint(nodes):
+        return None
+    if sum(map(size, nodes)) > most:
+        return None
+    values = dict[fx.Node, Any]()
+    with torch.no_grad(), unset_fake_temporarily():
+        for n in nodes:
+            args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
+            here = dict.fromkeys(kwargs.keys() & {"device"}, "cpu")
+            values[n] = n.target(*args, **kwargs | here)  # type: ignore[operator]
+    found: Tensor = values[node]
+    return found
+
+
+def made_of(node: fx.Node) -> list[fx.Node]:
+    """The node and all that it is computed of, in the order of the graph."""
+    found, todo = set[fx.Node](), [node]
+    while todo:
+        if (n := todo.pop()) not in found:
+            found.add(n)
+            todo += n.all_input_nodes
+    return sorted(found)
+
+
+def known(node: fx.Node) -> bool:
+    """Is it one tensor, of sizes that are numbers?"""
+    value = g.tensor(node)
+    return value is not None and all(isinstance(s, int) for s in (*value.shape, *value.stride()))
+
+
+def size(node: fx.Node) -> int:
+    """The bytes that it takes: none if it only views what is there."""
+    value = g.tensor(node)
+    return 0 if value is None or g.is_view(node) else value.numel() * value.element_size()
+
+
+def of_memory_that_is_written(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes whose memory an operation of the graph overwrites."""
+    memory = Memory(graph)
+    names = {name for n in graph.nodes for name in memory.overwritten(n)}
+    return frozenset(n for n in graph.nodes if memory.of(n) in names)

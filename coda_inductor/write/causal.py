@@ -1,0 +1,129 @@
+"""Attention by a mask that hides exactly the later tokens is causal attention.
+
+Some models build that mask as a tensor [tokens, tokens], as transformers does whenever it is traced, and attention then
+reads it, and multiplies what it hides. With `is_causal` the same kernel reads no mask and skips the tiles that are
+hidden. A mask qualifies if no input enters it, and its value is that of the lower triangle: so it is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.constants import constant, of_memory_that_is_written
+from coda_inductor.patterns.effects import draws, ordered
+from coda_inductor.patterns.graph import aten
+from coda_inductor.write.strides import unguarded
+
+MASKS = ("attn_bias", "attn_mask")
+"""What operations of attention call it. Those that also have `is_causal`, forward and backward, are all meant."""
+CAUSAL, WANTED = "is_causal", "grad_input_mask"
+
+
+@dataclass(frozen=True, slots=True)
+class Causal:
+    """A mask that attention reads no more: its node, its shape and the user's line."""
+
+    node: str
+    shape: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation of attention with a mask: its arguments by name, and which of them the mask is."""
+
+    node: fx.Node
+    given: dict[str, Any]
+    name: str
+
+    @property
+    def mask(self) -> fx.Node:
+        """The mask, before it is expanded over heads and samples."""
+        return g.root(self.given[self.name], lambda n: n.target is aten.expand.default)
+
+
+def skip_hidden(graph: fx.Graph) -> tuple[Causal, ...]:
+    """Rewrites attention by causal masks, in place."""
+    calls = [*masked(graph)]
+    if not calls:
+        return ()
+    overwritten, found = of_memory_that_is_written(graph), list[Causal]()
+    for mask in dict.fromkeys(call.mask for call in calls):  # one for all layers: it is expanded for each
+        its = [call for call in calls if call.mask is mask]
+        if not all(map(square, its)) or not all(same_results(call) for call in its):
+            continue
+        value = constant(mask, overwritten)
+        with unset_fake_temporarily():
+            causal = value is not None and is_causal(value)
+        if value is not None and causal:
+            for call in its:
+                call.node.args, call.node.kwargs = causal_arguments(call)
+            found.append(Causal(mask.name, str([*value.shape]), g.source_line(mask)))
+    if found:
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+    return tuple(found)
+
+
+def masked(graph: fx.Graph) -> Iterator[Call]:
+    """The operations of attention that read a mask, are not causal besides, and drop nothing."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            arguments = node.target._schema.arguments
+            names = {a.name for a in arguments}
+            name = next((n for n in MASKS if n in names), None)
+            if name is None or CAUSAL not in names:
+                continue
+            given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+            given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+            if isinstance(given[name], fx.Node) and given[CAUSAL] is False and not draws(node):
+                yield Call(node, given, name)
+
+
+def square(call: Call) -> bool:
+    """Are there as many queries as keys, and is no gradient of the mask asked for?"""
+    query, key, mask = (g.tensor(n) for n in (call.given["query"], call.given["key"], call.mask))
+    if query is None or key is None or mask is None or any((call.given.get(WANTED) or ())[3:]):
+        return False
+    sizes = {query.shape[-2], key.shape[-2], *mask.shape[-2:]}
+    return mask.dim() > 1 and len(sizes) == 1 and all(isinstance(s, int) for s in sizes)
+
+
+def causal_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the same operation without the mask."""
+    given = call.given | {call.name: None, CAUSAL: True}
+    arguments = call.node.target._schema.arguments  # type: ignore[union-attr]
+    args = tuple(given[a.name] for a in arguments if not a.kwarg_only)
+    return args, {a.name: given[a.name] for a in arguments if a.kwarg_only}
+
+
+def same_results(call: Call) -> bool:
+    """Would the operation without the mask give tensors of the same sizes, strides and dtypes?"""
+    args, kwargs = fx.map_arg(causal_arguments(call), lambda n: n.meta["val"])
+    with unguarded(call.node):
+        made = call.node.target(*args, **kwargs)  # type: ignore[operator]
+    return [*map(form, made)] == [*map(form, call.node.meta["val"])]
+
+
+def form(value: Any) -> Any:
+    """How a result looks, without its numbers."""
+    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else type(value)
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Does it hide the later tokens, and no other? It is added to scores; one of booleans says what stays."""
+    once = [slice(0, 1) if step == 0 else slice(None) for step in mask.stride()]  # what is expanded is looked at once
+    one = mask[tuple(once)]
+    if one.shape[-2:] != mask.shape[-2:]:
+        return False
+    stays = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    if mask.dtype == torch.bool:
+        return bool((one == stays).all())
+    return bool(((one == 0) == stays).all() and ((one == -math.inf) == ~stays).all())

@@ -1,0 +1,254 @@
+"""Masks that hide exactly the later tokens: attention reads none, and gives the same. Any other stays."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import REFERENCE, close, run
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from coda_inductor.patterns.constants import MOST, constant
+from coda_inductor.write import causal
+
+B, T, HEADS, SIZE = 2, 128, 4, 16
+aten, prims = torch.ops.aten, torch.ops.prims
+Mask = Callable[[Tensor], Tensor | None]
+pytestmark = pytest.mark.usefixtures("uncached")
+
+
+class Attention(nn.Module):
+    """Attention with a mask that is built in the forward, between two products."""
+
+    def __init__(self, mask: Mask, keys: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+        self.mask, self.keys, self.dropout = mask, keys, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if self.keys is not None:
+            k, v = k[:, :, : self.keys], v[:, :, : self.keys]
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x), dropout_p=self.dropout)
+        return self.o(F.gelu(made.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def positions(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of queries, as a column, and of keys."""
+    at = torch.arange(x.shape[1], device=x.device)
+    return at[:, None], at[None]
+
+
+def compared(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return k <= q
+
+
+def lower(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+
+
+def added(x: Tensor) -> Tensor:
+    """As it is added to scores."""
+    return torch.full((x.shape[1], x.shape[1]), -math.inf, dtype=x.dtype, device=x.device).triu(1)
+
+
+def of_samples(x: Tensor) -> Tensor:
+    """As transformers builds it: tokens of one sequence see each other."""
+    q, k = positions(x)
+    at = torch.arange(x.shape[1], device=x.device)
+    one = (at.diff(prepend=at[:1] - 1) != 1).cumsum(0)
+    return ((k <= q) & (one[q] == one[k]))[None, None].expand(x.shape[0], 1, -1, -1)
+
+
+CAUSAL: dict[str, Mask] = {"compared": compared, "lower": lower, "added": added, "of samples": of_samples}
+
+
+def window(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q) & (q - k < 64)
+
+
+def prefix(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q) | (k < 8)
+
+
+def earlier(x: Tensor) -> Tensor:
+    """Not the token itself, but for the first."""
+    q, k = positions(x)
+    return (k < q) | (q == 0)
+
+
+def least(x: Tensor) -> Tensor:
+    """The dtype's least number, which is not minus infinity."""
+    return torch.full((x.shape[1], x.shape[1]), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)
+
+
+def near(x: Tensor) -> Tensor:
+    """One number is not 0."""
+    q, k = positions(x)
+    return torch.where(k <= q, ((q == 7) & (k == 3)).to(x.dtype), -math.inf)
+
+
+def of_the_input(x: Tensor) -> Tensor:
+    """Values decide, though these hide nothing more."""
+    q, k = positions(x)
+    return (k <= q) & (x.detach()[:, None, None, :, 0] < 1e9)
+
+
+def drawn(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q) & (torch.rand(x.shape[1], device=x.device) < 2)[None]
+
+
+def of_keys(x: Tensor) -> Tensor:
+    """All queries see the same keys."""
+    return torch.arange(x.shape[1], device=x.device)[None] < 100
+
+
+OTHER: dict[str, Mask] = {
+    "window": window, "prefix": prefix, "earlier": earlier, "least": least, "near": near, "input": of_the_input,
+    "drawn": drawn, "of keys": of_keys, "none": lambda x: None,
+}  # fmt: skip
+
+
+def compiled(mask: Mask, **more: float) -> tuple[int, int]:
+    """How many masks went, and how many operations read one, of a training step; its numbers are eager's."""
+    torch.manual_seed(0)
+    model, x = Attention(mask, **more).double(), torch.randn(B, T, 64, dtype=torch.float64, requires_grad=True)  # type: ignore[arg-type]
+    found, seen = [], list[int]()
+    skip_hidden = causal.skip_hidden
+
+    def counted(graph: fx.Graph) -> tuple[causal.Causal, ...]:
+        gone = skip_hidden(graph)
+        seen[:] = [len(gone), len([*causal.masked(graph)])]
+        return gone
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coda_inductor.inductor.joint.skip_hidden", counted)
+        for compile_it in (False, True):
+            model.zero_grad()
+            leaf = x.detach().requires_grad_()
+            torch.manual_seed(1)
+            out = run(model, leaf, grad=True, options=REFERENCE).output if compile_it else model(leaf)
+            (out * torch.linspace(0, 1, 64, dtype=torch.float64)).sum().backward()
+            found.append([out, leaf.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for mine, eager in zip(found[1], found[0], strict=True):
+        close(mine, eager)
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_mask_goes(name: str) -> None:
+    assert compiled(CAUSAL[name]) == (1, 0)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_stays(name: str) -> None:
+    gone, _ = compiled(OTHER[name])
+    assert gone == 0
+
+
+def test_other_sizes_stay() -> None:
+    """Fewer keys than queries: `is_causal` is of the same first token then, too, but nobody asked for it."""
+    fewer: Mask = lambda x: torch.ones(x.shape[1], T - 8, dtype=torch.bool).tril()  # noqa: E731
+    assert compiled(fewer, keys=T - 8) == (0, 2)
+
+
+def test_without_a_backward_and_of_symbols() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(compared).double(), torch.randn(B, T, 64, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = model(x)
+    for dynamic, gone in ((False, 1), (True, 0)):
+        ran = run(model, x, options=REFERENCE, dynamic=dynamic)
+        assert sum(len(report.causal) for report in ran.reports) == gone
+        close(ran.output, wanted)
+
+
+def test_what_is_dropped_stays() -> None:
+    """Attention's own draws are of a kernel with a mask."""
+    torch.manual_seed(0)
+    model, x = Attention(compared, dropout=0.5).double(), torch.randn(B, T, 64, dtype=torch.float64)
+    assert all(not report.causal for report in run(model, x, options=REFERENCE).reports)
+
+
+# ---- what CUDA calls: the operations' schemas, on tensors without memory
+
+
+def on_cuda(op: str, wanted: bool = False) -> fx.Graph:
+    """Forward and backward of one of CUDA's attentions, by a causal mask."""
+    graph = fx.Graph()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shape = (B, HEADS, T, SIZE)
+        q, k, v, g = (graph.placeholder(name) for name in "qkvg")
+        for node in (q, k, v, g):
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+        def call(target: object, *args: object, **kwargs: object) -> fx.Node:
+            node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+            fakes = tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
+            node.meta["val"] = target(*fakes[0], **fakes[1])  # type: ignore[operator]
+            return node
+
+        at = call(prims.iota.default, T, start=0, step=1, dtype=torch.int64, device="cuda", requires_grad=False)
+        stays = call(aten.le.Tensor, at, call(aten.unsqueeze.default, at, 1))
+        zero, never = (
+            call(aten.full.default, [], x, dtype=torch.bfloat16, device="cuda", pin_memory=False)
+            for x in (0.0, -math.inf)
+        )
+        mask = call(aten.expand.default, call(aten.where.self, stays, zero, never), [B, HEADS, T, T])
+        get = operator.getitem
+        if op == "efficient":
+            out = call(aten._scaled_dot_product_efficient_attention.default, q, k, v, mask, True, scale=0.5)
+            o, lse, seed, offset = (call(get, out, i) for i in range(4))
+            back = call(
+                aten._scaled_dot_product_efficient_attention_backward.default,
+                g, q, k, v, mask, o, lse, seed, offset, 0.0, [True, True, True, wanted], scale=0.5,
+            )  # fmt: skip
+        else:
+            out = call(aten._scaled_dot_product_cudnn_attention.default, q, k, v, mask, True, scale=0.5)
+            o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = (call(get, out, i) for i in range(9))
+            back = call(
+                aten._scaled_dot_product_cudnn_attention_backward.default,
+                g, q, k, v, o, lse, seed, offset, mask, cum_q, cum_k, max_q, max_k, 0.0, False, scale=0.5,
+            )  # fmt: skip
+        graph.output([o, *(call(get, back, i) for i in range(3))])
+    return graph
+
+
+@pytest.mark.parametrize("op", ["efficient", "cudnn"])
+def test_cuda_is_asked_for_causal_attention(op: str) -> None:
+    graph = on_cuda(op)
+    (found,) = causal.skip_hidden(graph)
+    assert found.shape == f"[{T}, {T}]"
+    forward, backward = (n for n in graph.nodes if "attention" in str(n.target))
+    for node in (forward, backward):
+        arguments = [a.name for a in node.target._schema.arguments]
+        given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+        assert (given["attn_bias"], given["is_causal"], given["scale"]) == (None, True, 0.5)
+        assert given.get("dropout_p") == 0.0
+    assert not any(n.target is aten.where.self for n in graph.nodes)
+    graph.lint()
+
+
+def test_the_gradient_of_a_mask_is_not_lost() -> None:
+    assert causal.skip_hidden(on_cuda("efficient", wanted=True)) == ()
+
+
+# ---- constants
+
+
+def test_a_constant_of_too_many_bytes_is_not_computed() -> None:
+    graph = on_cuda("efficient")
+    (mask,) = {call.mask for call in causal.masked(graph)}
+    assert constant(mask, frozenset()) is not None and constant(mask, frozenset(), most=T * T) is None
+    assert constant(mask, frozenset(mask.all_input_nodes)) is None  # as if something wrote into it
+    assert MOST >= 2 * 8192 * 8192
