@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.constants import constant, of_memory_that_is_written
@@ -24,7 +25,7 @@ from coda_inductor.write.strides import unguarded
 
 MASKS = ("attn_bias", "attn_mask")
 """What operations of attention call it. Those that also have `is_causal`, forward and backward, are all meant."""
-CAUSAL, WANTED = "is_causal", "grad_input_mask"
+CAUSAL = "is_causal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,9 @@ def masked(graph: fx.Graph) -> Iterator[Call]:
 
 
 def square(call: Call) -> bool:
-    """Are there as many queries as keys, and is no gradient of the mask asked for?"""
+    """Are there as many queries as keys, and has the mask a number for each pair?"""
     query, key, mask = (g.tensor(n) for n in (call.given["query"], call.given["key"], call.mask))
-    if query is None or key is None or mask is None or any((call.given.get(WANTED) or ())[3:]):
+    if query is None or key is None or mask is None:
         return False
     sizes = {query.shape[-2], key.shape[-2], *mask.shape[-2:]}
     return mask.dim() > 1 and len(sizes) == 1 and all(isinstance(s, int) for s in sizes)
@@ -105,11 +106,12 @@ def causal_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def same_results(call: Call) -> bool:
-    """Would the operation without the mask give tensors of the same sizes, strides and dtypes?"""
+    """Would the operation without the mask give results of the same sizes, strides and dtypes? Not if one is the mask's
+    gradient."""
     args, kwargs = fx.map_arg(causal_arguments(call), lambda n: n.meta["val"])
     with unguarded(call.node):
         made = call.node.target(*args, **kwargs)  # type: ignore[operator]
-    return [*map(form, made)] == [*map(form, call.node.meta["val"])]
+    return [*map(form, tree_leaves(made))] == [*map(form, tree_leaves(call.node.meta["val"]))]
 
 
 def form(value: Any) -> Any:

@@ -26,16 +26,16 @@ pytestmark = pytest.mark.usefixtures("uncached")
 class Attention(nn.Module):
     """Attention with a mask that is built in the forward, between two products."""
 
-    def __init__(self, mask: Mask, keys: int | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, mask: Mask, keys: int | None = None) -> None:
         super().__init__()
         self.qkv, self.o = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
-        self.mask, self.keys, self.dropout = mask, keys, dropout
+        self.mask, self.keys = mask, keys
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         if self.keys is not None:
             k, v = k[:, :, : self.keys], v[:, :, : self.keys]
-        made = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x), dropout_p=self.dropout)
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x))
         return self.o(F.gelu(made.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
@@ -119,10 +119,10 @@ OTHER: dict[str, Mask] = {
 }  # fmt: skip
 
 
-def compiled(mask: Mask, **more: float) -> tuple[int, int]:
+def compiled(mask: Mask, **more: int) -> tuple[int, int]:
     """How many masks went, and how many operations read one, of a training step; its numbers are eager's."""
     torch.manual_seed(0)
-    model, x = Attention(mask, **more).double(), torch.randn(B, T, 64, dtype=torch.float64, requires_grad=True)  # type: ignore[arg-type]
+    model, x = Attention(mask, **more).double(), torch.randn(B, T, 64, dtype=torch.float64, requires_grad=True)
     found, seen = [], list[int]()
     skip_hidden = causal.skip_hidden
 
@@ -173,18 +173,11 @@ def test_without_a_backward_and_of_symbols() -> None:
         close(ran.output, wanted)
 
 
-def test_what_is_dropped_stays() -> None:
-    """Attention's own draws are of a kernel with a mask."""
-    torch.manual_seed(0)
-    model, x = Attention(compared, dropout=0.5).double(), torch.randn(B, T, 64, dtype=torch.float64)
-    assert all(not report.causal for report in run(model, x, options=REFERENCE).reports)
-
-
 # ---- what CUDA calls: the operations' schemas, on tensors without memory
 
 
-def on_cuda(op: str, wanted: bool = False) -> fx.Graph:
-    """Forward and backward of one of CUDA's attentions, by a causal mask."""
+def on_cuda(op: str, wanted: bool = False, dropout: float = 0.0) -> fx.Graph:
+    """Forward and backward of one of CUDA's attentions, by a causal mask; is its gradient `wanted`?"""
     graph = fx.Graph()
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (B, HEADS, T, SIZE)
@@ -207,11 +200,11 @@ def on_cuda(op: str, wanted: bool = False) -> fx.Graph:
         mask = call(aten.expand.default, call(aten.where.self, stays, zero, never), [B, HEADS, T, T])
         get = operator.getitem
         if op == "efficient":
-            out = call(aten._scaled_dot_product_efficient_attention.default, q, k, v, mask, True, scale=0.5)
+            out = call(aten._scaled_dot_product_efficient_attention.default, q, k, v, mask, True, dropout, scale=0.5)
             o, lse, seed, offset = (call(get, out, i) for i in range(4))
             back = call(
                 aten._scaled_dot_product_efficient_attention_backward.default,
-                g, q, k, v, mask, o, lse, seed, offset, 0.0, [True, True, True, wanted], scale=0.5,
+                g, q, k, v, mask, o, lse, seed, offset, dropout, [True, True, True, wanted], scale=0.5,
             )  # fmt: skip
         else:
             out = call(aten._scaled_dot_product_cudnn_attention.default, q, k, v, mask, True, scale=0.5)
@@ -239,8 +232,9 @@ def test_cuda_is_asked_for_causal_attention(op: str) -> None:
     graph.lint()
 
 
-def test_the_gradient_of_a_mask_is_not_lost() -> None:
+def test_the_gradient_of_a_mask_is_not_lost_and_draws_stay() -> None:
     assert causal.skip_hidden(on_cuda("efficient", wanted=True)) == ()
+    assert causal.skip_hidden(on_cuda("efficient", dropout=0.5)) == ()
 
 
 # ---- constants
