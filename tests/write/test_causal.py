@@ -162,6 +162,18 @@ def test_other_sizes_stay() -> None:
     assert compiled(fewer, keys=T - 8) == (0, 2)
 
 
+def test_switched_off_the_mask_stays() -> None:
+    model, x = Attention(compared).double(), torch.randn(B, T, 64, dtype=torch.float64)
+    for options, gone in (
+        ({}, 1),
+        ({"disable": "causal"}, 0),
+        ({"only": "bilinearity"}, 0),
+        ({"numerics": "strict"}, 1),
+    ):
+        ran = run(model, x, options=REFERENCE | options)
+        assert sum(len(report.causal) for report in ran.reports) == gone
+
+
 def test_without_a_backward_and_of_symbols() -> None:
     torch.manual_seed(0)
     model, x = Attention(compared).double(), torch.randn(B, T, 64, dtype=torch.float64)
