@@ -93,8 +93,8 @@ def square(call: Call) -> bool:
     query, key, mask = (g.tensor(n) for n in (call.given["query"], call.given["key"], call.mask))
     if query is None or key is None or mask is None:
         return False
-    sizes = {query.shape[-2], key.shape[-2], *mask.shape[-2:]}
-    return mask.dim() > 1 and len(sizes) == 1 and all(isinstance(s, int) for s in sizes)
+    sizes = query.shape[-2], key.shape[-2], *mask.shape[-2:]
+    return mask.dim() > 1 and all(isinstance(s, int) for s in sizes) and len(set(sizes)) == 1
 
 
 def causal_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
