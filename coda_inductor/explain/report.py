@@ -34,8 +34,11 @@ def render(report: Facts, every: bool = False) -> str:
         passes = Counter((p["shape"], p["what"], p["source"]) for p in graph["elementwise"])
         lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in passes.items()]
         lines += [f"  {blocks(b)}  {place(b['source'])}" for b in graph["blocks"]]
-        masks = ((c["shape"], place(c["source"])) for c in graph["causal"])
-        lines += [f"  1 mask {shape} is causal: attention skips what it hides  {at}" for shape, at in masks]
+        masks = Counter((c["shape"], c["source"]) for c in graph["causal"])
+        lines += [
+            f"  {plural(n, 'mask')} {shape} left out: attention is causal  {place(at)}"
+            for (shape, at), n in masks.items()
+        ]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (

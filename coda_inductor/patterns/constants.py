@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes
@@ -23,7 +24,7 @@ def constant(node: fx.Node, overwritten: AbstractSet[fx.Node], most: int = MOST)
     """The node's value on the CPU. None if it depends on an input, on random numbers, on a size that is a symbol or on
     what is overwritten, or if more than `most` bytes would be computed."""
     nodes = made_of(node)
-    if not all(computes(n) and known(n) for n in nodes) or not overwritten.isdisjoint(nodes):
+    if not all(computes(n) and written(n) and known(n) for n in nodes) or not overwritten.isdisjoint(nodes):
         return None
     if sum(map(size, nodes)) > most:
         return None
@@ -31,6 +32,7 @@ def constant(node: fx.Node, overwritten: AbstractSet[fx.Node], most: int = MOST)
     with torch.no_grad(), unset_fake_temporarily():
         for n in nodes:
             args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
+            args = tree_map_only(torch.device, lambda _: torch.device("cpu"), args)
             here = dict.fromkeys(kwargs.keys() & {"device"}, "cpu")
             values[n] = n.target(*args, **kwargs | here)  # type: ignore[operator]
     found: Tensor = values[node]
@@ -45,6 +47,18 @@ def made_of(node: fx.Node) -> list[fx.Node]:
             found.add(n)
             todo += n.all_input_nodes
     return sorted(found)
+
+
+def structure(node: fx.Node) -> str:
+    """How the node is computed, by operations and numbers: of equal ones, one need be looked at."""
+    nodes = made_of(node)
+    at = {n: i for i, n in enumerate(nodes)}
+    return "\n".join(f"{n.target} {fx.map_arg((n.args, n.kwargs), lambda a: f'%{at[a]}')}" for n in nodes)
+
+
+def written(node: fx.Node) -> bool:
+    """Does the operation write all of its result? Memory that is only allocated holds what was there."""
+    return isinstance(node.target, torch._ops.OpOverload) and "empty" not in node.target._schema.name
 
 
 def known(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.constants import constant, of_memory_that_is_written
+from coda_inductor.patterns.constants import constant, made_of, of_memory_that_is_written, structure
 from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write.strides import unguarded
@@ -56,18 +56,18 @@ def skip_hidden(graph: fx.Graph) -> tuple[Causal, ...]:
     calls = [*masked(graph)]
     if not calls:
         return ()
-    overwritten, found = of_memory_that_is_written(graph), list[Causal]()
-    for mask in dict.fromkeys(call.mask for call in calls):  # one for all layers: it is expanded for each
+    overwritten, found, looked = of_memory_that_is_written(graph), list[Causal](), dict[tuple[str, bool], bool]()
+    for mask in dict.fromkeys(call.mask for call in calls):
         its = [call for call in calls if call.mask is mask]
-        if not all(map(square, its)) or not all(same_results(call) for call in its):
+        if not all(square(call) and same_results(call) for call in its):
             continue
-        value = constant(mask, overwritten)
-        with unset_fake_temporarily():
-            causal = value is not None and is_causal(value)
-        if value is not None and causal:
+        how = structure(mask), overwritten.isdisjoint(made_of(mask))
+        if how not in looked:  # each layer makes its own of booleans, all in the same way
+            looked[how] = is_causal(constant(mask, overwritten))
+        if looked[how]:
             for call in its:
                 call.node.args, call.node.kwargs = causal_arguments(call)
-            found.append(Causal(mask.name, str([*value.shape]), g.source_line(mask)))
+            found.append(Causal(mask.name, str([*mask.meta["val"].shape]), g.source_line(mask)))
     if found:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
     return tuple(found)
@@ -76,7 +76,7 @@ def skip_hidden(graph: fx.Graph) -> tuple[Causal, ...]:
 def masked(graph: fx.Graph) -> Iterator[Call]:
     """The operations of attention that read a mask, are not causal besides, and drop nothing."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             arguments = node.target._schema.arguments
             names = {a.name for a in arguments}
             name = next((n for n in MASKS if n in names), None)
@@ -84,8 +84,14 @@ def masked(graph: fx.Graph) -> Iterator[Call]:
                 continue
             given = {a.name: a.default_value for a in arguments if a.has_default_value()}
             given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
-            if isinstance(given[name], fx.Node) and given[CAUSAL] is False and not draws(node):
+            if isinstance(given[name], fx.Node) and given[CAUSAL] is False and not draws(node) and scaled(given):
                 yield Call(node, given, name)
+
+
+def scaled(given: dict[str, Any]) -> bool:
+    """Is minus infinity still that behind the scale? Causal attention hides before it scales."""
+    scale = given.get("scale")
+    return scale is None or (isinstance(scale, float) and scale > 0)
 
 
 def square(call: Call) -> bool:
@@ -119,13 +125,21 @@ def form(value: Any) -> Any:
     return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else type(value)
 
 
-def is_causal(mask: Tensor) -> bool:
+def is_causal(mask: Tensor | None) -> bool:
     """Does it hide the later tokens, and no other? It is added to scores; one of booleans says what stays."""
+    if mask is None:
+        return False
+    with unset_fake_temporarily():
+        return hides_later(mask)
+
+
+def hides_later(mask: Tensor) -> bool:
+    """The same, of a tensor that is there."""
     once = [slice(0, 1) if step == 0 else slice(None) for step in mask.stride()]  # what is expanded is looked at once
     one = mask[tuple(once)]
     if one.shape[-2:] != mask.shape[-2:]:
         return False
-    stays = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    stays = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     if mask.dtype == torch.bool:
         return bool((one == stays).all())
     return bool(((one == 0) == stays).all() and ((one == -math.inf) == ~stays).all())

@@ -156,6 +156,59 @@ def test_another_stays(name: str) -> None:
     assert gone == 0
 
 
+class Scaled(Attention):
+    """By a number that turns minus infinity around."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x), scale=-0.5)
+        return self.o(F.gelu(made.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def test_a_scale_below_zero_keeps_its_mask() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(compared).double(), torch.randn(B, T, 64, dtype=torch.float64)
+    with torch.no_grad():
+        close(run(model, x, options=REFERENCE).output, model(x))
+
+
+def test_equal_masks_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call makes its own of the booleans."""
+    looked = list[str]()
+    monkeypatch.setattr(causal, "constant", lambda mask, _: looked.append(mask.name) or constant(mask, frozenset()))  # type: ignore[func-returns-value]
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(compared), Attention(compared), Attention(window)).double()
+    ran = run(model, torch.randn(B, T, 64, dtype=torch.float64), options=REFERENCE)
+    assert [len(report.causal) for report in ran.reports] == [2] and len(looked) == 2
+
+
+LIBRARY = torch.library.Library("coda_tests_causal", "DEF")
+LIBRARY.define("att(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal) -> Tensor")
+LIBRARY.impl(
+    "att",
+    lambda query, key, value, attn_mask, is_causal: F.scaled_dot_product_attention(
+        query, key, value, attn_mask
+    ).clone(),
+    "CPU",
+)
+torch.library.register_fake(
+    "coda_tests_causal::att", lambda query, key, value, attn_mask, is_causal: torch.empty_like(query), lib=LIBRARY
+)
+
+
+def test_another_librarys_attention_keeps_its_mask() -> None:
+    """To whom `is_causal` may be a hint."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        q = (x @ w).view(B, T, HEADS, SIZE).transpose(1, 2).contiguous()
+        return torch.ops.coda_tests_causal.att(q, q, q, lower(x), False) * 2.0  # type: ignore[no-any-return]
+
+    x, w = torch.randn(B, T, 64, dtype=torch.float64), torch.randn(64, 64, dtype=torch.float64)
+    ran = run(f, x, w, options=REFERENCE)
+    assert ran == [] and not any(report.causal for report in ran.reports)
+    close(ran.output, f(x, w))
+
+
 def test_other_sizes_stay() -> None:
     """Fewer keys than queries: `is_causal` is of the same first token then, too, but nobody asked for it."""
     fewer: Mask = lambda x: torch.ones(x.shape[1], T - 8, dtype=torch.bool).tril()  # noqa: E731
@@ -242,6 +295,27 @@ def test_cuda_is_asked_for_causal_attention(op: str) -> None:
         assert given.get("dropout_p") == 0.0
     assert not any(n.target is aten.where.self for n in graph.nodes)
     graph.lint()
+
+
+def test_a_mask_that_was_moved_to_the_gpu_goes() -> None:
+    graph = on_cuda("efficient")
+    (mask,) = {call.mask for call in causal.masked(graph)}
+    with graph.inserting_after(mask):
+        moved = graph.call_function(prims.device_put.default, (mask, torch.device("cuda"), False))
+    moved.meta["val"] = mask.meta["val"]
+    mask.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
+    assert [found.node for found in causal.skip_hidden(graph)] == [moved.name]
+
+
+def test_what_memory_held_is_no_constant() -> None:
+    graph = on_cuda("efficient")
+    (mask,) = {call.mask for call in causal.masked(graph)}
+    zero = next(n for n in graph.nodes if n.target is aten.full.default)
+    with graph.inserting_before(zero):
+        taken = graph.call_function(aten.empty.memory_format, ([],), {"dtype": torch.bfloat16, "device": "cuda"})
+    taken.meta["val"] = zero.meta["val"]
+    zero.replace_all_uses_with(taken)
+    assert constant(mask, frozenset()) is None
 
 
 def test_the_gradient_of_a_mask_is_not_lost_and_draws_stay() -> None:
