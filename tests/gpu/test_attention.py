@@ -1,0 +1,60 @@
+"""Attention by a causal mask on the GPU: torch's kernel is asked without it, and its error is no worse than eager's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import run
+from torch import Tensor, nn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+    ),
+    pytest.mark.usefixtures("uncached"),
+]
+WORSE = 1.5  # times eager's error: another order of sums
+
+
+class Attention(nn.Module):
+    """Eight heads of `size`, a mask of booleans as transformers builds it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.q, self.k, self.v, self.o = (nn.Linear(8 * size, 8 * size, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (8, self.size)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        at = torch.arange(x.shape[1], device=x.device)
+        mask = (at[None] <= at[:, None])[None, None].expand(x.shape[0], 1, -1, -1)
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o(F.gelu(made.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def results(model: nn.Module, out: Tensor, x: Tensor) -> list[Tensor]:
+    """The output and all gradients of a weighted sum of it, in float64."""
+    weights = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
+    (out * weights).sum().backward()
+    return [t.detach().double() for t in (out, x.grad, *(p.grad for p in model.parameters())) if t is not None]
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("tokens", [256, 1000, 2048])
+def test_its_error_is_eagers(size: int, tokens: int) -> None:
+    torch.manual_seed(0)
+    exact = Attention(size).double().cuda()
+    x = torch.randn(2, tokens, 8 * size, device="cuda", dtype=torch.float64)
+    found = list[list[Tensor]]()
+    for compile_it, dtype in ((False, torch.float64), (False, torch.bfloat16), (True, torch.bfloat16)):
+        model, leaf = copy.deepcopy(exact).to(dtype), x.to(dtype, copy=True).requires_grad_()
+        if compile_it:
+            ran = run(model, leaf, grad=True, options={"tune": "off"})
+            assert ran == [] and [len(report.causal) for report in ran.reports] == [1]
+        found.append(results(model, ran.output if compile_it else model(leaf), leaf))
+    for wanted, eager, mine in zip(*found, strict=True):
+        assert float((mine - wanted).norm()) <= WORSE * float((eager - wanted).norm())
