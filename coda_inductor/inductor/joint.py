@@ -347,17 +347,8 @@ def rewrite(
     for digest in sorted(name for name in settings.disable - met if DIGEST.fullmatch(name)):
         log.info("disable: there is no Region %s in this graph; it may be in another", digest)
     rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
-    done = (
-        tuple(work.sites),
-        work.refused,
-        work.opaque,
-        work.tables,
-        work.casts,
-        work.elementwise,
-        work.blocks,
-        work.causal,
-    )
-    return Report(*done, rewrote, seconds)
+    passes = work.tables, work.casts, work.elementwise, work.blocks, work.causal
+    return Report(tuple(work.sites), work.refused, work.opaque, *passes, rewrote, seconds)
 
 
 def _run(stages: tuple[Stage, ...], work: Work) -> RewriteAgain | None:

@@ -25,7 +25,7 @@ from coda_inductor.write.strides import unguarded
 
 MASKS = ("attn_bias", "attn_mask")
 """What operations of attention call it. Those that also have `is_causal`, forward and backward, are all meant."""
-CAUSAL = "is_causal"
+FLAG = "is_causal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ def masked(graph: fx.Graph) -> Iterator[Call]:
             arguments = node.target._schema.arguments
             names = {a.name for a in arguments}
             name = next((n for n in MASKS if n in names), None)
-            if name is None or CAUSAL not in names:
+            if name is None or FLAG not in names:
                 continue
             given = {a.name: a.default_value for a in arguments if a.has_default_value()}
             given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
-            if isinstance(given[name], fx.Node) and given[CAUSAL] is False and not draws(node) and scaled(given):
+            if isinstance(given[name], fx.Node) and given[FLAG] is False and not draws(node) and scaled(given):
                 yield Call(node, given, name)
 
 
@@ -105,7 +105,7 @@ def square(call: Call) -> bool:
 
 def causal_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the same operation without the mask."""
-    given = call.given | {call.name: None, CAUSAL: True}
+    given = call.given | {call.name: None, FLAG: True}
     arguments = call.node.target._schema.arguments  # type: ignore[union-attr]
     args = tuple(given[a.name] for a in arguments if not a.kwarg_only)
     return args, {a.name: given[a.name] for a in arguments if a.kwarg_only}
