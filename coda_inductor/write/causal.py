@@ -3,6 +3,9 @@
 Some models build that mask as a tensor [tokens, tokens], as transformers does whenever it is traced, and attention then
 reads it, and multiplies what it hides. With `is_causal` the same kernel reads no mask and skips the tiles that are
 hidden. A mask qualifies if no input enters it, and its value is that of the lower triangle: so it is computed.
+
+What is added to a hidden score is minus infinity, or a number so low that its weight is 0. For cuDNN torch turns
+booleans into -65504 (`convert_boolean_attn_mask_cudnn` of its attention.cpp), so there that number hides, too.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from coda_inductor.write.strides import unguarded
 MASKS = ("attn_bias", "attn_mask")
 """What operations of attention call it. Those that also have `is_causal`, forward and backward, are all meant."""
 FLAG = "is_causal"
+CUDNN = -65504.0
+"""What torch adds to scores for cuDNN where a mask of booleans hides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,15 @@ def skip_hidden(graph: fx.Graph) -> tuple[Causal, ...]:
     calls = [*masked(graph)]
     if not calls:
         return ()
-    overwritten, found, looked = of_memory_that_is_written(graph), list[Causal](), dict[tuple[str, bool], bool]()
+    overwritten, found, looked = of_memory_that_is_written(graph), list[Causal](), dict[tuple[str, bool, float], bool]()
     for mask in dict.fromkeys(call.mask for call in calls):
         its = [call for call in calls if call.mask is mask]
         if not all(square(call) and same_results(call) for call in its):
             continue
-        how = structure(mask), overwritten.isdisjoint(made_of(mask))
+        most = min(map(hiding, its))
+        how = structure(mask), overwritten.isdisjoint(made_of(mask)), most
         if how not in looked:  # each layer makes its own of booleans, all in the same way
-            looked[how] = is_causal(constant(mask, overwritten))
+            looked[how] = is_causal(constant(mask, overwritten), most)
         if looked[how]:
             for call in its:
                 call.node.args, call.node.kwargs = causal_arguments(call)
@@ -86,6 +92,14 @@ def masked(graph: fx.Graph) -> Iterator[Call]:
             given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
             if isinstance(given[name], fx.Node) and given[FLAG] is False and not draws(node) and scaled(given):
                 yield Call(node, given, name)
+
+
+def hiding(call: Call) -> float:
+    """The greatest number that hides a score, whatever the scores are in the dtype of the mask."""
+    mask = g.tensor(call.mask)
+    if mask is None or not mask.is_floating_point():
+        return -math.inf
+    return CUDNN if "cudnn" in str(call.node.target) else torch.finfo(mask.dtype).min
 
 
 def scaled(given: dict[str, Any]) -> bool:
@@ -125,15 +139,16 @@ def form(value: Any) -> Any:
     return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else type(value)
 
 
-def is_causal(mask: Tensor | None) -> bool:
-    """Does it hide the later tokens, and no other? It is added to scores; one of booleans says what stays."""
+def is_causal(mask: Tensor | None, most: float) -> bool:
+    """Does it hide the later tokens, and no other? It is added to scores, and numbers up to `most` hide; one of
+    booleans says what stays."""
     if mask is None:
         return False
     with unset_fake_temporarily():
-        return hides_later(mask)
+        return hides_later(mask, most)
 
 
-def hides_later(mask: Tensor) -> bool:
+def hides_later(mask: Tensor, most: float) -> bool:
     """The same, of a tensor that is there."""
     once = [slice(0, 1) if step == 0 else slice(None) for step in mask.stride()]  # what is expanded is looked at once
     one = mask[tuple(once)]
@@ -142,4 +157,4 @@ def hides_later(mask: Tensor) -> bool:
     stays = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     if mask.dtype == torch.bool:
         return bool((one == stays).all())
-    return bool(((one == 0) == stays).all() and ((one == -math.inf) == ~stays).all())
+    return bool(((one == 0) == stays).all() and ((one <= most) == ~stays).all())

@@ -59,6 +59,11 @@ def added(x: Tensor) -> Tensor:
     return torch.full((x.shape[1], x.shape[1]), -math.inf, dtype=x.dtype, device=x.device).triu(1)
 
 
+def least(x: Tensor) -> Tensor:
+    """The dtype's least number, which is not minus infinity."""
+    return torch.full((x.shape[1], x.shape[1]), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)
+
+
 def of_samples(x: Tensor) -> Tensor:
     """As transformers builds it: tokens of one sequence see each other."""
     q, k = positions(x)
@@ -67,7 +72,9 @@ def of_samples(x: Tensor) -> Tensor:
     return ((k <= q) & (one[q] == one[k]))[None, None].expand(x.shape[0], 1, -1, -1)
 
 
-CAUSAL: dict[str, Mask] = {"compared": compared, "lower": lower, "added": added, "of samples": of_samples}
+CAUSAL: dict[str, Mask] = {
+    "compared": compared, "lower": lower, "added": added, "least": least, "of samples": of_samples,
+}  # fmt: skip
 
 
 def window(x: Tensor) -> Tensor:
@@ -86,9 +93,9 @@ def earlier(x: Tensor) -> Tensor:
     return (k < q) | (q == 0)
 
 
-def least(x: Tensor) -> Tensor:
-    """The dtype's least number, which is not minus infinity."""
-    return torch.full((x.shape[1], x.shape[1]), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)
+def low(x: Tensor) -> Tensor:
+    """A number that hides most scores, but not all that the dtype has."""
+    return torch.full((x.shape[1], x.shape[1]), -65504.0, dtype=x.dtype, device=x.device).triu(1)
 
 
 def near(x: Tensor) -> Tensor:
@@ -114,7 +121,7 @@ def of_keys(x: Tensor) -> Tensor:
 
 
 OTHER: dict[str, Mask] = {
-    "window": window, "prefix": prefix, "earlier": earlier, "least": least, "near": near, "input": of_the_input,
+    "window": window, "prefix": prefix, "earlier": earlier, "low": low, "near": near, "input": of_the_input,
     "drawn": drawn, "of keys": of_keys, "none": lambda x: None,
 }  # fmt: skip
 
@@ -241,8 +248,8 @@ def test_without_a_backward_and_of_symbols() -> None:
 # ---- what CUDA calls: the operations' schemas, on tensors without memory
 
 
-def on_cuda(op: str, wanted: bool = False, dropout: float = 0.0) -> fx.Graph:
-    """Forward and backward of one of CUDA's attentions, by a causal mask; is its gradient `wanted`?"""
+def on_cuda(op: str, wanted: bool = False, dropout: float = 0.0, hidden: float = -math.inf) -> fx.Graph:
+    """Forward and backward of one of CUDA's attentions, by a mask of 0 and `hidden`; is its gradient `wanted`?"""
     graph = fx.Graph()
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (B, HEADS, T, SIZE)
@@ -259,8 +266,7 @@ def on_cuda(op: str, wanted: bool = False, dropout: float = 0.0) -> fx.Graph:
         at = call(prims.iota.default, T, start=0, step=1, dtype=torch.int64, device="cuda", requires_grad=False)
         stays = call(aten.le.Tensor, at, call(aten.unsqueeze.default, at, 1))
         zero, never = (
-            call(aten.full.default, [], x, dtype=torch.bfloat16, device="cuda", pin_memory=False)
-            for x in (0.0, -math.inf)
+            call(aten.full.default, [], x, dtype=torch.bfloat16, device="cuda", pin_memory=False) for x in (0.0, hidden)
         )
         mask = call(aten.expand.default, call(aten.where.self, stays, zero, never), [B, HEADS, T, T])
         get = operator.getitem
@@ -295,6 +301,11 @@ def test_cuda_is_asked_for_causal_attention(op: str) -> None:
         assert given.get("dropout_p") == 0.0
     assert not any(n.target is aten.where.self for n in graph.nodes)
     graph.lint()
+
+
+@pytest.mark.parametrize(("op", "gone"), [("efficient", 0), ("cudnn", 1)])
+def test_what_torch_makes_of_booleans_for_cudnn_hides(op: str, gone: int) -> None:
+    assert len(causal.skip_hidden(on_cuda(op, hidden=-65504.0))) == gone
 
 
 def test_a_mask_that_was_moved_to_the_gpu_goes() -> None:
