@@ -134,7 +134,7 @@ NOT_BY_OLD = {
     "test_training.py::test_nobody_is_warned_of_torchs_own": "as above",
     "test_training_models.py::test_gradients_equal_eagers[llama]": "as above",
     "test_training_models.py::test_gradients_equal_eagers[checkpointed, dropout]": "as above",
-    "test_repeats.py::test_compiled_gradients_are_eagers": "as above",
+    "test_grouped.py::test_compiled_gradients_are_eagers": "as above",
     "test_summed.py::test_gradients_of_what_two_layers_read_meet_in_one_accumulator": "as above",
     "test_training_laws.py::test_the_adjoint_keeps_no_tensor": "as above",
     "test_effects.py::test_through_inductor[drawn_into_a_state-infer]": "draws other numbers than eager",

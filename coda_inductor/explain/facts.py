@@ -125,6 +125,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         ],
         "blocks": [dataclasses.asdict(b) for b in report.blocks],
         "causal": [{"node": c.node, "shape": c.shape, "source": c.source} for c in report.causal],
+        "grouped": [dataclasses.asdict(a) for a in report.grouped],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
     beside = sum(r["bytes_after"] for r in regions)

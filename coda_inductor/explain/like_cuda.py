@@ -8,6 +8,7 @@ And what torch traces otherwise of a model on the meta device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -34,25 +35,28 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """[B, H, S, D] x3 -> [B, H, S, D], through the kernel that CUDA would choose."""
+    """[B, H, S, D] x3 -> [B, H, S, D], through the kernel that CUDA chooses on a Hopper (torch's sdp_utils.cpp)."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    wide = max(query.shape[-1], value.shape[-1]) > 256
-    if query.dim() != 4 or query.dtype == torch.float64 or (enable_gqa and (attn_mask is not None or not half)):
+    widths = query.shape[-1], value.shape[-1]
+    wide = max(widths) > 256
+    cudnn = half and max(widths) <= 128 and not any(width % 8 for width in widths)
+    fused = cudnn or attn_mask is None
+    if query.dim() != 4 or query.dtype == torch.float64 or (enable_gqa and not (half and fused)):
         out: Tensor = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
-    elif attn_mask is None and half and not wide:
+    elif attn_mask is None and half and not wide and not cudnn:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     else:
         if attn_mask is not None:
             if attn_mask.dtype == torch.bool:
-                zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, -float("inf")))
+                hidden = -65504.0 if cudnn else -math.inf
+                zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, hidden))
                 attn_mask = torch.where(attn_mask, zero, never)
-            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+            attn_mask = attn_mask if cudnn else attn_mask.expand(*query.shape[:3], key.shape[2])
         saved = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        out = aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, saved, dropout_p, is_causal, scale=scale
-        )[0]
+        kernel = aten._scaled_dot_product_cudnn_attention if cudnn else aten._scaled_dot_product_efficient_attention
+        out = kernel(query, key, value, attn_mask, saved, dropout_p, is_causal, scale=scale)[0]
     return out
 
 

@@ -39,6 +39,11 @@ def render(report: Facts, every: bool = False) -> str:
             f"  {plural(n, 'mask')} {shape} left out: attention is causal  {place(at)}"
             for (shape, at), n in masks.items()
         ]
+        heads = Counter((a["shape"], a["heads"], a["source"]) for a in graph["grouped"])
+        lines += [
+            f"  {plural(n, 'attention')} {shape} by keys and values that {each} heads share, read once  {place(at)}"
+            for (shape, each, at), n in heads.items()
+        ]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (

@@ -44,6 +44,7 @@ from coda_inductor.passes.switches import (
     ELEMENTWISE,
     EMBEDDING,
     FACTORS,
+    GROUPED,
     JOINED,
     NAMES,
     PARTS,
@@ -59,6 +60,7 @@ from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
 from coda_inductor.write.causal import Causal, skip_hidden
 from coda_inductor.write.emit import emit
+from coda_inductor.write.grouped import Grouped, group_heads
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.remade import make_again
 from coda_inductor.write.verifying import Before, verify, verify_kept
@@ -108,6 +110,7 @@ class Work:
     elementwise: tuple[Pass, ...] = ()
     blocks: tuple[Blocks, ...] = ()
     causal: tuple[Causal, ...] = ()
+    grouped: tuple[Grouped, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -131,6 +134,12 @@ def causal_masks(work: Work) -> None:
     """Attention by a mask that hides the later tokens is causal, and reads none."""
     if work.may(CAUSAL):
         work.causal = skip_hidden(work.graph)
+
+
+def grouped_heads(work: Work) -> None:
+    """Attention reads keys and values that several heads share once."""
+    if work.may(GROUPED):
+        work.grouped = group_heads(work.graph)
 
 
 def prefixes(work: Work) -> None:
@@ -291,6 +300,7 @@ Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     undefined_gradients,
     causal_masks,
+    grouped_heads,
     complex_products,
     prefixes,
     casts_first,
@@ -347,7 +357,7 @@ def rewrite(
     for digest in sorted(name for name in settings.disable - met if DIGEST.fullmatch(name)):
         log.info("disable: there is no Region %s in this graph; it may be in another", digest)
     rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
-    passes = work.tables, work.casts, work.elementwise, work.blocks, work.causal
+    passes = work.tables, work.casts, work.elementwise, work.blocks, work.causal, work.grouped
     return Report(tuple(work.sites), work.refused, work.opaque, *passes, rewrote, seconds)
 
 

@@ -11,6 +11,7 @@ from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.elementwise import Pass
 from coda_inductor.passes.tables import Table
 from coda_inductor.write.causal import Causal
+from coda_inductor.write.grouped import Grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Report:
     """Scores, or their gradients, that are made by blocks of rows."""
     causal: tuple[Causal, ...] = ()
     """Masks that attention reads no more, since they hide exactly the later tokens."""
+    grouped: tuple[Grouped, ...] = ()
+    """Attention that reads keys and values once which were repeated for several heads."""
     rewrote: bool = False
     """Is the graph another than it was?"""
     seconds: float = 0.0

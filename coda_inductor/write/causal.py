@@ -21,14 +21,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.attention import FLAG, Call, attention
 from coda_inductor.patterns.constants import constant, made_of, of_memory_that_is_written, structure
 from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write.strides import unguarded
 
-MASKS = ("attn_bias", "attn_mask")
-"""What operations of attention call it. Those that also have `is_causal`, forward and backward, are all meant."""
-FLAG = "is_causal"
 CUDNN = -65504.0
 """What torch adds to scores for cuDNN where a mask of booleans hides."""
 
@@ -42,28 +40,14 @@ class Causal:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An operation of attention with a mask: its arguments by name, and which of them the mask is."""
-
-    node: fx.Node
-    given: dict[str, Any]
-    name: str
-
-    @property
-    def mask(self) -> fx.Node:
-        """The mask, before it is expanded over heads and samples."""
-        return g.root(self.given[self.name], lambda n: n.target is aten.expand.default)
-
-
 def skip_hidden(graph: fx.Graph) -> tuple[Causal, ...]:
     """Rewrites attention by causal masks, in place."""
     calls = [*masked(graph)]
     if not calls:
         return ()
     overwritten, found, looked = of_memory_that_is_written(graph), list[Causal](), dict[tuple[str, bool, float], bool]()
-    for mask in dict.fromkeys(call.mask for call in calls):
-        its = [call for call in calls if call.mask is mask]
+    for mask in dict.fromkeys(map(mask_of, calls)):
+        its = [call for call in calls if mask_of(call) is mask]
         if not all(square(call) and same_results(call) for call in its):
             continue
         most = min(map(hiding, its))
@@ -81,22 +65,21 @@ def skip_hidden(graph: fx.Graph) -> tuple[Causal, ...]:
 
 def masked(graph: fx.Graph) -> Iterator[Call]:
     """The operations of attention that read a mask, are not causal besides, and drop nothing."""
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
-            arguments = node.target._schema.arguments
-            names = {a.name for a in arguments}
-            name = next((n for n in MASKS if n in names), None)
-            if name is None or FLAG not in names:
-                continue
-            given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-            given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
-            if isinstance(given[name], fx.Node) and given[FLAG] is False and not draws(node) and scaled(given):
-                yield Call(node, given, name)
+    for call in attention(graph):
+        mask = call.given[call.masked_by] if call.masked_by else None
+        if isinstance(mask, fx.Node) and call.given[FLAG] is False and not draws(call.node) and scaled(call.given):
+            yield call
+
+
+def mask_of(call: Call) -> fx.Node:
+    """The mask that it reads, before it is expanded over heads and samples."""
+    mask: fx.Node = call.given[call.masked_by or ""]
+    return g.root(mask, lambda n: n.target is aten.expand.default)
 
 
 def hiding(call: Call) -> float:
     """The greatest number that hides a score, whatever the scores are in the dtype of the mask."""
-    mask = g.tensor(call.mask)
+    mask = g.tensor(mask_of(call))
     if mask is None or not mask.is_floating_point():
         return -math.inf
     return CUDNN if "cudnn" in str(call.node.target) else torch.finfo(mask.dtype).min
@@ -110,7 +93,7 @@ def scaled(given: dict[str, Any]) -> bool:
 
 def square(call: Call) -> bool:
     """Are there as many queries as keys, and has the mask a number for each pair?"""
-    query, key, mask = (g.tensor(n) for n in (call.given["query"], call.given["key"], call.mask))
+    query, key, mask = (g.tensor(n) for n in (call.given["query"], call.given["key"], mask_of(call)))
     if query is None or key is None or mask is None:
         return False
     sizes = query.shape[-2], key.shape[-2], *mask.shape[-2:]
@@ -119,10 +102,7 @@ def square(call: Call) -> bool:
 
 def causal_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the same operation without the mask."""
-    given = call.given | {call.name: None, FLAG: True}
-    arguments = call.node.target._schema.arguments  # type: ignore[union-attr]
-    args = tuple(given[a.name] for a in arguments if not a.kwarg_only)
-    return args, {a.name: given[a.name] for a in arguments if a.kwarg_only}
+    return call.arguments(**{call.masked_by or "": None, FLAG: True})
 
 
 def same_results(call: Call) -> bool:

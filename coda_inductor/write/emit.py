@@ -23,7 +23,6 @@ from coda_inductor.rewrite.sources import statistics
 from coda_inductor.rewrite.space import Axes, Computed, Lane
 from coda_inductor.write.aliases import part
 from coda_inductor.write.order import sort
-from coda_inductor.write.repeats import read_repeats
 from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.vectors import Vectors
 from coda_inductor.write.verifying import Before
@@ -200,7 +199,6 @@ def emit(plan: Plan, target: str, before: Before) -> None:
         emission.anchor = _stands(plan, built)
         emission.supply(built)
     emission.anchor = output
-    read_repeats(graph, emission.call, emission.dense_as, emission.redirect)
     part(graph, before.sharing, emission.call)
     sort(graph, before.effects)
     strides.restore(emission.call)

@@ -176,6 +176,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "prefix"): BEFORE,  # test_prefix.py
     ("disable", "causal"): BEFORE,  # test_causal.py
     ("only", "causal"): [],
+    ("disable", "grouped"): BEFORE,  # test_grouped.py
+    ("only", "grouped"): [],
     ("disable", "undefined"): BEFORE,  # test_undefined.py
     ("only", "undefined"): [],
     ("only", "prefix"): [],

@@ -310,7 +310,7 @@ def test_what_torch_makes_of_booleans_for_cudnn_hides(op: str, gone: int) -> Non
 
 def test_a_mask_that_was_moved_to_the_gpu_goes() -> None:
     graph = on_cuda("efficient")
-    (mask,) = {call.mask for call in causal.masked(graph)}
+    (mask,) = {*map(causal.mask_of, causal.masked(graph))}
     with graph.inserting_after(mask):
         moved = graph.call_function(prims.device_put.default, (mask, torch.device("cuda"), False))
     moved.meta["val"] = mask.meta["val"]
@@ -320,7 +320,7 @@ def test_a_mask_that_was_moved_to_the_gpu_goes() -> None:
 
 def test_what_memory_held_is_no_constant() -> None:
     graph = on_cuda("efficient")
-    (mask,) = {call.mask for call in causal.masked(graph)}
+    (mask,) = {*map(causal.mask_of, causal.masked(graph))}
     zero = next(n for n in graph.nodes if n.target is aten.full.default)
     with graph.inserting_before(zero):
         taken = graph.call_function(aten.empty.memory_format, ([],), {"dtype": torch.bfloat16, "device": "cuda"})
@@ -339,7 +339,7 @@ def test_the_gradient_of_a_mask_is_not_lost_and_draws_stay() -> None:
 
 def test_a_constant_of_too_many_bytes_is_not_computed() -> None:
     graph = on_cuda("efficient")
-    (mask,) = {call.mask for call in causal.masked(graph)}
+    (mask,) = {*map(causal.mask_of, causal.masked(graph))}
     assert constant(mask, frozenset()) is not None and constant(mask, frozenset(), most=T * T) is None
     assert constant(mask, frozenset(mask.all_input_nodes)) is None  # as if something wrote into it
     assert MOST >= 2 * 8192 * 8192

@@ -1,0 +1,49 @@
+"""The operations of attention, forward and backward, by the names of their arguments: torch has one for each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from coda_inductor.patterns import graph as g
+
+MASKS = ("attn_bias", "attn_mask")
+"""What the operations call the mask."""
+FLAG = "is_causal"
+OPERANDS = ("query", "key", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation of attention: its arguments by name, with the defaults of those that are not given."""
+
+    node: fx.Node
+    given: dict[str, Any]
+
+    @property
+    def masked_by(self) -> str | None:
+        """What this operation calls the mask; None if it takes none."""
+        return next((name for name in MASKS if name in self.given), None)
+
+    def arguments(self, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the same operation with some changed, by place and by name."""
+        given = self.given | changed
+        arguments = self.node.target._schema.arguments  # type: ignore[union-attr]
+        args = tuple(given[a.name] for a in arguments if not a.kwarg_only)
+        return args, {a.name: given[a.name] for a in arguments if a.kwarg_only}
+
+
+def attention(graph: fx.Graph) -> Iterator[Call]:
+    """The operations of attention that may be causal, in the order of the graph."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+            arguments = node.target._schema.arguments
+            if {FLAG, *OPERANDS} <= {a.name for a in arguments}:
+                given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+                given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+                if all(g.tensor(given[name]) is not None for name in OPERANDS):
+                    yield Call(node, given)
