@@ -1,4 +1,5 @@
-"""Attention by a causal mask on the GPU: torch's kernel is asked without it, and its error is no worse than eager's."""
+"""Attention by a causal mask and repeated keys on the GPU: torch's kernel is asked without both, and its error is no
+worse than eager's."""
 
 from __future__ import annotations
 
@@ -21,15 +22,22 @@ WORSE = 1.5  # times eager's error: another order of sums
 
 
 class Attention(nn.Module):
-    """Eight heads of `size`, a mask of booleans as transformers builds it."""
+    """Eight heads of `size` that share keys and values of `groups`, a mask of booleans, as transformers builds both."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, groups: int) -> None:
         super().__init__()
-        self.size = size
-        self.q, self.k, self.v, self.o = (nn.Linear(8 * size, 8 * size, bias=False) for _ in range(4))
+        self.size, self.groups = size, groups
+        self.q, self.o = (nn.Linear(8 * size, 8 * size, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(8 * size, groups * size, bias=False) for _ in range(2))
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """[batch, groups, tokens, size], as every head reads it."""
+        more = x[:, :, None].expand(-1, -1, 8 // self.groups, -1, -1)
+        return more.reshape(x.shape[0], 8, x.shape[2], self.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (8, self.size)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        q, k, v = (w(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        k, v = self.repeated(k), self.repeated(v)
         at = torch.arange(x.shape[1], device=x.device)
         mask = (at[None] <= at[:, None])[None, None].expand(x.shape[0], 1, -1, -1)
         made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -44,10 +52,10 @@ def results(model: nn.Module, out: Tensor, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("tokens", [256, 1000, 2048])
-def test_its_error_is_eagers(size: int, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "groups"), [(256, 8), (1000, 8), (2048, 8), (1000, 2), (2048, 1)])
+def test_its_error_is_eagers(size: int, tokens: int, groups: int) -> None:
     torch.manual_seed(0)
-    exact = Attention(size).double().cuda()
+    exact = Attention(size, groups).double().cuda()
     x = torch.randn(2, tokens, 8 * size, device="cuda", dtype=torch.float64)
     found = list[list[Tensor]]()
     for compile_it, dtype in ((False, torch.float64), (False, torch.bfloat16), (True, torch.bfloat16)):
@@ -55,6 +63,7 @@ def test_its_error_is_eagers(size: int, tokens: int) -> None:
         if compile_it:
             ran = run(model, leaf, grad=True, options={"tune": "off"})
             assert ran == [] and [len(report.causal) for report in ran.reports] == [1]
+            assert [len(report.grouped) for report in ran.reports] == [int(groups < 8)]
         found.append(results(model, ran.output if compile_it else model(leaf), leaf))
     for wanted, eager, mine in zip(*found, strict=True):
         assert float((mine - wanted).norm()) <= WORSE * float((eager - wanted).norm())
