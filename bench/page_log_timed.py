@@ -1,4 +1,4 @@
-"""Tables of docs/log.md, as page_log.py has them: diffusion models, and FP8 by accumulation."""
+"""Tables of docs/log.md, as page_log.py has them: diffusion models, attention, and FP8 by accumulation."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ TIMED: dict[str, Dated] = {
         (sampled("beside three GPUs that compiled", "baseline_ms", "ms", beside=names.WHEEL),
          sampled("alone on the host", "baseline_ms", "ms", beside=names.QUIET),
          sampled("the sum of the kernels' times", "gpu_ms/inductor", "gpu_ms/coda")),
+    ),
+    "attention": Dated(
+        ("32 heads, 4 x 2048 tokens, forward and backward", "64 numbers a head, ms", "128 numbers a head, ms"),
+        tuple(
+            (what, *(cell for head in (64, 128)
+                     for cell in cells("attention.jsonl", "026ea43", "ms", "ms", case=what, head=head)))
+            for what in ("by the mask", "causal", names.ATTENTION_ONCE, "flash attention, causal")
+        ),
     ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),

@@ -61,6 +61,8 @@ PHI4 = "two layers of Phi-4-14B (packed gate and up), forward and backward, 4 x 
 LLAMA = "Llama-1B of transformers, 16 layers, tied head, whole steps with AdamW, 4 x 2048 tokens"
 FP8_STEP = "Llama-1B of transformers, 16 layers, head in bf16, whole steps with AdamW, 4 x 2048 tokens"
 WITHOUT_TUNING = "llama-1b step with AdamW, every Region (tune=off), 4 x 2048 tokens, three processes of each commit"
+ATTENTION_ONCE = "causal, 8 heads of keys and values, read once"
+
 STEPS = {
     NANO: "nanochat-like, 20 layers of width 1280, 32768 tokens, autocast, AdamW",
     "the same, scores whole": 'the same, `disable="blocks"`',

@@ -137,6 +137,12 @@ def figures(results: Path = RESULTS) -> dict[str, str]:
     for row in shown(FLOAT8_STEP, results):
         found["the bf16 step of FP8"] = f"{written_ms(at(row, 'rows/inductor, bf16/ms'))} ms"
         found["the FP8 step over bf16"] = written_gain(at(row, "against_bf16"))
+    of_llama = [row for row in read("models.jsonl", results) if row["case"] == names.LLAMA]
+    for row in of_llama:
+        if row.get("attention") == "masks stay":
+            found["Llama-1B with its masks"] = written_gain(at(row, "speedup"))
+        if row.get("attention") == "no masks":
+            found["Llama-1B without its masks"] = written_gain(at(row, "speedup"))
     for row in read("peers.jsonl", results):
         if row["case"] == "llama-8b" and (ours := at(row, "sides/float8-coda/ms")):
             for side, said in (("inductor", "over bf16"), ("coda", "over ours in bf16")):

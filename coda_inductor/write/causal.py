@@ -27,6 +27,8 @@ from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write.strides import unguarded
 
+WIDE = (torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of masks whose least number no score outweighs."""
 CUDNN = -65504.0
 """What torch adds to scores for cuDNN where a mask of booleans hides."""
 
@@ -78,11 +80,12 @@ def mask_of(call: Call) -> fx.Node:
 
 
 def hiding(call: Call) -> float:
-    """The greatest number that hides a score, whatever the scores are in the dtype of the mask."""
+    """The greatest number that hides a score. The least of float16 does not by itself: kernels have scores in float32,
+    where those of float16's queries and keys may lie further apart."""
     mask = g.tensor(mask_of(call))
-    if mask is None or not mask.is_floating_point():
-        return -math.inf
-    return CUDNN if "cudnn" in str(call.node.target) else torch.finfo(mask.dtype).min
+    if mask is not None and "cudnn" in str(call.node.target):
+        return CUDNN
+    return torch.finfo(mask.dtype).min if mask is not None and mask.dtype in WIDE else -math.inf
 
 
 def scaled(given: dict[str, Any]) -> bool:

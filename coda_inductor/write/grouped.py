@@ -10,19 +10,21 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.attention import Call, attention
 from coda_inductor.patterns.axes import Axes, Ids, Misfit
 from coda_inductor.patterns.constants import of_memory_that_is_written
-from coda_inductor.patterns.effects import draws, ordered
+from coda_inductor.patterns.effects import Memory, draws, ordered
 from coda_inductor.patterns.graph import aten
-from coda_inductor.patterns.layout import TRANSPOSES
+from coda_inductor.patterns.layout import TRANSPOSES, major_to_minor, without_gaps
 from coda_inductor.patterns.sizes import ONE, Size, size_of
-from coda_inductor.write.strides import OutputStrides, unguarded
+from coda_inductor.write.aliases import returned
+from coda_inductor.write.strides import OutputStrides, restrided, unguarded
 from coda_inductor.write.writing import Writing
 
 TAKE_FEWER = frozenset(
@@ -32,6 +34,8 @@ TAKE_FEWER = frozenset(
 )
 """The operations that take fewer heads of keys and values, as torch's sdp_utils.cpp allows them. The memory-efficient
 one takes as many as of queries."""
+ALIGNED = 16
+"""Bytes."""
 GRADIENTS = {"key": 1, "value": 2}
 """Which result of the backward is whose gradient."""
 
@@ -87,20 +91,44 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
     sources = {nodes: tuple(repeated(n, calls) for n in nodes) for nodes, calls in together.items()}
     if not any(map(all, sources.values())):
         return ()
-    overwritten, layouts, found = of_memory_that_is_written(graph), OutputStrides(graph), list[Grouped]()
+    overwritten, seen, found = of_memory_that_is_written(graph), users_memory(graph), list[Grouped]()
+    layouts = OutputStrides(graph)
+    still = in_their_order(layouts)
     for nodes, calls in together.items():
         key, value = sources[nodes]
         if key is None or value is None or key.times != value.times:
             continue
+        kept = {source.read[0] for source in (key, value)} if any(map(backward, calls)) else set[fx.Node]()
+        if not seen.isdisjoint(kept) or not overwritten.isdisjoint(key.read + value.read):
+            continue
         sums = [summed(call, key.times) for call in calls]
-        if all(map(takes_fewer, calls)) and None not in sums and overwritten.isdisjoint(key.read + value.read):
+        if all(map(takes_fewer, calls)) and None not in sums:
             for call, its in zip(calls, sums, strict=True):
-                regroup(graph, call, (key, value), its or {})
+                regroup(graph, call, (key, value), its or {}, still)
             found += [Grouped.of(call, key.times) for call in calls if not backward(call)]
     if found:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
         layouts.restore(Writing(graph, graph.output_node()).call)
     return tuple(found)
+
+
+def users_memory(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes in memory that the user has, as inputs and results. They may overwrite it before the backward reads it:
+    a copy is safe from that."""
+    memory = Memory(graph)
+    theirs = {memory.of(n) for n in (*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes)}
+    return frozenset(n for n in graph.nodes if memory.of(n) in theirs)
+
+
+def in_their_order(layouts: OutputStrides) -> set[fx.Node]:
+    """What results are made of that cannot be copied into another order: those that share memory, or have gaps."""
+    found = list[fx.Node]()
+    for node, val, where in zip(returned(layouts.graph), layouts.outputs, layouts.sharing, strict=True):
+        if isinstance(node, fx.Node) and isinstance(val, Tensor):
+            shared = isinstance(where, str) or layouts.sharing.count(where) > 1
+            if shared or not without_gaps(val, major_to_minor(val)):
+                found.append(node)
+    return g.reached(found, lambda n: n.all_input_nodes)
 
 
 def takes_fewer(call: Call) -> bool:
@@ -143,9 +171,14 @@ def repeated(node: fx.Node, calls: Sequence[Call]) -> Repeated | None:
 
 
 def side_by_side(expand: fx.Node, order: Sequence[int]) -> bool:
-    """Do the numbers of the last dimension lie side by side in memory, as kernels read them? A copy's do."""
-    value = g.tensor(expand)
-    return value is not None and bool(order) and size_of(value.stride(order[-1])) == ONE
+    """Do the numbers of the last dimension lie side by side in memory, and what begins a row in steps of 16 bytes, as
+    kernels read them? A copy's do."""
+    value = expand.args[0].meta["val"]  # type: ignore[union-attr]
+    step = Size(max(ALIGNED // value.element_size(), 1))
+    rows, start = [size_of(value.stride(d)) for d in order[:-1]], size_of(value.storage_offset())
+    if not order or any(row.coefficient == 0 for row in rows) or any(n.over(step) is None for n in (*rows, start)):
+        return False
+    return size_of(value.stride(order[-1])) == ONE
 
 
 def repeats(node: fx.Node) -> int | None:
@@ -225,9 +258,11 @@ def sums(axes: Axes, node: fx.Node, dims: Dims, own: Dims, group: Ids) -> Iterat
         if g.is_view(user):
             yield from sums(axes, user, behind(axes, dims, [user]), own, group)
             continue
-        if user.target is not aten.sum.dim_IntList or g.precision(user) != g.precision(node):
+        _, summed_over, keep = (*user.args, None, False)[:3]
+        if user.target is not aten.sum.dim_IntList or not summed_over:
             raise Misfit("a gradient that is not summed over the heads of a group")
-        _, summed_over, keep = (*user.args, False)[:3]
+        if user.meta["val"].dtype != node.meta["val"].dtype:
+            raise Misfit("a sum in another dtype")
         over: list[int] = [d % len(dims) for d in summed_over]  # type: ignore[union-attr, operator, misc]
         left = [() if d in over else dim for d, dim in enumerate(dims) if keep or d not in over]
         if tuple(i for d in over for i in dims[d]) != group or any(len(dim) > 1 for dim in left):
@@ -239,8 +274,15 @@ def sums(axes: Axes, node: fx.Node, dims: Dims, own: Dims, group: Ids) -> Iterat
 # ---- writing
 
 
-def regroup(graph: fx.Graph, call: Call, sources: Sequence[Repeated], gradients: dict[fx.Node, list[Summed]]) -> None:
-    """The operation with fewer heads of keys and values, and what was made of their gradients."""
+def regroup(
+    graph: fx.Graph,
+    call: Call,
+    sources: Sequence[Repeated],
+    gradients: dict[fx.Node, list[Summed]],
+    still: AbstractSet[fx.Node],
+) -> None:
+    """The operation with fewer heads of keys and values, and what was made of their gradients; those of `still` lie in
+    memory as they did."""
     writing = Writing(graph, call.node)
     new = dict[str, fx.Node]()
     for name, source in zip(GRADIENTS, sources, strict=True):
@@ -254,8 +296,11 @@ def regroup(graph: fx.Graph, call: Call, sources: Sequence[Repeated], gradients:
     for gradient, its in gradients.items():
         gradient.meta["val"] = call.node.meta["val"][gradient.args[1]]
         for made in its:
-            shape = made.node.meta["val"].shape
-            made.node.replace_all_uses_with(turned(Writing(graph, made.node), gradient, made.order, shape, made.node))
+            old, here = made.node.meta["val"], Writing(graph, made.node)
+            new_sum = turned(here, gradient, made.order, old.shape, made.node)
+            if made.node in still:
+                new_sum = restrided(new_sum, old, here.call)
+            made.node.replace_all_uses_with(new_sum)
 
 
 def turned(writing: Writing, node: fx.Node, order: Sequence[int], shape: Sequence[int], like: fx.Node) -> fx.Node:

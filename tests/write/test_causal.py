@@ -303,6 +303,17 @@ def test_cuda_is_asked_for_causal_attention(op: str) -> None:
     graph.lint()
 
 
+def test_the_least_number_of_float16_does_not_hide() -> None:
+    """Scores are float32 in the kernel, and lie further apart."""
+    torch.manual_seed(0)
+    model, x = Attention(least).half(), 30 * torch.randn(B, T, 64, dtype=torch.float16)
+    model.qkv.weight.data *= 30
+    with torch.no_grad():
+        ran = run(model, x, options=REFERENCE)
+        assert ran == [] and not any(report.causal for report in ran.reports)
+        assert float((ran.output - model(x)).norm() / model(x).norm()) < 1e-2
+
+
 @pytest.mark.parametrize(("op", "gone"), [("efficient", 0), ("cudnn", 1)])
 def test_what_torch_makes_of_booleans_for_cudnn_hides(op: str, gone: int) -> None:
     assert len(causal.skip_hidden(on_cuda(op, hidden=-65504.0))) == gone

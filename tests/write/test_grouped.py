@@ -200,7 +200,44 @@ def two(make: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(make(), make(), nn.Linear(WIDTH, WIDTH)).double()
 
 
+class Returned(Attention):
+    """Keys are returned, as of a cache, so that the caller may overwrite them before the backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (w(x).unflatten(-1, (-1, SIZE)) for w in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), self.repeat(k), self.repeat(v), is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2)), k.detach()
+
+
+class Wide(torch.autograd.Function):
+    """Repeats whose gradients are added up in another dtype, or over everything as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.dtype = dtype
+        return as_transformers(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        parts = grad.unflatten(1, (GROUPS, -1)).sum(2, dtype=ctx.dtype).to(grad.dtype)
+        whole = torch.sum(grad, None, keepdim=True) if ctx.dtype is None else 0
+        return (parts + whole).transpose(1, 2), None
+
+
+def wide(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return Wide.apply(x, dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Rows that do not begin at multiples of 16 bytes."""
+    wider = torch.cat([x[..., :1], x], -1)
+    return as_transformers(wider[..., 1:])
+
+
 STAYS: dict[str, Callable[[], nn.Module]] = {
+    "where rows begin": lambda: two(lambda: Attention(shifted)),
+    "summed in another dtype": lambda: two(lambda: Attention(partial(wide, dtype=torch.float32))),
+    "summed over everything": lambda: two(lambda: Attention(partial(wide, dtype=None))),
     "in another order": lambda: two(lambda: Attention(tiled)),
     "not side by side": lambda: two(lambda: Attention(apart)),
     "read elsewhere": lambda: two(lambda: Read(as_transformers)),
@@ -211,6 +248,52 @@ STAYS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", STAYS)
 def test_what_is_something_else_stays(name: str) -> None:
     assert equals_eager(STAYS[name](), inputs(), run=False) == 0
+
+
+@pytest.mark.parametrize("theirs", ["results", "inputs"])
+def test_what_the_user_overwrites_in_between_is_not_read_again(theirs: str) -> None:
+    """The copies were kept for the backward, and what they are copies of is the caller's."""
+    plain, x = Returned(as_transformers).double(), inputs()
+    cache = torch.randn(BATCH, LENGTH, GROUPS, SIZE, dtype=torch.float64)
+
+    def of_inputs(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        q = plain.q(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, as_transformers(keys), as_transformers(values))
+        return plain.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    found = []
+    for compile_it in (False, True):
+        keys, values = cache.clone(), cache.sin()
+        function: Callable[..., Any] = plain if theirs == "results" else of_inputs
+        args = (x,) if theirs == "results" else (x, keys, values)
+        if compile_it:
+            ran = run(function, *args, grad=True, options=REFERENCE)
+            assert ran == [] and sum(len(report.grouped) for report in ran.reports) == 0
+        out = ran.output if compile_it else function(*args)
+        y, overwritten = out if theirs == "results" else (out, keys)
+        overwritten.data.zero_()
+        found.append(torch.autograd.grad(y.sin().sum(), [x, plain.q.weight]))
+    for mine, eager in zip(found[1], found[0], strict=True):
+        assert float((mine - eager).norm() / eager.norm()) < 1e-10
+
+
+@pytest.mark.parametrize("beside", ["one gradient of two", "parts of one"])
+def test_gradients_that_share_memory(beside: str) -> None:
+    """They lie in memory as they did: none could be copied by itself."""
+
+    def f(q: Tensor, k: Tensor, more: Tensor, w: Tensor) -> Tensor:
+        keys = as_transformers(k + more if beside == "one gradient of two" else torch.cat([k, more], 1))
+        y = F.scaled_dot_product_attention(q, keys, keys.detach().clone())
+        return y.flatten(0, 2) @ w
+
+    torch.manual_seed(0)
+    shapes = (3, HEADS, 320, SIZE), (3, 40, GROUPS, SIZE), (3, 40, GROUPS, SIZE), (SIZE, SIZE)
+    given = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    wanted = torch.autograd.grad(f(*given).sin().sum(), given)
+    ran = run(f, *given, grad=True, options=REFERENCE)
+    assert ran == []
+    for mine, eager in zip(torch.autograd.grad(ran.output.sin().sum(), given), wanted, strict=True):
+        assert float((mine - eager).norm() / eager.norm()) < 1e-10 and mine.stride() == eager.stride()
 
 
 def test_switched_off_it_stays() -> None:
@@ -229,7 +312,7 @@ def test_switched_off_it_stays() -> None:
 
 
 def on_cuda(op: str, dropout: float = 0.0, again: bool = False) -> fx.Graph:
-    """Forward and backward of one of CUDA's attentions, by keys that four heads share. `again`: their gradients are read
+    """Forward and backward of one of CUDA's attentions, by keys that four heads share. `again`: a gradient is read
     besides the sums."""
     graph, get = fx.Graph(), operator.getitem
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -248,8 +331,8 @@ def on_cuda(op: str, dropout: float = 0.0, again: bool = False) -> fx.Graph:
             dense = call(aten.clone.default, more, memory_format=torch.contiguous_format)
             return call(aten.view.default, dense, [BATCH, HEADS, LENGTH, SIZE])
 
-        g, q, *short = graph.nodes
-        k, v = map(copy, short)
+        g, q, *short = graph.find_nodes(op="placeholder")
+        k, v = (copy(call(aten.neg.default, x)) for x in short)
         if op == "efficient":
             out = call(aten._scaled_dot_product_efficient_attention.default, q, k, v, None, True, dropout)
             o, lse, seed, offset = (call(get, out, i) for i in range(4))
@@ -294,3 +377,28 @@ def test_cuda_is_asked_for_grouped_attention(op: str) -> None:
 def test_cuda_is_asked_as_before(op: str, more: dict[str, Any]) -> None:
     """Where the kernel takes no fewer heads, draws, or a gradient is read by itself."""
     assert grouped.group_heads(on_cuda(op, **more)) == ()
+
+
+@torch.library.custom_op("coda_tests_grouped::put_", mutates_args={"x"})
+def put_(x: Tensor) -> None:
+    """Overwrites it with its sine."""
+    x.copy_(x.sin())
+
+
+def test_what_is_overwritten_before_attention_is_not_read() -> None:
+    """The copies have what was there before."""
+
+    def f(x: Tensor, keys: Tensor, values: Tensor, w: Tensor) -> Tensor:
+        q = (x @ w).view(BATCH, LENGTH, HEADS, SIZE).transpose(1, 2)
+        k, v = as_transformers(keys), as_transformers(values)
+        put_(keys)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.gelu(y.transpose(1, 2).flatten(2) @ w)
+
+    torch.manual_seed(0)
+    shapes = (BATCH, LENGTH, WIDTH), *2 * [(BATCH, LENGTH, GROUPS, SIZE)], (WIDTH, WIDTH)
+    given = [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+    wanted = f(*(t.clone() for t in given))
+    ran = run(f, *given, options=REFERENCE)
+    assert ran == [] and sum(len(report.grouped) for report in ran.reports) == 0
+    assert float((ran.output - wanted).norm() / wanted.norm()) < 1e-10
