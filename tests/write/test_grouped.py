@@ -168,7 +168,7 @@ def tiled(x: Tensor) -> Tensor:
 
 def apart(x: Tensor) -> Tensor:
     """The numbers of a head do not lie side by side."""
-    return as_transformers(torch.cat([x, x.sin()], -1).unflatten(-1, (2, SIZE)).transpose(-1, -2)[..., 0])
+    return as_transformers(torch.cat([x, x.sin()], -1).unflatten(-1, (SIZE, 2))[..., 0])
 
 
 class Read(Attention):
