@@ -210,23 +210,26 @@ class Returned(Attention):
         return self.o(y.transpose(1, 2).flatten(2)), k.detach()
 
 
-class Wide(torch.autograd.Function):
-    """Repeats whose gradients are added up in another dtype, or over everything as well."""
+class Summed(torch.autograd.Function):
+    """Repeats whose gradients are added up in another dtype, or over something else as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-        ctx.dtype = dtype
+    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+        ctx.how = how
         return as_transformers(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        parts = grad.unflatten(1, (GROUPS, -1)).sum(2, dtype=ctx.dtype).to(grad.dtype)
-        whole = torch.sum(grad, None, keepdim=True) if ctx.dtype is None else 0
-        return (parts + whole).transpose(1, 2), None
+        parts = grad.unflatten(1, (GROUPS, -1))
+        if ctx.how == "tokens":
+            return parts.sum((2, 3), keepdim=True).expand(-1, -1, 1, LENGTH, -1).squeeze(2).transpose(1, 2), None
+        found = parts.sum(2, dtype=torch.float32 if ctx.how == "float32" else None).to(grad.dtype)
+        whole = torch.sum(grad, None, keepdim=True) if ctx.how == "everything" else 0
+        return (found + whole).transpose(1, 2), None
 
 
-def wide(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return Wide.apply(x, dtype)  # type: ignore[no-any-return, no-untyped-call]
+def summed(x: Tensor, how: str) -> Tensor:
+    return Summed.apply(x, how)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -237,8 +240,10 @@ def shifted(x: Tensor) -> Tensor:
 
 STAYS: dict[str, Callable[[], nn.Module]] = {
     "where rows begin": lambda: two(lambda: Attention(shifted)),
-    "summed in another dtype": lambda: two(lambda: Attention(partial(wide, dtype=torch.float32))),
-    "summed over everything": lambda: two(lambda: Attention(partial(wide, dtype=None))),
+    **{
+        f"summed, {how}": lambda how=how: two(lambda: Attention(partial(summed, how=how)))
+        for how in ("float32", "everything", "tokens")
+    },
     "in another order": lambda: two(lambda: Attention(tiled)),
     "not side by side": lambda: two(lambda: Attention(apart)),
     "read elsewhere": lambda: two(lambda: Read(as_transformers)),
