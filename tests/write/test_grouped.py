@@ -221,8 +221,8 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         parts = grad.unflatten(1, (GROUPS, -1))
-        if ctx.how == "tokens":
-            return parts.sum((2, 3), keepdim=True).expand(-1, -1, 1, LENGTH, -1).squeeze(2).transpose(1, 2), None
+        if ctx.how == "features":
+            return parts.sum((2, 4), keepdim=True).squeeze(2).expand(-1, -1, -1, SIZE).transpose(1, 2), None
         found = parts.sum(2, dtype=torch.float32 if ctx.how == "float32" else None).to(grad.dtype)
         whole = torch.sum(grad, None, keepdim=True) if ctx.how == "everything" else 0
         return (found + whole).transpose(1, 2), None
@@ -241,8 +241,8 @@ def shifted(x: Tensor) -> Tensor:
 STAYS: dict[str, Callable[[], nn.Module]] = {
     "where rows begin": lambda: two(lambda: Attention(shifted)),
     **{
-        f"summed, {how}": lambda how=how: two(lambda: Attention(partial(summed, how=how)))
-        for how in ("float32", "everything", "tokens")
+        f"summed, {how}": partial(two, partial(Attention, partial(summed, how=how)))
+        for how in ("float32", "everything", "features")
     },
     "in another order": lambda: two(lambda: Attention(tiled)),
     "not side by side": lambda: two(lambda: Attention(apart)),
