@@ -124,7 +124,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
             for p in report.elementwise
         ],
         "blocks": [dataclasses.asdict(b) for b in report.blocks],
-        "causal": [{"node": c.node, "shape": c.shape, "source": c.source} for c in report.causal],
+        "masks": [dataclasses.asdict(m) for m in report.masks],
         "grouped": [dataclasses.asdict(a) for a in report.grouped],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }

@@ -34,10 +34,10 @@ def render(report: Facts, every: bool = False) -> str:
         passes = Counter((p["shape"], p["what"], p["source"]) for p in graph["elementwise"])
         lines += [f"  {plural(n, 'tensor')} {shape} {what}  {place(at)}" for (shape, what, at), n in passes.items()]
         lines += [f"  {blocks(b)}  {place(b['source'])}" for b in graph["blocks"]]
-        masks = Counter((c["shape"], c["source"]) for c in graph["causal"])
+        masks = Counter((m["shape"], m["hides"], m["source"]) for m in graph["masks"])
         lines += [
-            f"  {plural(n, 'mask')} {shape} left out: attention is causal  {place(at)}"
-            for (shape, at), n in masks.items()
+            f"  {plural(n, 'mask')} {shape} left out, which {'hides' if n == 1 else 'hide'} {what}  {place(at)}"
+            for (shape, what, at), n in masks.items()
         ]
         heads = Counter((a["shape"], a["heads"], a["source"]) for a in graph["grouped"])
         lines += [

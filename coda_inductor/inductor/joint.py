@@ -39,13 +39,13 @@ from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_s
 from coda_inductor.passes.switches import (
     BLOCKS,
     CASTS,
-    CAUSAL,
     COMPLEX,
     ELEMENTWISE,
     EMBEDDING,
     FACTORS,
     GROUPED,
     JOINED,
+    MASKS,
     NAMES,
     PARTS,
     PREFIX,
@@ -58,10 +58,10 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.rewrite.laws import RELU
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
-from coda_inductor.write.causal import Causal, skip_hidden
 from coda_inductor.write.emit import emit
 from coda_inductor.write.grouped import Grouped, group_heads
 from coda_inductor.write.kept import keep, store
+from coda_inductor.write.masks import Mask, skip_masks
 from coda_inductor.write.remade import make_again
 from coda_inductor.write.verifying import Before, verify, verify_kept
 from coda_inductor.write.writing import REPLACES
@@ -109,7 +109,7 @@ class Work:
     casts: tuple[Cast, ...] = ()
     elementwise: tuple[Pass, ...] = ()
     blocks: tuple[Blocks, ...] = ()
-    causal: tuple[Causal, ...] = ()
+    masks: tuple[Mask, ...] = ()
     grouped: tuple[Grouped, ...] = ()
 
     @property
@@ -130,10 +130,10 @@ def undefined_gradients(work: Work) -> None:
     add_where_read(work.graph)
 
 
-def causal_masks(work: Work) -> None:
-    """Attention by a mask that hides the later tokens is causal, and reads none."""
-    if work.may(CAUSAL):
-        work.causal = skip_hidden(work.graph)
+def constant_masks(work: Work) -> None:
+    """Attention by a mask that hides the later tokens is causal; neither that nor one that hides nothing is read."""
+    if work.may(MASKS):
+        work.masks = skip_masks(work.graph)
 
 
 def grouped_heads(work: Work) -> None:
@@ -299,7 +299,7 @@ def little_kept(work: Work) -> None:
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     undefined_gradients,
-    causal_masks,
+    constant_masks,
     grouped_heads,
     complex_products,
     prefixes,
@@ -357,7 +357,7 @@ def rewrite(
     for digest in sorted(name for name in settings.disable - met if DIGEST.fullmatch(name)):
         log.info("disable: there is no Region %s in this graph; it may be in another", digest)
     rewrote, seconds = operations != _operations(work.graph), time.perf_counter() - start
-    passes = work.tables, work.casts, work.elementwise, work.blocks, work.causal, work.grouped
+    passes = work.tables, work.casts, work.elementwise, work.blocks, work.masks, work.grouped
     return Report(tuple(work.sites), work.refused, work.opaque, *passes, rewrote, seconds)
 
 

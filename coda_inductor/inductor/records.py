@@ -10,8 +10,8 @@ from coda_inductor.passes.blocks import Blocks
 from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.elementwise import Pass
 from coda_inductor.passes.tables import Table
-from coda_inductor.write.causal import Causal
 from coda_inductor.write.grouped import Grouped
+from coda_inductor.write.masks import Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Report:
     """Casts to 8 bits, in rows and transposed, that read their tensor once."""
     blocks: tuple[Blocks, ...] = ()
     """Scores, or their gradients, that are made by blocks of rows."""
-    causal: tuple[Causal, ...] = ()
-    """Masks that attention reads no more, since they hide exactly the later tokens."""
+    masks: tuple[Mask, ...] = ()
+    """Masks that attention reads no more, since they hide exactly the later tokens, or nothing."""
     grouped: tuple[Grouped, ...] = ()
     """Attention that reads keys and values once which were repeated for several heads."""
     rewrote: bool = False

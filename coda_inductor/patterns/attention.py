@@ -38,7 +38,7 @@ class Call:
 
 
 def attention(graph: fx.Graph) -> Iterator[Call]:
-    """The operations of attention that may be causal, in the order of the graph."""
+    """The operations of attention, in the order of the graph."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             arguments = node.target._schema.arguments

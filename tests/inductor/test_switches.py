@@ -174,8 +174,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "blocks"): BEFORE,  # test_row_blocks.py
     ("only", "blocks"): [],
     ("disable", "prefix"): BEFORE,  # test_prefix.py
-    ("disable", "causal"): BEFORE,  # test_causal.py
-    ("only", "causal"): [],
+    ("disable", "masks"): BEFORE,  # test_masks.py
+    ("only", "masks"): [],
     ("disable", "grouped"): BEFORE,  # test_grouped.py
     ("only", "grouped"): [],
     ("disable", "undefined"): BEFORE,  # test_undefined.py

@@ -1,4 +1,4 @@
-"""Masks that hide exactly the later tokens: attention reads none, and gives the same. Any other stays."""
+"""Masks that hide exactly the later tokens, or nothing: attention reads none, and gives the same. Any other stays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from coda_inductor.patterns.constants import MOST, constant
-from coda_inductor.write import causal
+from coda_inductor.write import masks
 
 B, T, HEADS, SIZE = 2, 128, 4, 16
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -77,6 +77,25 @@ CAUSAL: dict[str, Mask] = {
 }  # fmt: skip
 
 
+def of_encoders(x: Tensor) -> Tensor:
+    """As transformers builds it where there is no padding."""
+    at = torch.arange(x.shape[1], device=x.device)
+    return (at[None] >= 0)[None, None].expand(x.shape[0], 1, x.shape[1], -1)
+
+
+def padded(x: Tensor) -> Tensor:
+    """As it is added, of ones for what stays."""
+    ones = torch.ones(x.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    return (1 - ones)[:, None, None] * torch.finfo(x.dtype).min
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(1, x.shape[1], dtype=x.dtype, device=x.device)
+
+
+NOTHING: dict[str, Mask] = {"of encoders": of_encoders, "padded": padded, "zeros": zeros}
+
+
 def window(x: Tensor) -> Tensor:
     q, k = positions(x)
     return (k <= q) & (q - k < 64)
@@ -131,15 +150,15 @@ def compiled(mask: Mask, **more: int) -> tuple[int, int]:
     torch.manual_seed(0)
     model, x = Attention(mask, **more).double(), torch.randn(B, T, 64, dtype=torch.float64, requires_grad=True)
     found, seen = [], list[int]()
-    skip_hidden = causal.skip_hidden
+    skip_masks = masks.skip_masks
 
-    def counted(graph: fx.Graph) -> tuple[causal.Causal, ...]:
-        gone = skip_hidden(graph)
-        seen[:] = [len(gone), len([*causal.masked(graph)])]
+    def counted(graph: fx.Graph) -> tuple[masks.Mask, ...]:
+        gone = skip_masks(graph)
+        seen[:] = [len(gone), len([*masks.masked(graph)])]
         return gone
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coda_inductor.inductor.joint.skip_hidden", counted)
+        patch.setattr("coda_inductor.inductor.joint.skip_masks", counted)
         for compile_it in (False, True):
             model.zero_grad()
             leaf = x.detach().requires_grad_()
@@ -155,6 +174,19 @@ def compiled(mask: Mask, **more: int) -> tuple[int, int]:
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_mask_goes(name: str) -> None:
     assert compiled(CAUSAL[name]) == (1, 0)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("keys", [T, T - 8])
+def test_a_mask_that_hides_nothing_goes(name: str, keys: int) -> None:
+    """Whatever the numbers of queries and keys are."""
+
+    def mask(x: Tensor) -> Tensor:
+        made = NOTHING[name](x)
+        assert made is not None
+        return made[..., :keys]
+
+    assert compiled(mask, keys=keys) == (1, 0)
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -182,14 +214,14 @@ def test_a_scale_below_zero_keeps_its_mask() -> None:
 def test_equal_masks_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call makes its own of the booleans."""
     looked = list[str]()
-    monkeypatch.setattr(causal, "constant", lambda mask, _: looked.append(mask.name) or constant(mask, frozenset()))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(masks, "constant", lambda mask, _: looked.append(mask.name) or constant(mask, frozenset()))  # type: ignore[func-returns-value]
     torch.manual_seed(0)
     model = nn.Sequential(Attention(compared), Attention(compared), Attention(window)).double()
     ran = run(model, torch.randn(B, T, 64, dtype=torch.float64), options=REFERENCE)
-    assert [len(report.causal) for report in ran.reports] == [2] and len(looked) == 2
+    assert [len(report.masks) for report in ran.reports] == [2] and len(looked) == 2
 
 
-LIBRARY = torch.library.Library("coda_tests_causal", "DEF")
+LIBRARY = torch.library.Library("coda_tests_masks", "DEF")
 LIBRARY.define("att(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal) -> Tensor")
 LIBRARY.impl(
     "att",
@@ -199,7 +231,7 @@ LIBRARY.impl(
     "CPU",
 )
 torch.library.register_fake(
-    "coda_tests_causal::att", lambda query, key, value, attn_mask, is_causal: torch.empty_like(query), lib=LIBRARY
+    "coda_tests_masks::att", lambda query, key, value, attn_mask, is_causal: torch.empty_like(query), lib=LIBRARY
 )
 
 
@@ -208,11 +240,11 @@ def test_another_librarys_attention_keeps_its_mask() -> None:
 
     def f(x: Tensor, w: Tensor) -> Tensor:
         q = (x @ w).view(B, T, HEADS, SIZE).transpose(1, 2).contiguous()
-        return torch.ops.coda_tests_causal.att(q, q, q, lower(x), False) * 2.0  # type: ignore[no-any-return]
+        return torch.ops.coda_tests_masks.att(q, q, q, lower(x), False) * 2.0  # type: ignore[no-any-return]
 
     x, w = torch.randn(B, T, 64, dtype=torch.float64), torch.randn(64, 64, dtype=torch.float64)
     ran = run(f, x, w, options=REFERENCE)
-    assert ran == [] and not any(report.causal for report in ran.reports)
+    assert ran == [] and not any(report.masks for report in ran.reports)
     close(ran.output, f(x, w))
 
 
@@ -226,12 +258,12 @@ def test_switched_off_the_mask_stays() -> None:
     model, x = Attention(compared).double(), torch.randn(B, T, 64, dtype=torch.float64)
     for options, gone in (
         ({}, 1),
-        ({"disable": "causal"}, 0),
+        ({"disable": "masks"}, 0),
         ({"only": "bilinearity"}, 0),
         ({"numerics": "strict"}, 1),
     ):
         ran = run(model, x, options=REFERENCE | options)
-        assert ran == [] and sum(len(report.causal) for report in ran.reports) == gone
+        assert ran == [] and sum(len(report.masks) for report in ran.reports) == gone
 
 
 def test_without_a_backward_and_of_symbols() -> None:
@@ -241,7 +273,7 @@ def test_without_a_backward_and_of_symbols() -> None:
         wanted = model(x)
     for dynamic, gone in ((False, 1), (True, 0)):
         ran = run(model, x, options=REFERENCE, dynamic=dynamic)
-        assert ran == [] and sum(len(report.causal) for report in ran.reports) == gone
+        assert ran == [] and sum(len(report.masks) for report in ran.reports) == gone
         close(ran.output, wanted)
 
 
@@ -291,7 +323,7 @@ def on_cuda(op: str, wanted: bool = False, dropout: float = 0.0, hidden: float =
 @pytest.mark.parametrize("op", ["efficient", "cudnn"])
 def test_cuda_is_asked_for_causal_attention(op: str) -> None:
     graph = on_cuda(op)
-    (found,) = causal.skip_hidden(graph)
+    (found,) = masks.skip_masks(graph)
     assert found.shape == f"[{T}, {T}]"
     forward, backward = (n for n in graph.nodes if "attention" in str(n.target))
     for node in (forward, backward):
@@ -310,28 +342,28 @@ def test_the_least_number_of_float16_does_not_hide() -> None:
     model.qkv.weight.data *= 30
     with torch.no_grad():
         ran = run(model, x, options=REFERENCE)
-        assert ran == [] and not any(report.causal for report in ran.reports)
+        assert ran == [] and not any(report.masks for report in ran.reports)
         assert float((ran.output - model(x)).norm() / model(x).norm()) < 1e-2
 
 
 @pytest.mark.parametrize(("op", "gone"), [("efficient", 0), ("cudnn", 1)])
 def test_what_torch_makes_of_booleans_for_cudnn_hides(op: str, gone: int) -> None:
-    assert len(causal.skip_hidden(on_cuda(op, hidden=-65504.0))) == gone
+    assert len(masks.skip_masks(on_cuda(op, hidden=-65504.0))) == gone
 
 
 def test_a_mask_that_was_moved_to_the_gpu_goes() -> None:
     graph = on_cuda("efficient")
-    (mask,) = {*map(causal.mask_of, causal.masked(graph))}
+    (mask,) = {*map(masks.mask_of, masks.masked(graph))}
     with graph.inserting_after(mask):
         moved = graph.call_function(prims.device_put.default, (mask, torch.device("cuda"), False))
     moved.meta["val"] = mask.meta["val"]
     mask.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
-    assert [found.node for found in causal.skip_hidden(graph)] == [moved.name]
+    assert [found.node for found in masks.skip_masks(graph)] == [moved.name]
 
 
 def test_what_memory_held_is_no_constant() -> None:
     graph = on_cuda("efficient")
-    (mask,) = {*map(causal.mask_of, causal.masked(graph))}
+    (mask,) = {*map(masks.mask_of, masks.masked(graph))}
     zero = next(n for n in graph.nodes if n.target is aten.full.default)
     with graph.inserting_before(zero):
         taken = graph.call_function(aten.empty.memory_format, ([],), {"dtype": torch.bfloat16, "device": "cuda"})
@@ -341,8 +373,21 @@ def test_what_memory_held_is_no_constant() -> None:
 
 
 def test_the_gradient_of_a_mask_is_not_lost_and_draws_stay() -> None:
-    assert causal.skip_hidden(on_cuda("efficient", wanted=True)) == ()
-    assert causal.skip_hidden(on_cuda("efficient", dropout=0.5)) == ()
+    assert masks.skip_masks(on_cuda("efficient", wanted=True)) == ()
+    assert masks.skip_masks(on_cuda("efficient", wanted=True, hidden=0.0)) == ()
+    assert masks.skip_masks(on_cuda("efficient", dropout=0.5)) == ()
+
+
+def test_what_drops_scores_needs_no_mask_that_hides_nothing() -> None:
+    """It draws for each score by its place."""
+    graph = on_cuda("efficient", dropout=0.5, hidden=0.0)
+    (found,) = masks.skip_masks(graph)
+    assert found.hides == masks.NOTHING
+    forward, backward = (n for n in graph.nodes if "attention" in str(n.target))
+    for node in (forward, backward):
+        arguments = [a.name for a in node.target._schema.arguments]
+        given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+        assert (given["attn_bias"], given.get("is_causal", False), given["dropout_p"]) == (None, False, 0.5)
 
 
 # ---- constants
@@ -350,7 +395,7 @@ def test_the_gradient_of_a_mask_is_not_lost_and_draws_stay() -> None:
 
 def test_a_constant_of_too_many_bytes_is_not_computed() -> None:
     graph = on_cuda("efficient")
-    (mask,) = {*map(causal.mask_of, causal.masked(graph))}
+    (mask,) = {*map(masks.mask_of, masks.masked(graph))}
     assert constant(mask, frozenset()) is not None and constant(mask, frozenset(), most=T * T) is None
     assert constant(mask, frozenset(mask.all_input_nodes)) is None  # as if something wrote into it
     assert MOST >= 2 * 8192 * 8192

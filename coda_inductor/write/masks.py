@@ -1,8 +1,8 @@
-"""Attention by a mask that hides exactly the later tokens is causal attention.
+"""Attention by a mask that hides exactly the later tokens is causal attention; by one that hides nothing, attention.
 
-Some models build that mask as a tensor [tokens, tokens], as transformers does whenever it is traced, and attention then
-reads it, and multiplies what it hides. With `is_causal` the same kernel reads no mask and skips the tiles that are
-hidden. A mask qualifies if no input enters it, and its value is that of the lower triangle: so it is computed.
+Some models build such masks as tensors [tokens, tokens], as transformers does whenever it is traced: of decoders the
+first, of encoders the other. Attention then reads the mask, and multiplies what it hides. With `is_causal` the same
+kernel reads no mask and skips the tiles that are hidden. A mask qualifies if no input enters it: then it is computed.
 
 What is added to a hidden score is minus infinity, or a number so low that its weight is 0. For cuDNN torch turns
 booleans into -65504 (`convert_boolean_attn_mask_cudnn` of its attention.cpp), so there that number hides, too.
@@ -27,6 +27,7 @@ from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write.strides import unguarded
 
+LATER, NOTHING = "the later tokens", "nothing"
 WIDE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of masks whose least number no score outweighs."""
 CUDNN = -65504.0
@@ -34,42 +35,42 @@ CUDNN = -65504.0
 
 
 @dataclass(frozen=True, slots=True)
-class Causal:
-    """A mask that attention reads no more: its node, its shape and the user's line."""
+class Mask:
+    """A mask that attention reads no more: its node, its shape, what it hides and the user's line."""
 
     node: str
     shape: str
+    hides: str
     source: str
 
 
-def skip_hidden(graph: fx.Graph) -> tuple[Causal, ...]:
-    """Rewrites attention by causal masks, in place."""
+def skip_masks(graph: fx.Graph) -> tuple[Mask, ...]:
+    """Rewrites attention by such masks, in place."""
     calls = [*masked(graph)]
     if not calls:
         return ()
-    overwritten, found, looked = of_memory_that_is_written(graph), list[Causal](), dict[tuple[str, bool, float], bool]()
+    overwritten, found = of_memory_that_is_written(graph), list[Mask]()
+    looked = dict[tuple[str, bool, float], str | None]()
     for mask in dict.fromkeys(map(mask_of, calls)):
         its = [call for call in calls if mask_of(call) is mask]
-        if not all(square(call) and same_results(call) for call in its):
-            continue
         most = min(map(hiding, its))
         how = structure(mask), overwritten.isdisjoint(made_of(mask)), most
         if how not in looked:  # each layer makes its own of booleans, all in the same way
-            looked[how] = is_causal(constant(mask, overwritten), most)
-        if looked[how]:
+            looked[how] = hides(constant(mask, overwritten), most)
+        if (hidden := looked[how]) and all(skips(call, hidden) for call in its):
             for call in its:
-                call.node.args, call.node.kwargs = causal_arguments(call)
-            found.append(Causal(mask.name, str([*mask.meta["val"].shape]), g.source_line(mask)))
+                call.node.args, call.node.kwargs = without_mask(call, hidden)
+            found.append(Mask(mask.name, str([*mask.meta["val"].shape]), hidden, g.source_line(mask)))
     if found:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
     return tuple(found)
 
 
 def masked(graph: fx.Graph) -> Iterator[Call]:
-    """The operations of attention that read a mask, are not causal besides, and drop nothing."""
+    """The operations of attention that read a mask, and are not causal besides."""
     for call in attention(graph):
         mask = call.given[call.masked_by] if call.masked_by else None
-        if isinstance(mask, fx.Node) and call.given[FLAG] is False and not draws(call.node) and scaled(call.given):
+        if isinstance(mask, fx.Node) and call.given[FLAG] is False and g.tensor(mask) is not None:
             yield call
 
 
@@ -88,6 +89,13 @@ def hiding(call: Call) -> float:
     return torch.finfo(mask.dtype).min if mask is not None and mask.dtype in WIDE else -math.inf
 
 
+def skips(call: Call, hidden: str) -> bool:
+    """Does the operation without the mask give the same? What drops scores draws for each by its place, whatever the
+    mask; it stays where more than the mask would change."""
+    causal = square(call) and scaled(call.given) and not draws(call.node)
+    return (causal or hidden == NOTHING) and same_results(call, hidden)
+
+
 def scaled(given: dict[str, Any]) -> bool:
     """Is minus infinity still that behind the scale? Causal attention hides before it scales."""
     scale = given.get("scale")
@@ -103,15 +111,15 @@ def square(call: Call) -> bool:
     return mask.dim() > 1 and all(isinstance(s, int) for s in sizes) and len(set(sizes)) == 1
 
 
-def causal_arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_mask(call: Call, hidden: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the same operation without the mask."""
-    return call.arguments(**{call.masked_by or "": None, FLAG: True})
+    return call.arguments(**{call.masked_by or "": None, FLAG: hidden == LATER})
 
 
-def same_results(call: Call) -> bool:
+def same_results(call: Call, hidden: str) -> bool:
     """Would the operation without the mask give results of the same sizes, strides and dtypes? Not if one is the mask's
     gradient."""
-    args, kwargs = fx.map_arg(causal_arguments(call), lambda n: n.meta["val"])
+    args, kwargs = fx.map_arg(without_mask(call, hidden), lambda n: n.meta["val"])
     with unguarded(call.node):
         made = call.node.target(*args, **kwargs)  # type: ignore[operator]
     return [*map(form, tree_leaves(made))] == [*map(form, tree_leaves(call.node.meta["val"]))]
@@ -122,22 +130,23 @@ def form(value: Any) -> Any:
     return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else type(value)
 
 
-def is_causal(mask: Tensor | None, most: float) -> bool:
-    """Does it hide the later tokens, and no other? It is added to scores, and numbers up to `most` hide; one of
-    booleans says what stays."""
+def hides(mask: Tensor | None, most: float) -> str | None:
+    """What it hides: LATER, NOTHING, or None for anything else. It is added to scores, and numbers up to `most` hide;
+    one of booleans says what stays."""
     if mask is None:
-        return False
+        return None
     with unset_fake_temporarily():
-        return hides_later(mask, most)
+        return hidden_by(mask, most)
 
 
-def hides_later(mask: Tensor, most: float) -> bool:
+def hidden_by(mask: Tensor, most: float) -> str | None:
     """The same, of a tensor that is there."""
     once = [slice(0, 1) if step == 0 else slice(None) for step in mask.stride()]  # what is expanded is looked at once
     one = mask[tuple(once)]
-    if one.shape[-2:] != mask.shape[-2:]:
-        return False
+    seen, hidden = (one, ~one) if mask.dtype == torch.bool else (one == 0, one <= most)
+    if bool(seen.all()):
+        return NOTHING
+    if mask.dim() < 2 or one.shape[-2:] != mask.shape[-2:] or mask.shape[-2] != mask.shape[-1]:
+        return None
     stays = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
-    if mask.dtype == torch.bool:
-        return bool((one == stays).all())
-    return bool(((one == 0) == stays).all() and ((one <= most) == ~stays).all())
+    return LATER if bool((seen == stays).all() and (hidden == ~stays).all()) else None
