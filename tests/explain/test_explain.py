@@ -45,6 +45,11 @@ def test_attention_stays_one_operation_as_on_cuda() -> None:
     mask = torch.ones(64, 64, dtype=torch.bool)
     (graph,) = graphs_of(lambda q, m: F.scaled_dot_product_attention(q, q, q, m), q, mask)
     assert "_scaled_dot_product_cudnn_attention.default" in names_in(graph) and "bmm" not in names_in(graph)
+    learned = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    (graph,) = graphs_of(lambda q, m: F.scaled_dot_product_attention(q, q, q, m), q, learned, mode="train")
+    assert "_scaled_dot_product_efficient_attention_backward.default" in names_in(graph)
+    (graph,) = graphs_of(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1), q)  # cuDNN takes sixteenths
+    assert "_scaled_dot_product_flash_attention.default" in names_in(graph)
     q = torch.empty(2, 4, 64, 252, dtype=torch.bfloat16)  # more than cuDNN takes, and no multiple of 8
     (graph,) = graphs_of(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), q)
     assert "_scaled_dot_product_flash_attention.default" in names_in(graph)
