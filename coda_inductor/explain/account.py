@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import fx
 
-from coda_inductor.inductor.records import Site
-from coda_inductor.passes.casts import Cast
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.schedule.kinds import base_of, elements, itemsize, owner
@@ -35,8 +34,18 @@ def touched(kernel: Kernel) -> list[Touch]:
     return [Touch(kernel.reads[b], frozenset(names)) for b, names in users.items()] + made
 
 
-def attribute(touches: Iterable[Touch], sites: Sequence[Site | Cast]) -> dict[str, int]:
-    """Bytes that no operation outside a Region moves any more, by the site that absorbed most of what moved them."""
+class Absorbs(Protocol):
+    """A record of a rewriting: its own name, and the operations that nobody runs any more, or that a Region does."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def absorbed(self) -> tuple[str, ...]: ...
+
+
+def attribute(touches: Iterable[Touch], sites: Sequence[Absorbs]) -> dict[str, int]:
+    """Bytes that no operation outside a Region moves any more, by the record that absorbed most of what moved them."""
     homes: dict[str, list[str]] = {}
     for site in sites:
         for name in site.absorbed:

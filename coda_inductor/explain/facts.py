@@ -102,7 +102,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
     graph = rewritten(graph)
     halves = partition(graph)
     after = kernels(graph, halves)
-    share = attribute(touches, [*report.sites, *report.casts])
+    share = attribute(touches, [*report.sites, *report.casts, *report.masks, *report.grouped])
     nodes = {n.name: n for n in graph.nodes}
     regions = [region_facts(site, nodes, share.get(site.name, 0), settings) for site in report.sites]
     derived = rewrite.derived.products() if isinstance(rewrite, Rewriting) and rewrite.derived else []
@@ -124,8 +124,8 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
             for p in report.elementwise
         ],
         "blocks": [dataclasses.asdict(b) for b in report.blocks],
-        "masks": [dataclasses.asdict(m) for m in report.masks],
-        "grouped": [dataclasses.asdict(a) for a in report.grouped],
+        "masks": [{"node": m.node, "shape": m.shape, "hides": m.hides, "source": m.source} for m in report.masks],
+        "grouped": [{"node": a.node, "shape": a.shape, "heads": a.heads, "source": a.source} for a in report.grouped],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
     beside = sum(r["bytes_after"] for r in regions)

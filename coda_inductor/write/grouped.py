@@ -46,17 +46,24 @@ Dims = tuple[Ids, ...]
 @dataclass(frozen=True, slots=True)
 class Grouped:
     """Attention that read repeated keys: its node, the shape of its queries, how many of their heads share keys and
-    values, and the user's line."""
+    values, the user's line, and the operations that nobody runs any more, of the backward, too."""
 
     node: str
     shape: str
     heads: int
     source: str
+    absorbed: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its own, among those who absorb operations."""
+        return f"grouped {self.node}"
 
     @classmethod
-    def of(cls, call: Call, heads: int) -> Grouped:
+    def of(cls, call: Call, heads: int, gone: Sequence[str]) -> Grouped:
         """The record of an operation."""
-        return cls(call.node.name, str([*call.given["query"].meta["val"].shape]), heads, g.source_line(call.node))
+        shape = str([*call.given["query"].meta["val"].shape])
+        return cls(call.node.name, shape, heads, g.source_line(call.node), tuple(gone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +110,10 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
             continue
         sums = [summed(call, key.times) for call in calls]
         if all(map(takes_fewer, calls)) and None not in sums:
+            gone = [n.name for n in (*key.read[1:], *value.read[1:], *chains(sums))]
             for call, its in zip(calls, sums, strict=True):
                 regroup(graph, call, (key, value), its or {}, still)
-            found += [Grouped.of(call, key.times) for call in calls if not backward(call)]
+            found += [Grouped.of(call, key.times, gone) for call in calls if not backward(call)]
     if found:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
         layouts.restore(Writing(graph, graph.output_node()).call)
@@ -242,6 +250,16 @@ def summed(call: Call, times: int) -> dict[fx.Node, list[Summed]] | None:
             except Misfit:
                 return None
     return found
+
+
+def chains(sums: Sequence[dict[fx.Node, list[Summed]] | None]) -> Iterator[fx.Node]:
+    """The sums, and what is between the gradients and them."""
+    for gradient, its in ((gradient, its) for found in sums if found for gradient, its in found.items()):
+        for made in its:
+            node = made.node
+            while node is not gradient:
+                yield node
+                node = node.all_input_nodes[0]
 
 
 def fewer(heads: Size, times: int) -> Size:

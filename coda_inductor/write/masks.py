@@ -36,12 +36,25 @@ CUDNN = -65504.0
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask that attention reads no more: its node, its shape, what it hides and the user's line."""
+    """A mask that attention reads no more: its node, its shape, what it hides, the user's line, and the operations that
+    nobody runs any more."""
 
     node: str
     shape: str
     hides: str
     source: str
+    absorbed: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its own, among those who absorb operations."""
+        return f"mask {self.node}"
+
+    @classmethod
+    def of(cls, node: fx.Node, hides: str, made: list[fx.Node]) -> Mask:
+        """The record of a mask and of what was made for it, once what nobody reads is gone."""
+        gone = tuple(n.name for n in dict.fromkeys(made) if not n.users)
+        return cls(node.name, str([*node.meta["val"].shape]), hides, g.source_line(node), gone)
 
 
 def skip_masks(graph: fx.Graph) -> tuple[Mask, ...]:
@@ -49,7 +62,7 @@ def skip_masks(graph: fx.Graph) -> tuple[Mask, ...]:
     calls = [*masked(graph)]
     if not calls:
         return ()
-    overwritten, found = of_memory_that_is_written(graph), list[Mask]()
+    overwritten, found = of_memory_that_is_written(graph), dict[fx.Node, tuple[str, list[fx.Node]]]()
     looked = dict[tuple[str, bool, float], str | None]()
     for mask in dict.fromkeys(map(mask_of, calls)):
         its = [call for call in calls if mask_of(call) is mask]
@@ -58,12 +71,12 @@ def skip_masks(graph: fx.Graph) -> tuple[Mask, ...]:
         if how not in looked:  # each layer makes its own of booleans, all in the same way
             looked[how] = hides(constant(mask, overwritten), most)
         if (hidden := looked[how]) and all(skips(call, hidden) for call in its):
+            found[mask] = hidden, made_of(mask) + [call.given[call.masked_by or ""] for call in its]
             for call in its:
                 call.node.args, call.node.kwargs = without_mask(call, hidden)
-            found.append(Mask(mask.name, str([*mask.meta["val"].shape]), hidden, g.source_line(mask)))
     if found:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
-    return tuple(found)
+    return tuple(Mask.of(mask, *how) for mask, how in found.items())
 
 
 def masked(graph: fx.Graph) -> Iterator[Call]:
