@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
+from coda_inductor.attention.grouped import Grouped, group_heads
+from coda_inductor.attention.masks import Mask, skip_masks
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
@@ -59,9 +61,7 @@ from coda_inductor.rewrite.laws import RELU
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
 from coda_inductor.write.emit import emit
-from coda_inductor.write.grouped import Grouped, group_heads
 from coda_inductor.write.kept import keep, store
-from coda_inductor.write.masks import Mask, skip_masks
 from coda_inductor.write.remade import make_again
 from coda_inductor.write.verifying import Before, verify, verify_kept
 from coda_inductor.write.writing import REPLACES

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from coda_inductor.attention.grouped import Grouped
+from coda_inductor.attention.masks import Mask
 from coda_inductor.core.region import Region
 from coda_inductor.passes.blocks import Blocks
 from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.elementwise import Pass
 from coda_inductor.passes.tables import Table
-from coda_inductor.write.grouped import Grouped
-from coda_inductor.write.masks import Mask
 
 
 @dataclass(frozen=True, slots=True)

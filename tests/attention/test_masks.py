@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from coda_inductor.attention import masks
 from coda_inductor.patterns.constants import MOST, constant
-from coda_inductor.write import masks
 
 B, T, HEADS, SIZE = 2, 128, 4, 16
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -72,9 +72,7 @@ def of_samples(x: Tensor) -> Tensor:
     return ((k <= q) & (one[q] == one[k]))[None, None].expand(x.shape[0], 1, -1, -1)
 
 
-CAUSAL: dict[str, Mask] = {
-    "compared": compared, "lower": lower, "added": added, "least": least, "of samples": of_samples,
-}  # fmt: skip
+CAUSAL = dict[str, Mask](compared=compared, lower=lower, added=added, least=least, samples=of_samples)
 
 
 def of_encoders(x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
+from coda_inductor.attention.calls import FLAG, Call, attention
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.attention import FLAG, Call, attention
 from coda_inductor.patterns.constants import constant, made_of, of_memory_that_is_written, structure
 from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten

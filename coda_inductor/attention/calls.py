@@ -29,6 +29,11 @@ class Call:
         """What this operation calls the mask; None if it takes none."""
         return next((name for name in MASKS if name in self.given), None)
 
+    @property
+    def is_backward(self) -> bool:
+        """Does it give gradients?"""
+        return "grad_out" in self.given
+
     def arguments(self, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the same operation with some changed, by place and by name."""
         given = self.given | changed

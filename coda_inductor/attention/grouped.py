@@ -1,0 +1,154 @@
+"""Keys and values that several heads share are read once by all of them.
+
+transformers repeats them for every query head where there is a mask, and so does much code that is older than
+`enable_gqa`. torch's kernels take fewer heads of keys than of queries: then nothing is copied, a copy is not kept for
+the backward, and the gradients come as sums over the heads of a group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from coda_inductor.attention.calls import Call, attention
+from coda_inductor.attention.repeats import GRADIENTS, Repeated, Summed, chains, repeated, summed
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.constants import of_memory_that_is_written
+from coda_inductor.patterns.effects import Memory, draws, ordered
+from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.layout import major_to_minor, without_gaps
+from coda_inductor.patterns.sizes import ONE
+from coda_inductor.write.aliases import returned
+from coda_inductor.write.strides import OutputStrides, restrided, unguarded
+from coda_inductor.write.writing import Writing
+
+TAKE_FEWER = frozenset(
+    f"aten::_scaled_dot_product_{kernel}{half}"
+    for kernel in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
+    for half in ("", "_backward")
+)
+"""The operations that take fewer heads of keys and values, as torch's sdp_utils.cpp allows them. The memory-efficient
+one takes as many as of queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Attention that read repeated keys: its node, the shape of its queries, how many of their heads share keys and
+    values, the user's line, and the operations that nobody runs any more, of the backward, too."""
+
+    node: str
+    shape: str
+    heads: int
+    source: str
+    absorbed: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its own, among those who absorb operations."""
+        return f"grouped {self.node}"
+
+    @classmethod
+    def of(cls, call: Call, heads: int, gone: Sequence[str]) -> Grouped:
+        """The record of an operation."""
+        shape = str([*call.given["query"].meta["val"].shape])
+        return cls(call.node.name, shape, heads, g.source_line(call.node), tuple(gone))
+
+
+def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
+    """Has attention read keys and values before they are repeated, in place."""
+    together = defaultdict[tuple[fx.Node, fx.Node], list[Call]](list)
+    for call in attention(graph):
+        together[call.given["key"], call.given["value"]].append(call)
+    sources = {nodes: tuple(repeated(n, calls) for n in nodes) for nodes, calls in together.items()}
+    if not any(map(all, sources.values())):
+        return ()
+    overwritten, seen, found = of_memory_that_is_written(graph), users_memory(graph), list[Grouped]()
+    layouts = OutputStrides(graph)
+    still = in_their_order(layouts)
+    for nodes, calls in together.items():
+        key, value = sources[nodes]
+        if key is None or value is None or key.times != value.times:
+            continue
+        kept = (
+            {source.read[0] for source in (key, value)} if any(call.is_backward for call in calls) else set[fx.Node]()
+        )
+        if not seen.isdisjoint(kept) or not overwritten.isdisjoint(key.read + value.read):
+            continue
+        sums = [summed(call, key.times) for call in calls]
+        if all(map(takes_fewer, calls)) and None not in sums:
+            gone = [n.name for n in (*key.read[1:], *value.read[1:], *chains(sums))]
+            for call, its in zip(calls, sums, strict=True):
+                regroup(graph, call, (key, value), its or {}, still)
+            found += [Grouped.of(call, key.times, gone) for call in calls if not call.is_backward]
+    if found:
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+        layouts.restore(Writing(graph, graph.output_node()).call)
+    return tuple(found)
+
+
+def users_memory(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes in memory that the user has, as inputs and results. They may overwrite it before the backward reads it:
+    a copy is safe from that."""
+    memory = Memory(graph)
+    theirs = {memory.of(n) for n in (*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes)}
+    return frozenset(n for n in graph.nodes if memory.of(n) in theirs)
+
+
+def in_their_order(layouts: OutputStrides) -> set[fx.Node]:
+    """What results are made of that cannot be copied into another order: those that share memory, or have gaps."""
+    found = list[fx.Node]()
+    for node, val, where in zip(returned(layouts.graph), layouts.outputs, layouts.sharing, strict=True):
+        if isinstance(node, fx.Node) and isinstance(val, Tensor):
+            shared = isinstance(where, str) or layouts.sharing.count(where) > 1
+            if shared or not without_gaps(val, major_to_minor(val)):
+                found.append(node)
+    return g.reached(found, lambda n: n.all_input_nodes)
+
+
+def takes_fewer(call: Call) -> bool:
+    """Does the operation take fewer heads of keys and values than of queries? What drops scores draws as it did."""
+    return call.node.target._schema.name in TAKE_FEWER and not draws(call.node)  # type: ignore[union-attr]
+
+
+# ---- writing
+
+
+def regroup(
+    graph: fx.Graph,
+    call: Call,
+    sources: Sequence[Repeated],
+    gradients: dict[fx.Node, list[Summed]],
+    still: AbstractSet[fx.Node],
+) -> None:
+    """The operation with fewer heads of keys and values, and what was made of their gradients; those of `still` lie in
+    memory as they did."""
+    writing = Writing(graph, call.node)
+    new = dict[str, fx.Node]()
+    for name, source in zip(GRADIENTS, sources, strict=True):
+        batch, heads, tokens, size = call.given[name].meta["val"].shape
+        shape = batch, heads // source.times, tokens, size
+        new[name] = turned(writing, source.read[0], source.order, shape, like=source.read[-1])
+    call.node.args, call.node.kwargs = call.arguments(**new)
+    args, kwargs = fx.map_arg((call.node.args, call.node.kwargs), lambda n: n.meta["val"])
+    with unguarded(call.node):
+        call.node.meta["val"] = call.node.target(*args, **kwargs)  # type: ignore[operator]
+    for gradient, its in gradients.items():
+        gradient.meta["val"] = call.node.meta["val"][gradient.args[1]]
+        for made in its:
+            old, here = made.node.meta["val"], Writing(graph, made.node)
+            new_sum = turned(here, gradient, made.order, old.shape, made.node)
+            if made.node in still:
+                new_sum = restrided(new_sum, old, here.call)
+            made.node.replace_all_uses_with(new_sum)
+
+
+def turned(writing: Writing, node: fx.Node, order: Sequence[int], shape: Sequence[int], like: fx.Node) -> fx.Node:
+    """The node's dimensions in another order, and those of size 1 where the shape has them: a view."""
+    long = [d for d in order if g.sizes(node)[d] != ONE]
+    if long != sorted(long):
+        node = writing.call(like, aten.permute.default, node, [*order])
+    return writing.reshape(node, shape)
