@@ -8,7 +8,7 @@ the backward, and the gradients come as sums over the heads of a group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from coda_inductor.patterns.constants import of_memory_that_is_written
 from coda_inductor.patterns.effects import Memory, draws, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.layout import major_to_minor, without_gaps
-from coda_inductor.patterns.sizes import ONE
+from coda_inductor.patterns.sizes import ONE, product
 from coda_inductor.write.aliases import returned
 from coda_inductor.write.strides import OutputStrides, restrided, unguarded
 from coda_inductor.write.writing import Writing
@@ -73,10 +73,10 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
         key, value = sources[nodes]
         if key is None or value is None or key.times != value.times:
             continue
-        kept = (
-            {source.read[0] for source in (key, value)} if any(call.is_backward for call in calls) else set[fx.Node]()
-        )
-        if not seen.isdisjoint(kept) or not overwritten.isdisjoint(key.read + value.read):
+        kept = (key.read[0], value.read[0]) if any(call.is_backward for call in calls) else ()
+        if any(not seen.isdisjoint(same_once_compiled(source)) for source in kept):
+            continue
+        if not overwritten.isdisjoint(key.read + value.read):
             continue
         sums = [summed(call, key.times) for call in calls]
         if all(map(takes_fewer, calls)) and None not in sums:
@@ -92,10 +92,25 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
 
 def users_memory(graph: fx.Graph) -> frozenset[fx.Node]:
     """The nodes in memory that the user has, as inputs and results. They may overwrite it before the backward reads it:
-    a copy is safe from that."""
+    a copy for every head is safe from that."""
     memory = Memory(graph)
     theirs = {memory.of(n) for n in (*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes)}
     return frozenset(n for n in graph.nodes if memory.of(n) in theirs)
+
+
+def same_once_compiled(source: fx.Node) -> set[fx.Node]:
+    """What may be the source's memory in the end: all that is as long, and made of each other. Inductor drops copies
+    that change nothing, as `clone`, or `cat` of one; and what is made of an input may be made again of that."""
+    size, dtype = product(g.sizes(source)), source.meta["val"].dtype
+
+    def alike(node: fx.Node) -> bool:
+        value = g.tensor(node)
+        return value is not None and value.dtype == dtype and product(g.sizes(node)) == size
+
+    def beside(node: fx.Node) -> Iterator[fx.Node]:
+        return filter(alike, (*node.users, *(() if node.target in g.PRODUCTS else node.all_input_nodes)))
+
+    return g.reached([source], beside)
 
 
 def in_their_order(layouts: OutputStrides) -> set[fx.Node]:

@@ -87,9 +87,11 @@ def on_cuda(op: str, dropout: float = 0.0, again: bool = False) -> fx.Graph:
     besides the sums."""
     graph, get = fx.Graph(), operator.getitem
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for name, heads in zip("gqkv", (HEADS, HEADS, GROUPS, GROUPS), strict=True):
-            like = torch.empty(BATCH, LENGTH, heads, SIZE, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        for name in "gq":
+            like = torch.empty(BATCH, LENGTH, HEADS, SIZE, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
             graph.placeholder(name).meta["val"] = like
+        for name, shape in (("x", (BATCH * LENGTH, WIDTH)), ("w", (WIDTH, GROUPS * SIZE))):
+            graph.placeholder(name).meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
 
         def call(target: object, *args: object, **kwargs: object) -> fx.Node:
             node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
@@ -97,13 +99,15 @@ def on_cuda(op: str, dropout: float = 0.0, again: bool = False) -> fx.Graph:
             node.meta["val"] = target(*fakes[0], **fakes[1])  # type: ignore[operator]
             return node
 
-        def copy(x: fx.Node) -> fx.Node:
+        def copy() -> fx.Node:
+            made = call(aten.view.default, call(aten.mm.default, *graph_inputs), [BATCH, LENGTH, GROUPS, SIZE])
+            x = call(aten.permute.default, made, [0, 2, 1, 3])
             more = call(aten.expand.default, call(aten.unsqueeze.default, x, 2), [BATCH, GROUPS, 4, LENGTH, SIZE])
             dense = call(aten.clone.default, more, memory_format=torch.contiguous_format)
             return call(aten.view.default, dense, [BATCH, HEADS, LENGTH, SIZE])
 
-        g, q, *short = graph.find_nodes(op="placeholder")
-        k, v = (copy(call(aten.neg.default, x)) for x in short)
+        g, q, *graph_inputs = graph.find_nodes(op="placeholder")
+        k, v = copy(), copy()
         if op == "efficient":
             out = call(aten._scaled_dot_product_efficient_attention.default, q, k, v, None, True, dropout)
             o, lse, seed, offset = (call(get, out, i) for i in range(4))

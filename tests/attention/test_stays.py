@@ -72,12 +72,24 @@ def two(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Returned(Attention):
-    """Keys are returned, as of a cache, so that the caller may overwrite them before the backward."""
+    """Keys are returned, as of a cache, so that the caller may overwrite them before the backward. A `copy` of them may
+    be none once it is compiled."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(as_transformers)
+        self.copy = copy
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = (w(x).unflatten(-1, (-1, SIZE)) for w in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), self.repeat(k), self.repeat(v), is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(2)), k.detach()
+        return self.o(y.transpose(1, 2).flatten(2)), self.copy(k.detach())
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda k: k, "turned": lambda k: k.transpose(1, 2), "clone": torch.clone, "power of 1": lambda k: k**1,
+    "cat of one": lambda k: torch.cat([k]), "pad": lambda k: F.pad(k, (0, 0)), "dropout": lambda k: F.dropout(k, 0.0),
+    "empty": lambda k: torch.empty_like(k).copy_(k), "scattered": lambda k: torch.zeros_like(k).slice_scatter(k, 2),
+}  # fmt: skip
 
 
 class Summed(torch.autograd.Function):
@@ -132,42 +144,47 @@ def test_what_is_something_else_stays(name: str) -> None:
     assert float((ran.output - wanted).norm() / wanted.norm()) < 1e-10
 
 
-@pytest.mark.parametrize("theirs", ["results", "inputs"])
-def test_what_the_user_overwrites_in_between_is_not_read_again(theirs: str) -> None:
-    """The copies were kept for the backward, and what they are copies of is the caller's."""
-    plain, x = Returned(as_transformers).double(), inputs()
-    cache = torch.randn(BATCH, LENGTH, GROUPS, SIZE, dtype=torch.float64)
+@pytest.mark.parametrize("name", COPIES)
+def test_keys_that_are_returned_are_not_read_again(name: str) -> None:
+    """The caller may overwrite them before the backward. The copies for every head were kept for that."""
+    plain, x = Returned(COPIES[name]).double(), inputs()
+    overwritten_in_between(plain, x, plain.q.weight)
 
-    def of_inputs(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+
+@pytest.mark.parametrize("name", COPIES)
+def test_keys_that_are_inputs_are_not_read_again(name: str) -> None:
+    plain, x = Attention(as_transformers).double(), inputs()
+
+    def f(x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         q = plain.q(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, as_transformers(keys), as_transformers(values))
-        return plain.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        k, v = (as_transformers(COPIES[name](t).reshape(keys.shape)) for t in (keys, keys.sin()))
+        return plain.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), keys
 
+    cache = torch.linspace(-1, 1, BATCH * LENGTH * GROUPS * SIZE, dtype=torch.float64)
+    overwritten_in_between(f, x, plain.q.weight, cache.view(BATCH, LENGTH, GROUPS, SIZE))
+
+
+def overwritten_in_between(function: Callable[..., Any], x: Tensor, weight: Tensor, *cache: Tensor) -> None:
+    """What the function returns second is overwritten between forward and backward."""
     found = []
     for compile_it in (False, True):
-        keys, values = cache.clone(), cache.sin()
-        function: Callable[..., Any] = plain if theirs == "results" else of_inputs
-        args = (x,) if theirs == "results" else (x, keys, values)
+        args = (x, *(t.clone() for t in cache))
         if compile_it:
             ran = run(function, *args, grad=True, options=REFERENCE)
             assert ran == [] and sum(len(report.grouped) for report in ran.reports) == 0
-        out = ran.output if compile_it else function(*args)
-        y, overwritten = out if theirs == "results" else (out, keys)
+        y, overwritten = ran.output if compile_it else function(*args)
         overwritten.data.zero_()
-        found.append(torch.autograd.grad(y.sin().sum(), [x, plain.q.weight]))
+        found.append(torch.autograd.grad(y.sin().sum(), [x, weight]))
     for mine, eager in zip(found[1], found[0], strict=True):
         assert float((mine - eager).norm() / eager.norm()) < 1e-10
 
 
-@pytest.mark.parametrize("beside", ["one gradient of two", "parts of one"])
-def test_gradients_that_share_memory(beside: str) -> None:
+def test_gradients_that_share_memory() -> None:
     """They lie in memory as they did: none could be copied by itself."""
 
     def f(q: Tensor, k: Tensor, more: Tensor, w: Tensor) -> Tensor:
-        keys = as_transformers(k + more if beside == "one gradient of two" else torch.cat([k, more], 1))
-        y = F.scaled_dot_product_attention(
-            q, keys, as_transformers(2 * k.detach()[:, :1].expand(-1, keys.shape[2], -1, -1))
-        )
+        both = torch.cat([k, more], 1)
+        y = F.scaled_dot_product_attention(q, as_transformers(both), as_transformers(both.detach() @ w))
         return y.flatten(0, 2) @ w
 
     torch.manual_seed(0)
