@@ -41,7 +41,7 @@ def render(report: Facts, every: bool = False) -> str:
         ]
         heads = Counter((a["shape"], a["heads"], a["source"]) for a in graph["grouped"])
         lines += [
-            f"  {plural(n, 'attention')} {shape} by keys and values that {each} heads share, read once  {place(at)}"
+            f"  keys and values that {each} heads share are read once in {plural(n, 'attention')} {shape}  {place(at)}"
             for (shape, each, at), n in heads.items()
         ]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
