@@ -22,7 +22,7 @@ MOST = 1 << 30
 
 def constant(node: fx.Node, overwritten: AbstractSet[fx.Node], most: int = MOST) -> Tensor | None:
     """The node's value on the CPU. None if it depends on an input, on random numbers, on a size that is a symbol or on
-    what is overwritten, or if more than `most` bytes would be computed."""
+    what is overwritten, if more than `most` bytes would be computed, or if an operation raises on the CPU."""
     nodes = made_of(node)
     if not all(computes(n) and written(n) and known(n) for n in nodes) or not overwritten.isdisjoint(nodes):
         return None
@@ -34,7 +34,10 @@ def constant(node: fx.Node, overwritten: AbstractSet[fx.Node], most: int = MOST)
             args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
             args = tree_map_only(torch.device, lambda _: torch.device("cpu"), args)
             here = dict.fromkeys(kwargs.keys() & {"device"}, "cpu")
-            values[n] = n.target(*args, **kwargs | here)  # type: ignore[operator]
+            try:
+                values[n] = n.target(*args, **kwargs | here)  # type: ignore[operator]
+            except RuntimeError:  # it has no kernel on the CPU, or raises there as it would for the user
+                return None
     found: Tensor = values[node]
     return found
 

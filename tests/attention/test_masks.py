@@ -391,9 +391,11 @@ def test_what_drops_scores_needs_no_mask_that_hides_nothing() -> None:
 # ---- constants
 
 
-def test_a_constant_of_too_many_bytes_is_not_computed() -> None:
+def test_what_cannot_be_computed_is_no_constant() -> None:
     graph = on_cuda("efficient")
     (mask,) = {*map(masks.mask_of, masks.masked(graph))}
     assert constant(mask, frozenset()) is not None and constant(mask, frozenset(), most=T * T) is None
     assert constant(mask, frozenset(mask.all_input_nodes)) is None  # as if something wrote into it
     assert MOST >= 2 * 8192 * 8192
+    next(n for n in graph.nodes if n.target is aten.full.default).args = ([-1], 0.0)  # raises
+    assert constant(mask, frozenset()) is None
