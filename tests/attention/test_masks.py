@@ -77,8 +77,7 @@ CAUSAL = dict[str, Mask](compared=compared, lower=lower, added=added, least=leas
 
 def of_encoders(x: Tensor) -> Tensor:
     """As transformers builds it where there is no padding."""
-    at = torch.arange(x.shape[1], device=x.device)
-    return (at[None] >= 0)[None, None].expand(x.shape[0], 1, x.shape[1], -1)
+    return (positions(x)[1] >= 0)[None, None].expand(x.shape[0], 1, x.shape[1], -1)
 
 
 def padded(x: Tensor) -> Tensor:
