@@ -74,7 +74,7 @@ def tensor_parallel(model: Any, backend: str = "coda", sequence: bool = False) -
 
 KINDS: dict[str, tuple[Callable[..., Any], bool, list[int]]] = {
     # how; do all ranks see the same batch; the Regions of a rank's graphs
-    "DDP": (data_parallel, False, [7, 9, 4, 0]),  # the first bucket would keep too much for a sum (kept.py)
+    "DDP": (data_parallel, False, [6, 9, 4, 0]),
     "FSDP2": (fully_sharded, False, [8]),
     "TP": (tensor_parallel, True, [9]),
     "TP and sequence parallel": (partial(tensor_parallel, sequence=True), True, [14]),
