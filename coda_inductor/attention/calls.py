@@ -30,6 +30,11 @@ class Call:
         return next((name for name in MASKS if name in self.given), None)
 
     @property
+    def mask(self) -> Any:
+        """The mask that it reads; None if it reads none."""
+        return self.given[self.masked_by] if self.masked_by else None
+
+    @property
     def is_backward(self) -> bool:
         """Does it give gradients?"""
         return "grad_out" in self.given

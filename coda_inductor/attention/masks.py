@@ -71,7 +71,7 @@ def skip_masks(graph: fx.Graph) -> tuple[Mask, ...]:
         if how not in looked:  # each layer makes its own of booleans, all in the same way
             looked[how] = hides(constant(mask, overwritten), most)
         if (hidden := looked[how]) and all(skips(call, hidden) for call in its):
-            found[mask] = hidden, made_of(mask) + [call.given[call.masked_by or ""] for call in its]
+            found[mask] = hidden, made_of(mask) + [call.mask for call in its]
             for call in its:
                 call.node.args, call.node.kwargs = without_mask(call, hidden)
     if found:
@@ -82,15 +82,13 @@ def skip_masks(graph: fx.Graph) -> tuple[Mask, ...]:
 def masked(graph: fx.Graph) -> Iterator[Call]:
     """The operations of attention that read a mask, and are not causal besides."""
     for call in attention(graph):
-        mask = call.given[call.masked_by] if call.masked_by else None
-        if isinstance(mask, fx.Node) and call.given[FLAG] is False and g.tensor(mask) is not None:
+        if g.tensor(call.mask) is not None and call.given[FLAG] is False:
             yield call
 
 
 def mask_of(call: Call) -> fx.Node:
     """The mask that it reads, before it is expanded over heads and samples."""
-    mask: fx.Node = call.given[call.masked_by or ""]
-    return g.root(mask, lambda n: n.target is aten.expand.default)
+    return g.root(call.mask, lambda n: n.target is aten.expand.default)
 
 
 def hiding(call: Call) -> float:
@@ -126,7 +124,8 @@ def square(call: Call) -> bool:
 
 def without_mask(call: Call, hidden: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the same operation without the mask."""
-    return call.arguments(**{call.masked_by or "": None, FLAG: hidden == LATER})
+    assert call.masked_by is not None
+    return call.arguments(**{call.masked_by: None, FLAG: hidden == LATER})
 
 
 def same_results(call: Call, hidden: str) -> bool:
