@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD
 from coda_inductor.patterns import graph as g
 
 MASKS = ("attn_bias", "attn_mask")
 """What the operations call the mask."""
 FLAG = "is_causal"
 OPERANDS = ("query", "key", "value")
+WINDOWS = (WINDOWED, WINDOWED_BACKWARD)
+"""The operations that say which keys a token sees by two numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,14 @@ class Call:
         return self.given[self.masked_by] if self.masked_by else None
 
     @property
+    def gradient(self) -> Any:
+        """The gradient of the result that a backward reads; None for a forward."""
+        return self.given.get("grad_out", self.given.get("grad_out_"))
+
+    @property
     def is_backward(self) -> bool:
         """Does it give gradients?"""
-        return "grad_out" in self.given
+        return self.gradient is not None
 
     def arguments(self, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the same operation with some changed, by place and by name."""
@@ -50,9 +58,10 @@ class Call:
 def attention(graph: fx.Graph) -> Iterator[Call]:
     """The operations of attention, in the order of the graph."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "coda"):
             arguments = node.target._schema.arguments
-            if {FLAG, *OPERANDS} <= {a.name for a in arguments}:
+            names = {a.name for a in arguments}
+            if names.issuperset(OPERANDS) and (FLAG in names or node.target in WINDOWS):
                 given = {a.name: a.default_value for a in arguments if a.has_default_value()}
                 given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
                 if all(g.tensor(given[name]) is not None for name in OPERANDS):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from coda_inductor.attention.calls import Call, attention
+from coda_inductor.attention.calls import WINDOWS, Call, attention
 from coda_inductor.attention.repeats import GRADIENTS, Repeated, Summed, chains, repeated, summed
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.constants import of_memory_that_is_written
@@ -30,7 +30,7 @@ TAKE_FEWER = frozenset(
     f"aten::_scaled_dot_product_{kernel}{half}"
     for kernel in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
     for half in ("", "_backward")
-)
+) | {op._schema.name for op in WINDOWS}
 """The operations that take fewer heads of keys and values, as torch's sdp_utils.cpp allows them. The memory-efficient
 one takes as many as of queries."""
 

@@ -1,8 +1,10 @@
-"""Attention by a mask that hides exactly the later tokens is causal attention; by one that hides nothing, attention.
+"""Attention by a mask that hides exactly the later tokens is causal attention; by one that hides nothing, attention;
+and by one that shows a window of tokens, attention that looks no further.
 
 Some models build such masks as tensors [tokens, tokens], as transformers does whenever it is traced: of decoders the
-first, of encoders the other. Attention then reads the mask, and multiplies what it hides. With `is_causal` the same
-kernel reads no mask and skips the tiles that are hidden. A mask qualifies if no input enters it: then it is computed.
+first, of encoders the second. Attention then reads the mask, and multiplies what it hides. With `is_causal` the same
+kernel reads no mask and skips the tiles that are hidden; for windows there is another kernel (windows.py). A mask
+qualifies if no input enters it: then it is computed.
 
 What is added to a hidden score is minus infinity, or a number so low that its weight is 0. For cuDNN torch turns
 booleans into -65504 (`convert_boolean_attn_mask_cudnn` of its attention.cpp), so there that number hides, too.
@@ -21,13 +23,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.attention.calls import FLAG, Call, attention
+from coda_inductor.attention.windows import LATER, NOTHING, Window, by_window, steps, write
+from coda_inductor.ops.attention import seen as visible
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.constants import constant, made_of, of_memory_that_is_written, structure
 from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write.strides import unguarded
 
-LATER, NOTHING = "the later tokens", "nothing"
 WIDE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of masks whose least number no score outweighs."""
 CUDNN = -65504.0
@@ -51,32 +54,45 @@ class Mask:
         return f"mask {self.node}"
 
     @classmethod
-    def of(cls, node: fx.Node, hides: str, made: list[fx.Node]) -> Mask:
+    def of(cls, node: fx.Node, window: Window, made: list[fx.Node]) -> Mask:
         """The record of a mask and of what was made for it, once what nobody reads is gone."""
         gone = tuple(n.name for n in dict.fromkeys(made) if not n.users)
-        return cls(node.name, str([*node.meta["val"].shape]), hides, g.source_line(node), gone)
+        return cls(node.name, str([*node.meta["val"].shape]), window.hides, g.source_line(node), gone)
 
 
-def skip_masks(graph: fx.Graph) -> tuple[Mask, ...]:
-    """Rewrites attention by such masks, in place."""
+def skip_masks(graph: fx.Graph, windows: bool = False) -> tuple[Mask, ...]:
+    """Rewrites attention by such masks, in place; to another kernel only if `windows` may be used."""
     calls = [*masked(graph)]
     if not calls:
         return ()
-    overwritten, found = of_memory_that_is_written(graph), dict[fx.Node, tuple[str, list[fx.Node]]]()
-    looked = dict[tuple[str, bool, float], str | None]()
+    overwritten, found = of_memory_that_is_written(graph), dict[fx.Node, tuple[Window, list[fx.Node]]]()
+    looked = dict[tuple[str, bool, float], Window | None]()
     for mask in dict.fromkeys(map(mask_of, calls)):
         its = [call for call in calls if mask_of(call) is mask]
         most = min(map(hiding, its))
         how = structure(mask), overwritten.isdisjoint(made_of(mask)), most
         if how not in looked:  # each layer makes its own of booleans, all in the same way
-            looked[how] = hides(constant(mask, overwritten), most)
-        if (hidden := looked[how]) and all(skips(call, hidden) for call in its):
-            found[mask] = hidden, made_of(mask) + [call.mask for call in its]
-            for call in its:
-                call.node.args, call.node.kwargs = without_mask(call, hidden)
+            looked[how] = shows(constant(mask, overwritten), most)
+        made = made_of(mask) + [call.mask for call in its]
+        if (window := looked[how]) and rewritten(graph, its, window, windows):
+            found[mask] = window, made
     if found:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
     return tuple(Mask.of(mask, *how) for mask, how in found.items())
+
+
+def rewritten(graph: fx.Graph, calls: list[Call], window: Window, windows: bool) -> bool:
+    """Has the operations give the same without their mask, if they can."""
+    alike = all(square(call) and scaled(call.given) and not draws(call.node) for call in calls)
+    if windows and alike and by_window(calls, window) and (both := steps(calls)):
+        for step in both:
+            write(graph, step, window)
+        return True
+    if window in (LATER, NOTHING) and all(skips(call, window) for call in calls):
+        for call in calls:
+            call.node.args, call.node.kwargs = without_mask(call, window)
+        return True
+    return False
 
 
 def masked(graph: fx.Graph) -> Iterator[Call]:
@@ -100,11 +116,11 @@ def hiding(call: Call) -> float:
     return torch.finfo(mask.dtype).min if mask is not None and mask.dtype in WIDE else -math.inf
 
 
-def skips(call: Call, hidden: str) -> bool:
+def skips(call: Call, window: Window) -> bool:
     """Does the operation without the mask give the same? What drops scores draws for each by its place, whatever the
     mask; it stays where more than the mask would change."""
     causal = square(call) and scaled(call.given) and not draws(call.node)
-    return (causal or hidden == NOTHING) and same_results(call, hidden)
+    return (causal or window == NOTHING) and same_results(call, window)
 
 
 def scaled(given: dict[str, Any]) -> bool:
@@ -122,16 +138,16 @@ def square(call: Call) -> bool:
     return mask.dim() > 1 and all(isinstance(s, int) for s in sizes) and len(set(sizes)) == 1
 
 
-def without_mask(call: Call, hidden: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_mask(call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the same operation without the mask."""
     assert call.masked_by is not None
-    return call.arguments(**{call.masked_by: None, FLAG: hidden == LATER})
+    return call.arguments(**{call.masked_by: None, FLAG: window == LATER})
 
 
-def same_results(call: Call, hidden: str) -> bool:
+def same_results(call: Call, window: Window) -> bool:
     """Would the operation without the mask give results of the same sizes, strides and dtypes? Not if one is the mask's
     gradient."""
-    args, kwargs = fx.map_arg(without_mask(call, hidden), lambda n: n.meta["val"])
+    args, kwargs = fx.map_arg(without_mask(call, window), lambda n: n.meta["val"])
     with unguarded(call.node):
         made = call.node.target(*args, **kwargs)  # type: ignore[operator]
     return [*map(form, tree_leaves(made))] == [*map(form, tree_leaves(call.node.meta["val"]))]
@@ -142,16 +158,16 @@ def form(value: Any) -> Any:
     return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else type(value)
 
 
-def hides(mask: Tensor | None, most: float) -> str | None:
-    """What it hides: LATER, NOTHING, or None for anything else. It is added to scores, and numbers up to `most` hide;
-    one of booleans says what stays."""
+def shows(mask: Tensor | None, most: float) -> Window | None:
+    """The window that it shows; None for anything else. It is added to scores, and numbers up to `most` hide; one of
+    booleans says what stays."""
     if mask is None:
         return None
     with unset_fake_temporarily():
-        return hidden_by(mask, most)
+        return shown_by(mask, most)
 
 
-def hidden_by(mask: Tensor, most: float) -> str | None:
+def shown_by(mask: Tensor, most: float) -> Window | None:
     """The same, of a tensor that is there."""
     once = [slice(0, 1) if step == 0 else slice(None) for step in mask.stride()]  # what is expanded is looked at once
     one = mask[tuple(once)]
@@ -160,5 +176,10 @@ def hidden_by(mask: Tensor, most: float) -> str | None:
         return NOTHING
     if mask.dim() < 2 or one.shape[-2:] != mask.shape[-2:] or mask.shape[-2] != mask.shape[-1]:
         return None
-    stays = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
-    return LATER if bool((seen == stays).all() and (hidden == ~stays).all()) else None
+    first, tokens = seen.flatten(0, -3)[0] if seen.dim() > 2 else seen, mask.shape[-1]
+    left, right = int(first[:, 0].sum()) - 1, int(first[0].sum()) - 1
+    if min(left, right) < 0:
+        return None
+    window = Window(*(n if n < tokens - 1 else None for n in (left, right)))
+    stays = visible(tokens, window.left, window.right, mask.device)
+    return window if bool((seen == stays).all() and (hidden == ~stays).all()) else None

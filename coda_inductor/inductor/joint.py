@@ -52,6 +52,7 @@ from coda_inductor.passes.switches import (
     PARTS,
     PREFIX,
     REGION_KINDS,
+    WINDOWS,
     allowed,
     laws_of,
 )
@@ -131,9 +132,10 @@ def undefined_gradients(work: Work) -> None:
 
 
 def constant_masks(work: Work) -> None:
-    """Attention by a mask that hides the later tokens is causal; neither that nor one that hides nothing is read."""
+    """Attention by a mask that hides the later tokens is causal; neither that is read, nor one that hides nothing or
+    shows a window."""
     if work.may(MASKS):
-        work.masks = skip_masks(work.graph)
+        work.masks = skip_masks(work.graph, work.may(WINDOWS) and work.target != "reference")
 
 
 def grouped_heads(work: Work) -> None:

@@ -44,8 +44,8 @@ from coda_inductor.inductor.records import Report
 from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.kernels import record, store
 from coda_inductor.measure import free_memory
-from coda_inductor.ops import elementwise, gradients, lowering
-from coda_inductor.passes.switches import ELEMENTWISE, NAMES
+from coda_inductor.ops import attention, elementwise, gradients, lowering
+from coda_inductor.passes.switches import ELEMENTWISE, NAMES, WINDOWS
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.tuning import shipped
@@ -102,8 +102,8 @@ def opting_in(row: Target) -> str:
 
 def within(settings: Settings, row: Target) -> Settings:
     """The settings of one graph: on a target that was never run on a card, elementwise passes, whose kernels nothing
-    compares there, stay with Inductor."""
-    return settings if row.tested else replace(settings, disable=settings.disable | {ELEMENTWISE})
+    compares there, stay with Inductor, and attention keeps the kernel that torch chose."""
+    return settings if row.tested else replace(settings, disable=settings.disable | {ELEMENTWISE, WINDOWS})
 
 
 class JointPass(CustomGraphPass):
@@ -114,6 +114,7 @@ class JointPass(CustomGraphPass):
         lowering.register()
         elementwise.register()
         gradients.register()
+        attention.register()
         self.settings = settings
         self.chained = passes(chained)
         self.unsettled = self.rewrote = False

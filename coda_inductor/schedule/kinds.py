@@ -323,6 +323,7 @@ def seen(node: fx.Node, *, through_attention: bool = False) -> bool:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Is it one of torch's kernels for attention, forward or backward, which has several results?"""
+    """Is it a kernel for attention, forward or backward, which has several results?"""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    return name.startswith("aten::_scaled_dot_product") and isinstance(node.meta["val"], tuple)
+    fused = name.startswith(("aten::_scaled_dot_product", "coda::windowed_attention"))
+    return fused and isinstance(node.meta["val"], tuple)
