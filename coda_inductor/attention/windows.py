@@ -28,6 +28,7 @@ NARROW, WIDEST, STEP = 128, 256, 8
 """Numbers in a head: the most that torch gives to cuDNN, the most that flash attention takes, and in which steps. On an
 H100, 4 x 2048 tokens and 16 heads of 256, the memory-efficient kernel takes 20.4 ms with a mask and 11.6 if causal,
 flash attention 2.4 if causal."""
+DTYPES = (torch.bfloat16, torch.float16)
 ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 MASKED, EFFICIENT = "cudnn_attention", "efficient_attention"
 
@@ -112,7 +113,7 @@ def gains(call: Call, window: Window) -> bool:
     name, width, tokens = str(call.node.target), query.shape[-1], query.shape[-2]
     if not isinstance(width, int) or width % STEP or any(x.shape[-1] != width for x in others):
         return False
-    if any(x.dtype not in (torch.bfloat16, torch.float16) for x in (query, *others)):
+    if any(x.dtype not in DTYPES for x in (query, *others)):
         return False
     if any(result.users for result in call.node.users if index(result) >= len(OPERANDS) and call.is_backward):
         return False  # the mask's gradient

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import ir
 from torch._inductor.lowering import (
     add_layout_constraint,
     fallback_handler,
@@ -137,7 +138,8 @@ def _flops_backward(grad_out: torch.Size, query: torch.Size, key: torch.Size, *_
 
 def _by_token(x: Any) -> Any:
     """[B, H, T, D] as [B, T, H, D], or back: torch's flash attention has the tokens first."""
-    return lowerings[aten.permute.default](x, [0, 2, 1, 3])
+    boxed = x if isinstance(x, ir.TensorBox) else ir.TensorBox(x)  # the constraint leaves views of buffers bare
+    return lowerings[aten.permute.default](boxed, [0, 2, 1, 3])
 
 
 def _lower(query: Any, key: Any, value: Any, left: Any, right: Any, *, scale: float | None = None) -> Any:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compiling import REFERENCE, close, run
+from cuda_attention import on_cuda
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from coda_inductor.attention import masks
 from coda_inductor.patterns.constants import MOST, constant
@@ -149,8 +147,8 @@ def compiled(mask: Mask, **more: int) -> tuple[int, int]:
     found, seen = [], list[int]()
     skip_masks = masks.skip_masks
 
-    def counted(graph: fx.Graph) -> tuple[masks.Mask, ...]:
-        gone = skip_masks(graph)
+    def counted(graph: fx.Graph, windows: bool) -> tuple[masks.Mask, ...]:
+        gone = skip_masks(graph, windows)
         seen[:] = [len(gone), len([*masks.masked(graph)])]
         return gone
 
@@ -271,46 +269,6 @@ def test_without_a_backward_and_of_symbols() -> None:
 
 
 # ---- what CUDA calls: the operations' schemas, on tensors without memory
-
-
-def on_cuda(op: str, wanted: bool = False, dropout: float = 0.0, hidden: float = -math.inf) -> fx.Graph:
-    """Forward and backward of one of CUDA's attentions, by a mask of 0 and `hidden`; is its gradient `wanted`?"""
-    graph = fx.Graph()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        shape = (B, HEADS, T, SIZE)
-        q, k, v, g = (graph.placeholder(name) for name in "qkvg")
-        for node in (q, k, v, g):
-            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-
-        def call(target: object, *args: object, **kwargs: object) -> fx.Node:
-            node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-            fakes = tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
-            node.meta["val"] = target(*fakes[0], **fakes[1])  # type: ignore[operator]
-            return node
-
-        at = call(prims.iota.default, T, start=0, step=1, dtype=torch.int64, device="cuda", requires_grad=False)
-        stays = call(aten.le.Tensor, at, call(aten.unsqueeze.default, at, 1))
-        zero, never = (
-            call(aten.full.default, [], x, dtype=torch.bfloat16, device="cuda", pin_memory=False) for x in (0.0, hidden)
-        )
-        mask = call(aten.expand.default, call(aten.where.self, stays, zero, never), [B, HEADS, T, T])
-        get = operator.getitem
-        if op == "efficient":
-            out = call(aten._scaled_dot_product_efficient_attention.default, q, k, v, mask, True, dropout, scale=0.5)
-            o, lse, seed, offset = (call(get, out, i) for i in range(4))
-            back = call(
-                aten._scaled_dot_product_efficient_attention_backward.default,
-                g, q, k, v, mask, o, lse, seed, offset, dropout, [True, True, True, wanted], scale=0.5,
-            )  # fmt: skip
-        else:
-            out = call(aten._scaled_dot_product_cudnn_attention.default, q, k, v, mask, True, scale=0.5)
-            o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = (call(get, out, i) for i in range(9))
-            back = call(
-                aten._scaled_dot_product_cudnn_attention_backward.default,
-                g, q, k, v, o, lse, seed, offset, mask, cum_q, cum_k, max_q, max_k, 0.0, False, scale=0.5,
-            )  # fmt: skip
-        graph.output([o, *(call(get, back, i) for i in range(3))])
-    return graph
 
 
 @pytest.mark.parametrize("op", ["efficient", "cudnn"])

@@ -1,5 +1,5 @@
-"""Attention by masks that hide the later tokens, or nothing, and by repeated keys on the GPU: torch's kernel is asked
-without both, and its error is no worse than eager's."""
+"""Attention by masks that hide the later tokens, or nothing, or show a window, and by repeated keys on the GPU: torch's
+kernel is asked without both, and its error is no worse than eager's."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ WORSE = 1.5  # times eager's error: another order of sums
 
 
 class Attention(nn.Module):
-    """Eight heads of `size` that share keys and values of `groups`, a mask of booleans, as transformers builds both."""
+    """Eight heads of `size` that share keys and values of `groups`, a mask of booleans, as transformers builds both:
+    tokens see `left` before and `right` behind, or all."""
 
-    def __init__(self, size: int, groups: int, causal: bool) -> None:
+    def __init__(self, size: int, groups: int, left: int | None, right: int | None) -> None:
         super().__init__()
-        self.size, self.groups, self.causal = size, groups, causal
+        self.size, self.groups, self.left, self.right = size, groups, left, right
         self.q, self.o = (nn.Linear(8 * size, 8 * size, bias=False) for _ in range(2))
         self.k, self.v = (nn.Linear(8 * size, groups * size, bias=False) for _ in range(2))
 
@@ -39,7 +40,10 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.q, self.k, self.v))
         k, v = self.repeated(k), self.repeated(v)
         at = torch.arange(x.shape[1], device=x.device)
-        seen = (at[None] <= at[:, None]) | (not self.causal)
+        ahead = at[None] - at[:, None]
+        seen = ahead >= -x.shape[1]
+        seen = seen if self.left is None else seen & (-ahead <= self.left)
+        seen = seen if self.right is None else seen & (ahead <= self.right)
         mask = seen[None, None].expand(x.shape[0], 1, -1, -1)
         made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.o(F.gelu(made.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
@@ -52,22 +56,25 @@ def results(model: nn.Module, out: Tensor, x: Tensor) -> list[Tensor]:
     return [t.detach().double() for t in (out, x.grad, *(p.grad for p in model.parameters())) if t is not None]
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize(
-    ("tokens", "groups", "causal"),
+    ("tokens", "groups", "left", "right"),
     [
-        (256, 8, True),
-        (1000, 8, True),
-        (2048, 8, True),
-        (1000, 2, True),
-        (2048, 1, True),
-        (1000, 8, False),
-        (2048, 2, False),
+        (256, 8, None, 0),
+        (1000, 8, None, 0),
+        (2048, 8, None, 0),
+        (1000, 2, None, 0),
+        (2048, 1, None, 0),
+        (1000, 8, None, None),
+        (2048, 2, None, None),
+        (2048, 8, 64, 64),
+        (1100, 2, 63, 0),
+        (1024, 4, 0, 200),
     ],
 )
-def test_its_error_is_eagers(size: int, tokens: int, groups: int, causal: bool) -> None:
+def test_its_error_is_eagers(size: int, tokens: int, groups: int, left: int | None, right: int | None) -> None:
     torch.manual_seed(0)
-    exact = Attention(size, groups, causal).double().cuda()
+    exact = Attention(size, groups, left, right).double().cuda()
     x = torch.randn(2, tokens, 8 * size, device="cuda", dtype=torch.float64)
     found = list[list[Tensor]]()
     for compile_it, dtype in ((False, torch.float64), (False, torch.bfloat16), (True, torch.bfloat16)):

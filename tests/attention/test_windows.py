@@ -1,0 +1,280 @@
+"""Attention by masks that show a window of tokens: torch's flash attention has it without a mask, forward and backward.
+Here on the CPU by the operation's definition; with CUDA's kernels in tests/gpu/test_attention.py."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import REFERENCE, Ran, close, run
+from cuda_attention import HEADS, on_cuda
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.attention import masks, windows
+from coda_inductor.attention.windows import LATER, NOTHING, Window
+from coda_inductor.codegen.target import TARGETS
+from coda_inductor.core.settings import Settings
+from coda_inductor.inductor.joint_pass import within
+from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD, seen
+from coda_inductor.passes.switches import WINDOWS
+
+B, T, GROUPS, SIZE = 2, 96, 2, 16
+WIDTH = HEADS * SIZE
+pytestmark = pytest.mark.usefixtures("uncached")
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the CPU's kernel were cuDNN's, and windows paid for any number of tokens, in any dtype."""
+    monkeypatch.setattr(windows, "MASKED", "flash_attention_for_cpu")
+    monkeypatch.setattr(windows, "TOKENS", 1)
+    monkeypatch.setattr(windows, "SEEN", 1.0)
+    monkeypatch.setattr(windows, "DTYPES", (torch.float64, torch.float32))
+    skip_masks = masks.skip_masks
+    monkeypatch.setattr("coda_inductor.inductor.joint.skip_masks", lambda graph, _: skip_masks(graph, windows=True))
+    yield
+
+
+class Attention(nn.Module):
+    """Four heads behind one product, two of keys and values; a mask is built in the forward."""
+
+    def __init__(
+        self, window: Window, *, added: bool = False, grouped: bool = True, scale: float | None = None
+    ) -> None:
+        super().__init__()
+        self.window, self.added, self.scale = window, added, scale
+        self.groups = GROUPS if grouped else HEADS
+        self.qkv = nn.Linear(64, WIDTH + 2 * self.groups * SIZE, bias=False)
+        self.o = nn.Linear(WIDTH, 64, bias=False)
+
+    def mask(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], device=x.device)
+        ahead, (left, right) = at[None] - at[:, None], (self.window.left, self.window.right)
+        stays = (ahead <= (T if right is None else right)) & (-ahead <= (T if left is None else left))
+        if self.added:
+            return torch.where(stays, 0.0, -math.inf).to(x.dtype)
+        return stays[None, None].expand(x.shape[0], 1, -1, -1)
+
+    def attention(self, x: Tensor) -> Tensor:
+        own = self.groups * SIZE
+        q, k, v = (t.unflatten(-1, (-1, SIZE)).transpose(1, 2) for t in self.qkv(x).split([WIDTH, own, own], -1))
+        k, v = (t.repeat_interleave(HEADS // self.groups, 1) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x), scale=self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(F.gelu(self.attention(x).transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def compared(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> Ran:
+    """The compiled run, whose results and gradients are eager's to 1e-10."""
+    eager, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+    wanted = model(eager)
+    weights = torch.linspace(-1, 1, wanted.shape[-1], dtype=x.dtype)
+    (wanted * weights).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    ran = run(model, mine, grad=True, options=REFERENCE)
+    assert ran == []
+    (ran.output * weights).sum().backward()
+    close(ran.output, wanted)
+    for a, b in zip([mine.grad, *(p.grad for p in model.parameters())], [eager.grad, *gradients], strict=True):
+        assert a is not None and b is not None
+        close(a, b)
+    return ran
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("left", [0, 1, 17, None])
+@pytest.mark.parametrize("right", [0, 5, 40, None])
+def test_a_window_is_no_mask(left: int | None, right: int | None) -> None:
+    torch.manual_seed(0)
+    window = Window(left, right)
+    ran = compared(Attention(window).double(), torch.randn(B, T, 64, dtype=torch.float64))
+    assert [mask.hides for report in ran.reports for mask in report.masks] == [window.hides]
+    assert sum(len(report.grouped) for report in ran.reports) == 1
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("how", [{"added": True}, {"grouped": False}, {"scale": 0.3}])
+def test_in_any_spelling(how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Attention(Window(9, 0), **how).double()
+    ran = compared(model, torch.randn(B, T, 64, dtype=torch.float64))
+    assert sum(len(report.masks) for report in ran.reports) == 1
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_scale_below_zero_keeps_its_mask() -> None:
+    """Minus infinity is added behind the scale here, and before it in causal kernels."""
+    torch.manual_seed(0)
+    ran = compared(Attention(Window(9, 0), scale=-0.3).double(), torch.randn(B, T, 64, dtype=torch.float64))
+    assert not any(report.masks for report in ran.reports)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_its_result_may_be_returned_and_lies_as_it_did() -> None:
+    torch.manual_seed(0)
+
+    class Returned(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x)
+
+    model, x = Returned(Window(9, 0)).double(), torch.randn(B, T, 64, dtype=torch.float64)
+    with torch.no_grad():
+        ran, wanted = run(model, x, options=REFERENCE), model(x)
+    assert ran == [] and sum(len(report.masks) for report in ran.reports) == 1
+    assert ran.output.stride() == wanted.stride()
+    close(ran.output, wanted)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_under_checkpointing() -> None:
+    torch.manual_seed(0)
+
+    class Checkpointed(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False) + x  # type: ignore[no-any-return]
+
+    ran = compared(Checkpointed(Window(9, 3)).double(), torch.randn(B, T, 64, dtype=torch.float64))
+    assert sum(len(report.masks) for report in ran.reports) == 1
+
+
+# ---- what is a window
+
+
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("lead", [(), (3, 1)])
+def test_masks_are_read(hidden: float, lead: tuple[int, ...]) -> None:
+    for left in (0, 1, 7, 8, None):
+        for right in (0, 2, 8, None):
+            stays = seen(10, left, right).expand(*lead, 10, 10)
+            wanted = Window(left, right)
+            assert masks.shown_by(stays, -1.0) == wanted
+            assert masks.shown_by(torch.zeros(stays.shape).masked_fill(~stays, hidden), hidden) == wanted
+            assert wanted.share(10) == pytest.approx(seen(10, left, right).double().mean().item())
+
+
+def test_other_masks_are_no_windows() -> None:
+    stays = seen(10, 3, 2)
+    for row, column in ((5, 5), (0, 0), (9, 9), (4, 6), (9, 0), (0, 9), (0, 1)):
+        one = stays.clone()
+        one[row, column] ^= True
+        assert masks.shown_by(one, -1.0) is None
+        both = torch.stack([stays, one])[:, None]
+        assert masks.shown_by(both, -1.0) is None and masks.shown_by(both.flip(0), -1.0) is None
+    assert masks.shown_by(stays[:8], -1.0) is None
+    assert masks.shown_by(torch.zeros(10, 10).masked_fill(~stays, -1.0), -2.0) is None  # hides too little
+    assert masks.shown_by(torch.full((10, 10), 0.5).masked_fill(~stays, -9.0), -2.0) is None  # adds to what is seen
+
+
+def test_windows_are_said_in_words() -> None:
+    assert (LATER.hides, NOTHING.hides) == ("the later tokens", "nothing")
+    assert Window(64, 64).hides == "all other tokens but 64 before and 64 behind"
+    assert Window(1023, 0).hides == "all other tokens but 1023 before"
+    assert (
+        Window(0, 0).hides == "all other tokens"
+        and Window(None, 3).hides == "all other tokens but all before and 3 behind"
+    )
+
+
+# ---- what CUDA calls, and where torch's choice stays
+
+
+def rewritten(graph: fx.Graph) -> list[fx.Node]:
+    """The operations of ours behind the pass, which leaves none of torch's or all."""
+    masks.skip_masks(graph, windows=True)
+    graph.lint()
+    ours = [n for n in graph.nodes if n.target in (WINDOWED, WINDOWED_BACKWARD)]
+    theirs = [n for n in graph.nodes if "aten._scaled_dot_product" in str(n.target)]
+    assert (len(ours), len(theirs)) in ((2, 0), (0, 2))
+    return ours
+
+
+FAR = partial(on_cuda, "cudnn", hidden=-65504.0, tokens=1024, size=64, left=63)
+WIDE = partial(on_cuda, "efficient", tokens=64, size=256)
+
+
+@pytest.mark.parametrize(("graph", "left"), [(FAR, 63), (WIDE, None), (partial(WIDE, left=5), 5)])
+def test_cuda_is_asked_for_flash_attention(graph: Callable[[], fx.Graph], left: int | None) -> None:
+    made = graph()
+    query, key, value, gradient = made.find_nodes(op="placeholder")
+    forward, backward = rewritten(made)
+    assert forward.args == (query, key, value, left, 0) and forward.kwargs == {"scale": 0.5}
+    results = [n for n in made.nodes if n.target is operator.getitem and n.args[0] is forward]
+    assert backward.args == (gradient, query, key, value, *results, left, 0) and backward.kwargs == {"scale": 0.5}
+    assert not any(n.target is torch.ops.aten.where.self for n in made.nodes)
+
+
+STAYS: dict[str, Callable[[], fx.Graph]] = {
+    "few tokens": partial(FAR, tokens=1000),
+    "much is seen": partial(FAR, left=600),
+    "causal": partial(FAR, left=None),
+    "cuDNN's dropout": partial(FAR, dropout=0.5),
+    "the sums are returned": partial(FAR, returned=1),
+    "dropout": partial(WIDE, dropout=0.5),
+    "the mask's gradient": partial(WIDE, wanted=True),
+    "float32": partial(WIDE, dtype=torch.float32),
+    "narrow": partial(WIDE, size=128),
+    "too wide": partial(WIDE, size=264),
+    "no multiple of 8": partial(WIDE, size=132),
+    "turned around": partial(WIDE, scale=-0.5, left=5),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_torchs_kernel_stays(name: str) -> None:
+    assert rewritten(STAYS[name]()) == []
+
+
+def test_without_flash_attention_the_kernel_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        assert rewritten(FAR()) == []
+    finally:
+        torch.backends.cuda.enable_flash_sdp(allowed)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert rewritten(FAR()) == []
+
+
+def test_on_cards_that_never_ran_it_the_kernel_stays() -> None:
+    for row in TARGETS.values():
+        assert (WINDOWS in within(Settings(), row).disable) is not row.tested
+
+
+# ---- the operation
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("window", [NOTHING, LATER, Window(7, 3), Window(0, 0)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_definition_is_attention_by_a_mask(window: Window, groups: int, scale: float | None) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 33, 8, dtype=torch.float64, requires_grad=True) for n in (4, groups, groups))
+    stays = seen(33, window.left, window.right)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=stays, scale=scale, enable_gqa=True)
+    given = torch.randn_like(wanted)
+    gradients = torch.autograd.grad(wanted, (q, k, v), given)
+    with torch.no_grad():
+        made = WINDOWED(q, k, v, window.left, window.right, scale=scale)
+        back = WINDOWED_BACKWARD(given, q, k, v, *made, window.left, window.right, scale=scale)
+    for mine, eager in zip((made[0], *back), (wanted, *gradients), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=0, atol=1e-12)  # (a window of one token has gradients of 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_fake_results_look_like_real_ones(dtype: torch.dtype) -> None:
+    packed = torch.randn(2, 24, 3 * 32, dtype=dtype)
+    q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in packed.chunk(3, -1))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(WINDOWED, (q, k, v, 5, 0), test_utils=tests)
+    made = WINDOWED(q, k, v, 5, 0)
+    torch.library.opcheck(WINDOWED_BACKWARD, (made[0], q, k, v, *made, 5, 0), test_utils=tests)
