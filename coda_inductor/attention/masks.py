@@ -61,7 +61,7 @@ class Mask:
 
 
 def skip_masks(graph: fx.Graph, windows: bool = False) -> tuple[Mask, ...]:
-    """Rewrites attention by such masks, in place; to another kernel only if `windows` may be used."""
+    """Rewrites attention by such masks, in place; by another kernel only if `windows` may be used."""
     calls = [*masked(graph)]
     if not calls:
         return ()

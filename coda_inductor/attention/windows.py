@@ -1,8 +1,7 @@
 """Attention in which each token sees a window of others: as torch's flash attention has it, without a mask.
 
-ModernBERT's tokens see 64 on each side, Gemma 3's the 1024 behind which they stand. torch's composite attention has no
-argument for that: it reads a mask of tokens x tokens, and computes what the mask hides. cuDNN's attention takes no
-heads wider than 128 from torch; with a mask the memory-efficient one is left, which is the slowest of the three.
+ModernBERT's tokens see 64 on each side, Gemma 3's 1023 before. torch's composite attention has no argument for that:
+cuDNN reads a mask of tokens x tokens, and computes what the mask hides.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from coda_inductor.write.writing import Writing
 SEEN, TOKENS = 3 / 8, 1024
 """The largest share of all pairs, and the fewest tokens, with which flash attention's window is faster than cuDNN's
 mask. On an H100, forward and backward, 4 x 2048 tokens and 32 heads of 128: 1.64 ms for 3.29 if 3/8 are seen."""
-NARROW, WIDEST, STEP = 128, 256, 8
-"""Numbers in a head: the most that torch gives to cuDNN, the most that flash attention takes, and in which steps. On an
-H100, 4 x 2048 tokens and 16 heads of 256, the memory-efficient kernel takes 20.4 ms with a mask and 11.6 if causal,
-flash attention 2.4 if causal."""
+WIDEST, STEP = 256, 8
+"""Numbers in a head: the most that flash attention takes, and in which steps."""
 DTYPES = (torch.bfloat16, torch.float16)
 ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-MASKED, EFFICIENT = "cudnn_attention", "efficient_attention"
+MASKED = "cudnn_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +107,14 @@ def flash_is_there() -> bool:
 def gains(call: Call, window: Window) -> bool:
     """Is the kernel that torch chose slower, for this window?"""
     query, *others = (call.given[name].meta["val"] for name in OPERANDS)
-    name, width, tokens = str(call.node.target), query.shape[-1], query.shape[-2]
-    if not isinstance(width, int) or width % STEP or any(x.shape[-1] != width for x in others):
+    width, tokens = query.shape[-1], query.shape[-2]
+    if MASKED not in str(call.node.target) or window in (NOTHING, LATER):
+        return False
+    if not isinstance(width, int) or width % STEP or width > WIDEST or any(x.shape[-1] != width for x in others):
         return False
     if any(x.dtype not in DTYPES for x in (query, *others)):
         return False
-    if any(result.users for result in call.node.users if index(result) >= len(OPERANDS) and call.is_backward):
-        return False  # the mask's gradient
-    if EFFICIENT in name:
-        return NARROW < width <= WIDEST
-    worth = window not in (NOTHING, LATER) and tokens >= TOKENS and window.share(tokens) <= SEEN
-    return MASKED in name and width <= NARROW and worth
+    return tokens >= TOKENS and window.share(tokens) <= SEEN
 
 
 def write(graph: fx.Graph, step: Step, window: Window) -> None:

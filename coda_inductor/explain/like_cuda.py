@@ -35,13 +35,14 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """[B, H, S, D] x3 -> [B, H, S, D], through the kernel that CUDA chooses on a Hopper (torch's sdp_utils.cpp)."""
+    """[B, H, S, D] x3 -> [B, H, S, D], through the kernel that CUDA chooses on a Hopper (torch's sdp_utils.cpp; cuDNN
+    has heads of up to 256 there since 9.10)."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     widths = query.shape[-1], value.shape[-1]
     wide = max(widths) > 256
     learned = attn_mask is not None and attn_mask.requires_grad  # only the memory-efficient kernel has its gradient
     even = not any(width % 8 for width in widths) and (16 * dropout_p).is_integer()
-    cudnn = half and even and max(widths) <= 128 and not learned
+    cudnn = half and even and not wide and not learned
     fused = cudnn or attn_mask is None
     if query.dim() != 4 or query.dtype == torch.float64 or (enable_gqa and not (half and fused)):
         out: Tensor = aten._scaled_dot_product_attention_math(
