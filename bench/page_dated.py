@@ -21,6 +21,7 @@ WRITTEN: dict[str, Callable[[Any], str]] = SPELLINGS | {
     "us of ms": lambda ms: f"{1000 * ms:.1f}",
     "ms of us": lambda us: SPELLINGS["ms"](us / 1000),
     "us": lambda us: f"{us:.1f}",
+    "share": lambda share: f"{100 * share:.0f} %",
     "whole": lambda number: f"{number:.0f}",
     "whole us of ms": lambda ms: f"{1000 * ms:.0f}",
 }

@@ -45,6 +45,16 @@ TIMED: dict[str, Dated] = {
             for what in ("by the mask", "causal", names.ATTENTION_ONCE, "flash attention, causal")
         ),
     ),
+    "windows": Dated(
+        ("tokens, heads and numbers in each; seen on each side", "of all pairs", "by mask, ms", "window, ms"),
+        tuple(
+            ("{batch} x {tokens}, {heads} x {head}; {left} and {right}".format(**facts),
+             *cells("attention.jsonl", "c55ff79", "share", "share", case=names.MASKED, **facts),
+             *cells("attention.jsonl", "c55ff79", "ms", "ms", case=names.MASKED, **facts),
+             *cells("attention.jsonl", "c55ff79", "ms", "ms", case=names.WINDOW, **facts))
+            for facts in names.WINDOWS
+        ),
+    ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
         tuple(

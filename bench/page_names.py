@@ -62,6 +62,14 @@ LLAMA = "Llama-1B of transformers, 16 layers, tied head, whole steps with AdamW,
 FP8_STEP = "Llama-1B of transformers, 16 layers, head in bf16, whole steps with AdamW, 4 x 2048 tokens"
 WITHOUT_TUNING = "llama-1b step with AdamW, every Region (tune=off), 4 x 2048 tokens, three processes of each commit"
 ATTENTION_ONCE = "causal, 8 heads of keys and values, read once"
+MASKED, WINDOW = "cuDNN, by the mask", "flash attention, a window"
+_OF_A_WINDOW = (
+    (16, 512, 16, 64, 64, 64), (4, 2048, 16, 64, 64, 64), (1, 8192, 16, 64, 64, 64), (4, 2048, 32, 128, 255, 0),
+    (4, 2048, 32, 128, 1023, 0), (1, 8192, 32, 128, 4095, 0), (4, 2048, 16, 256, 1023, 0), (1, 8192, 16, 256, 1023, 0),
+)  # fmt: skip
+_FACTS = "batch", "tokens", "heads", "head", "left", "right"
+WINDOWS = [dict(zip(_FACTS, sizes, strict=True)) for sizes in _OF_A_WINDOW]
+"""`head`: numbers in each head; `left` and `right`: how many tokens are seen before and behind."""
 
 STEPS = {
     NANO: "nanochat-like, 20 layers of width 1280, 32768 tokens, autocast, AdamW",

@@ -22,10 +22,16 @@ WINDOWS = (WINDOWED, WINDOWED_BACKWARD)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operation of attention: its arguments by name, with the defaults of those that are not given."""
+    """An operation of attention."""
 
     node: fx.Node
-    given: dict[str, Any]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The node's arguments, as they are now, by name, with the defaults of those that are not given."""
+        arguments = self.node.target._schema.arguments  # type: ignore[union-attr]
+        given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        return given | dict(zip((a.name for a in arguments), self.node.args, strict=False)) | self.node.kwargs
 
     @property
     def masked_by(self) -> str | None:
@@ -62,7 +68,6 @@ def attention(graph: fx.Graph) -> Iterator[Call]:
             arguments = node.target._schema.arguments
             names = {a.name for a in arguments}
             if names.issuperset(OPERANDS) and (FLAG in names or node.target in WINDOWS):
-                given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-                given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
-                if all(g.tensor(given[name]) is not None for name in OPERANDS):
-                    yield Call(node, given)
+                call = Call(node)
+                if all(g.tensor(call.given[name]) is not None for name in OPERANDS):
+                    yield call

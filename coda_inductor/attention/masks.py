@@ -13,6 +13,7 @@ booleans into -65504 (`convert_boolean_attn_mask_cudnn` of its attention.cpp), s
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,13 +63,14 @@ class Mask:
 
 def skip_masks(graph: fx.Graph, windows: bool = False) -> tuple[Mask, ...]:
     """Rewrites attention by such masks, in place; by another kernel only if `windows` may be used."""
-    calls = [*masked(graph)]
+    calls = defaultdict[fx.Node, list[Call]](list)
+    for call in masked(graph):
+        calls[mask_of(call)].append(call)
     if not calls:
         return ()
     overwritten, found = of_memory_that_is_written(graph), dict[fx.Node, tuple[Window, list[fx.Node]]]()
     looked = dict[tuple[str, bool, float], Window | None]()
-    for mask in dict.fromkeys(map(mask_of, calls)):
-        its = [call for call in calls if mask_of(call) is mask]
+    for mask, its in calls.items():
         most = min(map(hiding, its))
         how = structure(mask), overwritten.isdisjoint(made_of(mask)), most
         if how not in looked:  # each layer makes its own of booleans, all in the same way

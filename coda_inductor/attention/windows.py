@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from coda_inductor.attention.calls import OPERANDS, Call
-from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD
+from coda_inductor.attention.repeats import ALIGNED
+from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD, pairs
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.sizes import size_of
 from coda_inductor.write.strides import restrided
 from coda_inductor.write.writing import Writing
 
@@ -48,8 +50,7 @@ class Window:
 
     def share(self, tokens: int) -> float:
         """Of all pairs of tokens, those that see each other."""
-        hidden = [max(tokens - 1 - n, 0) for n in (self.left, self.right) if n is not None]
-        return 1 - sum(n * (n + 1) // 2 for n in hidden) / tokens**2
+        return pairs(tokens, self.left, self.right) / tokens**2
 
 
 NOTHING, LATER = Window(), Window(right=0)
@@ -99,7 +100,8 @@ def by_window(calls: Sequence[Call], window: Window) -> bool:
 
 
 def flash_is_there() -> bool:
-    """Is it in this torch, and allowed? A torch without CUDA explains what one with it would do."""
+    """Is it in this torch, and allowed for the whole process? (What `sdpa_kernel` allows within a compiled function is
+    not seen here.) A torch without CUDA explains what one with it would do."""
     there = torch.version.cuda is None or torch.backends.cuda.is_flash_attention_available()
     return bool(there and torch.backends.cuda.flash_sdp_enabled())
 
@@ -114,7 +116,15 @@ def gains(call: Call, window: Window) -> bool:
         return False
     if any(x.dtype not in DTYPES for x in (query, *others)):
         return False
+    if not all(even(x) for x in (query, *others, *(n.meta["val"] for n in filter(None, [call.gradient])))):
+        return False
     return tokens >= TOKENS and window.share(tokens) <= SEEN
+
+
+def even(value: Tensor) -> bool:
+    """Do its rows begin in steps of 16 bytes, as flash attention reads them?"""
+    step = size_of(ALIGNED // value.element_size())
+    return all(size_of(n).over(step) is not None for n in (*value.stride()[:-1], value.storage_offset()))
 
 
 def write(graph: fx.Graph, step: Step, window: Window) -> None:

@@ -22,6 +22,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from coda_inductor.attention.windows import flash_is_there
 from coda_inductor.codegen import legality, target
 from coda_inductor.codegen.target import Target
 from coda_inductor.core.dtypes import DTYPES
@@ -198,7 +199,8 @@ class JointPass(CustomGraphPass):
         if self.unsettled or self.settings.debug_dir or theirs is None:
             return None
         told = shipped.digest(record.device_name()) if self.settings.hinted else ""
-        return (sources_digest(), tuple(target.versions().items()), self.settings.key(), told, theirs)
+        said = sources_digest(), tuple(target.versions().items()), self.settings.key(), flash_is_there()
+        return (*said, told, theirs)
 
 
 @contextlib.contextmanager

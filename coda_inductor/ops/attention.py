@@ -53,6 +53,12 @@ def seen(tokens: int, left: int | None, right: int | None, device: torch.device 
     return every if left is None else every.triu(-left)
 
 
+def pairs(tokens: int, left: int | None, right: int | None) -> int:
+    """How many pairs of tokens see each other."""
+    hidden = [max(tokens - 1 - n, 0) for n in (left, right) if n is not None]
+    return tokens**2 - sum(n * (n + 1) // 2 for n in hidden)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -61,6 +67,11 @@ def _scores(query: Tensor, key: Tensor, left: int | None, right: int | None, sca
     """[B, H, T, T], with minus infinity for what is hidden."""
     scores = scale * _wide(query) @ _wide(_repeated(key, query)).transpose(-1, -2)
     return scores.masked_fill(~seen(query.shape[-2], left, right, query.device), -math.inf)
+
+
+def _or_torchs(scale: float | None, query: Tensor) -> float:
+    """What scores are multiplied by."""
+    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:
@@ -76,7 +87,7 @@ def _once(gradient: Tensor, like: Tensor) -> Tensor:
 def _eager(
     query: Tensor, key: Tensor, value: Tensor, left: int | None, right: int | None, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scores = _scores(query, key, left, right, scale or query.shape[-1] ** -0.5)
+    scores = _scores(query, key, left, right, _or_torchs(scale, query))
     logsumexp = scores.logsumexp(-1)
     weights = (scores - logsumexp[..., None]).exp()
     out, lse, state, unused = _fake(query, key, value, left, right)
@@ -97,7 +108,7 @@ def _eager_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scale = scale or query.shape[-1] ** -0.5
+    scale = _or_torchs(scale, query)
     weights = (_scores(query, key, left, right, scale) - logsumexp[..., None]).exp()
     given, wide = _wide(grad_out), _wide(_repeated(value, query))
     inner = (given * _wide(output)).sum(-1, keepdim=True)
@@ -124,13 +135,16 @@ torch.library.register_fake("coda::windowed_attention_backward", _fake_backward,
 
 
 @register_flop_formula(torch.ops.coda.windowed_attention)
-def _flops(query: torch.Size, key: torch.Size, *_: object, **__: object) -> int:
-    return 4 * math.prod(query) * key[2]
+def _flops(
+    query: torch.Size, key: object, value: object, left: int | None, right: int | None, *_: object, **__: object
+) -> int:
+    return 4 * math.prod(query) * pairs(query[2], left, right) // max(query[2], 1)
 
 
 @register_flop_formula(torch.ops.coda.windowed_attention_backward)
-def _flops_backward(grad_out: torch.Size, query: torch.Size, key: torch.Size, *_: object, **__: object) -> int:
-    return 10 * math.prod(query) * key[2]
+def _flops_backward(grad_out: object, query: torch.Size, *given: Any, **__: object) -> int:
+    *_, left, right = given
+    return 10 * math.prod(query) * pairs(query[2], left, right) // max(query[2], 1)
 
 
 # ---- compiled

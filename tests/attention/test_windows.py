@@ -16,12 +16,13 @@ from compiling import REFERENCE, Ran, close, run
 from cuda_attention import HEADS, on_cuda
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from coda_inductor.attention import masks, windows
 from coda_inductor.attention.windows import LATER, NOTHING, Window
 from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.joint_pass import within
+from coda_inductor.inductor.joint_pass import JointPass, within
 from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD, seen
 from coda_inductor.passes.switches import WINDOWS
 
@@ -146,6 +147,30 @@ def test_under_checkpointing() -> None:
     assert sum(len(report.masks) for report in ran.reports) == 1
 
 
+class Twice(Attention):
+    """The result of one attention is read by another as it is, and as all of q, k and v."""
+
+    def __init__(self, window: Window, other: Window) -> None:
+        super().__init__(window, grouped=False)
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.attention(x)
+        mine, self.window = self.window, self.other
+        mask, self.window = self.mask(x), mine
+        second = F.scaled_dot_product_attention(first, first, first, attn_mask=mask)
+        return self.o(F.gelu((first + second).transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("other", [Window(9, 3), Window(4, 0), LATER])
+@pytest.mark.parametrize("first", [Window(9, 3), LATER])
+def test_one_reads_the_other(first: Window, other: Window) -> None:
+    torch.manual_seed(0)
+    ran = compared(Twice(first, other).double(), torch.randn(B, T, 64, dtype=torch.float64))
+    assert {mask.hides for report in ran.reports for mask in report.masks} == {first.hides, other.hides}
+
+
 # ---- what is a window
 
 
@@ -230,11 +255,24 @@ def test_torchs_kernel_stays(name: str) -> None:
     assert rewritten(STAYS[name]()) == []
 
 
+def test_rows_that_begin_at_odd_places_stay_with_cudnn() -> None:
+    """Flash attention reads 16 bytes at once."""
+    for name in ("query", "key", "value", "grad_out"):
+        graph = FAR()
+        (node,) = {n for call in masks.masked(graph) if isinstance(n := call.given.get(name), fx.Node)}
+        value = node.meta["val"]
+        for apart, ours in ((68, 0), (72, 2)):
+            strides = HEADS * 1024 * apart, 1024 * apart, apart, 1
+            with value.fake_mode:
+                node.meta["val"] = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+            assert len(rewritten(graph)) == ours
+
+
 def test_without_flash_attention_the_kernel_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = torch.backends.cuda.flash_sdp_enabled()
+    allowed, key = torch.backends.cuda.flash_sdp_enabled(), JointPass(Settings()).uuid()
     torch.backends.cuda.enable_flash_sdp(False)
     try:
-        assert rewritten(FAR()) == []
+        assert rewritten(FAR()) == [] and JointPass(Settings()).uuid() != key  # nor does a cached graph have it
     finally:
         torch.backends.cuda.enable_flash_sdp(allowed)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -252,7 +290,7 @@ def test_on_cards_that_never_ran_it_the_kernel_stays() -> None:
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("window", [NOTHING, LATER, Window(7, 3), Window(0, 0)])
-@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("scale", [None, 0.3, 0.0])
 def test_the_definition_is_attention_by_a_mask(window: Window, groups: int, scale: float | None) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, 33, 8, dtype=torch.float64, requires_grad=True) for n in (4, groups, groups))
@@ -265,6 +303,17 @@ def test_the_definition_is_attention_by_a_mask(window: Window, groups: int, scal
         back = WINDOWED_BACKWARD(given, q, k, v, *made, window.left, window.right, scale=scale)
     for mine, eager in zip((made[0], *back), (wanted, *gradients), strict=True):
         torch.testing.assert_close(mine, eager, rtol=0, atol=1e-12)  # (a window of one token has gradients of 0)
+
+
+def test_the_arithmetic_of_a_window_is_counted() -> None:
+    q = torch.empty(2, 4, 32, 8, device="meta")
+    for window in (NOTHING, LATER, Window(7, 3)):
+        seen_by_all = int(seen(32, window.left, window.right).sum())
+        with FlopCounterMode(display=False) as counter:
+            made = WINDOWED(q, q, q, window.left, window.right)
+            assert counter.get_total_flops() == 2 * 2 * 4 * 2 * 8 * seen_by_all  # two products, of 2 x 4 heads
+            WINDOWED_BACKWARD(q, q, q, q, *made, window.left, window.right)
+        assert counter.get_total_flops() == 7 * 2 * 4 * 2 * 8 * seen_by_all
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -176,6 +176,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "prefix"): BEFORE,  # test_prefix.py
     ("disable", "masks"): BEFORE,  # test_masks.py
     ("only", "masks"): [],
+    ("disable", "windows"): BEFORE,  # test_windows.py
+    ("only", "windows"): [],
     ("disable", "grouped"): BEFORE,  # test_grouped.py
     ("only", "grouped"): [],
     ("disable", "undefined"): BEFORE,  # test_undefined.py
