@@ -70,8 +70,6 @@ def steps(calls: Sequence[Call]) -> list[Step] | None:
     for forward in (call for call in calls if not call.is_backward):
         backwards = tuple(call for call in calls if call.is_backward and made_by(call) == forward.node)
         theirs = {call.node for call in backwards}
-        if any(result.target is not operator.getitem for result in forward.node.users):
-            return None
         if not all(read_by(result) <= theirs for result in forward.node.users if index(result) != 0):
             return None
         left -= theirs

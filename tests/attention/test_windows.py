@@ -22,6 +22,7 @@ from coda_inductor.attention import masks, windows
 from coda_inductor.attention.windows import LATER, NOTHING, Window
 from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.settings import Settings
+from coda_inductor.explain import explain
 from coda_inductor.inductor.joint_pass import JointPass, within
 from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD, seen
 from coda_inductor.passes.switches import WINDOWS
@@ -125,14 +126,16 @@ def test_its_result_may_be_returned_and_lies_as_it_did() -> None:
 
     class Returned(Attention):
         def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x)
+            q, k, v = (t.unflatten(-1, (-1, SIZE)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            if self.added:
+                q, k, v = (t.contiguous() for t in (q, k, v))  # heads first, as no result lies
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x))
 
-    model, x = Returned(Window(9, 0)).double(), torch.randn(B, T, 64, dtype=torch.float64)
-    with torch.no_grad():
-        ran, wanted = run(model, x, options=REFERENCE), model(x)
-    assert ran == [] and sum(len(report.masks) for report in ran.reports) == 1
-    assert ran.output.stride() == wanted.stride()
-    close(ran.output, wanted)
+    for first in (False, True):
+        model = Returned(Window(9, 0), added=first, grouped=False).double()
+        model.o = nn.Identity()  # type: ignore[assignment]
+        ran = compared(model, torch.randn(B, T, 64, dtype=torch.float64))
+        assert sum(len(report.masks) for report in ran.reports) == 1
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -196,7 +199,10 @@ def test_other_masks_are_no_windows() -> None:
         assert masks.shown_by(both, -1.0) is None and masks.shown_by(both.flip(0), -1.0) is None
     assert masks.shown_by(stays[:8], -1.0) is None
     assert masks.shown_by(torch.zeros(10, 10).masked_fill(~stays, -1.0), -2.0) is None  # hides too little
-    assert masks.shown_by(torch.full((10, 10), 0.5).masked_fill(~stays, -9.0), -2.0) is None  # adds to what is seen
+    added = torch.zeros(10, 10).masked_fill(~stays, -9.0)
+    assert masks.shown_by(added, -2.0) == Window(3, 2)
+    added[5, 5] = 0.5  # adds to what is seen
+    assert masks.shown_by(added, -2.0) is None
 
 
 def test_windows_are_said_in_words() -> None:
@@ -253,6 +259,30 @@ STAYS: dict[str, Callable[[], fx.Graph]] = {
 @pytest.mark.parametrize("name", STAYS)
 def test_torchs_kernel_stays(name: str) -> None:
     assert rewritten(STAYS[name]()) == []
+
+
+def test_a_backward_of_another_graphs_forward_keeps_its_mask() -> None:
+    graph = FAR()
+    backward = next(call for call in masks.masked(graph) if call.is_backward)
+    with graph.inserting_before(next(iter(graph.nodes))):
+        out, sums = graph.placeholder("out"), graph.placeholder("sums")
+    for new, name in ((out, "out"), (sums, "logsumexp")):
+        new.meta["val"] = backward.given[name].meta["val"]
+    with graph.inserting_after(backward.node):
+        other = graph.node_copy(backward.node, lambda n: n)
+    other.args = tuple({backward.given["out"]: out, backward.given["logsumexp"]: sums}.get(a, a) for a in other.args)
+    masks.skip_masks(graph, windows=True)
+    assert not any(n.target in (WINDOWED, WINDOWED_BACKWARD) for n in graph.nodes)
+
+
+@pytest.mark.parametrize("how", [{}, {"disable": frozenset({"windows"})}, {"target": "reference"}])
+def test_it_may_be_switched_off(how: dict[str, Any]) -> None:
+    """On a Hopper, as explain says without one."""
+    model, x = Attention(Window(64, 64)).bfloat16(), torch.randn(1, 1024, 64, dtype=torch.bfloat16)
+    found = explain(model, (x,), {}, "train", Settings(**{"target": "sm_90a", **how}))
+    assert [mask["hides"] for graph in found["graphs"] for mask in graph["masks"]] == (
+        [] if how else ["all other tokens but 64 before and 64 behind"]
+    )
 
 
 def test_rows_that_begin_at_odd_places_stay_with_cudnn() -> None:
