@@ -263,16 +263,29 @@ def test_torchs_kernel_stays(name: str) -> None:
 
 def test_a_backward_of_another_graphs_forward_keeps_its_mask() -> None:
     graph = FAR()
-    backward = next(call for call in masks.masked(graph) if call.is_backward)
-    with graph.inserting_before(next(iter(graph.nodes))):
-        out, sums = graph.placeholder("out"), graph.placeholder("sums")
-    for new, name in ((out, "out"), (sums, "logsumexp")):
-        new.meta["val"] = backward.given[name].meta["val"]
-    with graph.inserting_after(backward.node):
-        other = graph.node_copy(backward.node, lambda n: n)
-    other.args = tuple({backward.given["out"]: out, backward.given["logsumexp"]: sums}.get(a, a) for a in other.args)
+    backward = next(call.node for call in masks.masked(graph) if call.is_backward)
+    with graph.inserting_after(backward):
+        other = graph.node_copy(backward, lambda n: n)
+    for made in other.all_input_nodes:
+        if made.target is operator.getitem:
+            with graph.inserting_before(next(iter(graph.nodes))):
+                given = graph.placeholder(f"given_{made.name}")
+            given.meta["val"] = made.meta["val"]
+            other.replace_input_with(made, given)
     masks.skip_masks(graph, windows=True)
     assert not any(n.target in (WINDOWED, WINDOWED_BACKWARD) for n in graph.nodes)
+
+
+def test_results_lie_as_torchs_did() -> None:
+    graph = FAR()
+    (forward,) = (call.node for call in masks.masked(graph) if not call.is_backward)
+    result = next(n for n in forward.users if n.args[1] == 0)
+    with result.meta["val"].fake_mode:
+        by_token = torch.empty_like(result.meta["val"].transpose(1, 2).contiguous()).transpose(1, 2)
+    result.meta["val"] = by_token
+    assert len(rewritten(graph)) == 2
+    out = graph.output_node().args[0][0]  # type: ignore[index, union-attr]
+    assert isinstance(out, fx.Node) and out.meta["val"].stride() == by_token.stride()
 
 
 @pytest.mark.parametrize("how", [{}, {"disable": frozenset({"windows"})}, {"target": "reference"}])
