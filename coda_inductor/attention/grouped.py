@@ -37,8 +37,9 @@ one takes as many as of queries."""
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Attention that read repeated keys: its node, the shape of its queries, how many of their heads share keys and
-    values, the user's line, and the operations that nobody runs any more, of the backward, too."""
+    """Attention that read repeated keys, or copies: its node, the shape of its queries, how many of their heads share
+    keys and values (1 if only copies went), the user's line, and the operations that nobody runs any more, of the
+    backward, too."""
 
     node: str
     shape: str
@@ -50,6 +51,11 @@ class Grouped:
     def name(self) -> str:
         """Its own, among those who absorb operations."""
         return f"grouped {self.node}"
+
+    @property
+    def what(self) -> str:
+        """How it is read now, for people."""
+        return f"read once by {self.heads} heads" if self.heads > 1 else "read without a copy"
 
     @classmethod
     def of(cls, call: Call, heads: int, gone: Sequence[str]) -> Grouped:

@@ -17,11 +17,9 @@ from coda_inductor.attention.calls import Call
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes, Ids, Misfit
 from coda_inductor.patterns.graph import aten
-from coda_inductor.patterns.layout import TRANSPOSES
+from coda_inductor.patterns.layout import ALIGNED, TRANSPOSES
 from coda_inductor.patterns.sizes import ONE, Size, size_of
 
-ALIGNED = 16
-"""Bytes."""
 GRADIENTS = {"key": 1, "value": 2}
 """Which result of the backward is whose gradient."""
 

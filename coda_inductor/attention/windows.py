@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from coda_inductor.attention.calls import OPERANDS, Call
-from coda_inductor.attention.repeats import ALIGNED
 from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD, pairs
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.sizes import size_of
+from coda_inductor.patterns.layout import in_steps
 from coda_inductor.write.strides import restrided
 from coda_inductor.write.writing import Writing
 
@@ -114,15 +113,9 @@ def gains(call: Call, window: Window) -> bool:
         return False
     if any(x.dtype not in DTYPES for x in (query, *others)):
         return False
-    if not all(even(x) for x in (query, *others, *(n.meta["val"] for n in filter(None, [call.gradient])))):
+    if not all(in_steps(x) for x in (query, *others, *(n.meta["val"] for n in filter(None, [call.gradient])))):
         return False
     return tokens >= TOKENS and window.share(tokens) <= SEEN
-
-
-def even(value: Tensor) -> bool:
-    """Do its rows begin in steps of 16 bytes, as flash attention reads them?"""
-    step = size_of(ALIGNED // value.element_size())
-    return all(size_of(n).over(step) is not None for n in (*value.stride()[:-1], value.storage_offset()))
 
 
 def write(graph: fx.Graph, step: Step, window: Window) -> None:

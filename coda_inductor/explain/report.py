@@ -11,6 +11,7 @@ from coda_inductor.codegen.target import TARGETS
 from coda_inductor.explain.modules import pattern, starred
 
 Facts = dict[str, Any]
+IN_PLACE = "what was copied for it alone is read where it lies"
 PASSES = "left to Inductor, with the first condition that failed"
 ESTIMATE = "estimated: bytes over measured bandwidth; says nothing of the step"
 COVERAGE = "the share of the bytes before that no kernel moves any more"
@@ -41,7 +42,8 @@ def render(report: Facts, every: bool = False) -> str:
         ]
         heads = Counter((a["shape"], a["heads"], a["source"]) for a in graph["grouped"])
         lines += [
-            f"  keys and values that {each} heads share are read once in {plural(n, 'attention')} {shape}  {place(at)}"
+            f"  {f'keys and values that {each} heads share are read once' if each > 1 else IN_PLACE} in "
+            f"{plural(n, 'attention')} {shape}  {place(at)}"
             for (shape, each, at), n in heads.items()
         ]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])

@@ -78,7 +78,7 @@ def told(done: Report | CodaError | None) -> str:
     parts += ["".join(f"{c.what}: {c.node} {c.shape}  {c.source}\n" for c in done.casts)]
     parts += ["".join(f"in {b.count} blocks: {b.node} {b.shape}  {b.source}\n" for b in done.blocks)]
     parts += ["".join(f"mask that hides {m.hides}: {m.node} {m.shape}  {m.source}\n" for m in done.masks)]
-    parts += ["".join(f"read once by {a.heads} heads: {a.node} {a.shape}  {a.source}\n" for a in done.grouped)]
+    parts += ["".join(f"{a.what}: {a.node} {a.shape}  {a.source}\n" for a in done.grouped)]
     parts += ["".join(f"refused: {r.node}: {r.reason}  {r.source}\n" for r in done.refused)]
     return "\n".join(filter(None, parts)) or "left to Inductor: no region\n"
 

@@ -56,7 +56,7 @@ class Report:
     masks: tuple[Mask, ...] = ()
     """Masks that attention reads no more, since they hide exactly the later tokens, or nothing."""
     grouped: tuple[Grouped, ...] = ()
-    """Attention that reads keys and values once which were repeated for several heads."""
+    """Attention that reads keys and values once which were repeated for several heads, or what was copied."""
     rewrote: bool = False
     """Is the graph another than it was?"""
     seconds: float = 0.0

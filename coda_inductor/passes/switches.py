@@ -25,7 +25,8 @@ PASSES = {
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
     MASKS: "no Region: attention reads no mask that hides the later tokens, or nothing, as transformers builds it",
     WINDOWS: "no Region: attention by a mask that shows a window of tokens is torch's flash attention without a mask",
-    GROUPED: "no Region: keys and values that are repeated for several heads are read once by all of them",
+    GROUPED: "no Region: keys and values that are repeated for several heads are read once by all of them, and nothing "
+    "is copied for attention to read",
     COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones",
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns",

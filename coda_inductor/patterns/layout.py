@@ -20,6 +20,10 @@ TRANSPOSES = frozenset({aten.permute.default, aten.t.default, aten.transpose.int
 """What may turn a matrix into its transpose, without a copy."""
 
 
+ALIGNED = 16
+"""Bytes."""
+
+
 def strides(value: Tensor) -> Strides:
     """The tensor's strides."""
     return tuple(None if size_of(n) == ONE else size_of(s) for s, n in zip(value.stride(), value.shape, strict=True))
@@ -46,6 +50,12 @@ def without_gaps(value: Tensor, order: Sequence[int]) -> bool:
                 return False
             expected = expected * shape[d]
     return True
+
+
+def in_steps(value: Tensor) -> bool:
+    """Do its rows begin in steps of 16 bytes, as kernels read them?"""
+    step = size_of(max(ALIGNED // value.element_size(), 1))
+    return all(size_of(n).over(step) is not None for n in (*value.stride()[:-1], value.storage_offset()))
 
 
 def in_rows(node: fx.Node, width: Size) -> bool:

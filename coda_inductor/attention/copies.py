@@ -1,0 +1,79 @@
+"""Attention reads queries, keys and values where they lie, not copies that have the heads first.
+
+Whisper of transformers writes `k.view(...).transpose(1, 2).contiguous()`, as much code does. torch's kernels read rows
+that lie anywhere. Their result lies as the queries do: then by token, as the next product reads it. So its copy also
+goes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from coda_inductor.attention.calls import OPERANDS, Call, attention
+from coda_inductor.attention.grouped import (
+    TAKE_FEWER,
+    Grouped,
+    in_their_order,
+    same_once_compiled,
+    users_memory,
+)
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.constants import of_memory_that_is_written
+from coda_inductor.patterns.effects import ordered
+from coda_inductor.patterns.layout import in_steps, major_to_minor, without_gaps
+from coda_inductor.patterns.sizes import ONE, size_of
+from coda_inductor.write.strides import OutputStrides
+from coda_inductor.write.writing import Writing
+
+
+def read_in_place(graph: fx.Graph) -> tuple[Grouped, ...]:
+    """Has attention read what is copied for it alone, in place."""
+    copies = copied(graph)
+    if not copies:
+        return ()
+    overwritten, theirs = of_memory_that_is_written(graph), users_memory(graph)
+    layouts = OutputStrides(graph)
+    still, gone = in_their_order(layouts), defaultdict[fx.Node, list[str]](list)
+    for copy, calls in copies.items():
+        source = copy.all_input_nodes[0]
+        if source in overwritten or not still.isdisjoint(call.node for call in calls) or not readable(source):
+            continue
+        if any(call.is_backward for call in calls):
+            value = source.meta["val"]  # a part of a larger tensor would keep all of it
+            if not without_gaps(value, major_to_minor(value)) or not theirs.isdisjoint(same_once_compiled(source)):
+                continue
+        for call in calls:
+            call.node.replace_input_with(copy, source)
+        forward = next((call.node for call in calls if not call.is_backward), calls[0].node)
+        gone[forward].append(copy.name)
+    if gone:
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+        layouts.restore(Writing(graph, graph.output_node()).call)
+    return tuple(Grouped.of(Call(node), 1, names) for node, names in gone.items())
+
+
+def copied(graph: fx.Graph) -> dict[fx.Node, list[Call]]:
+    """The copies that attention alone reads, as queries, keys or values, and who reads each. Kernels that take fewer
+    heads of keys than of queries are also those whose operands may lie anywhere."""
+    found, calls = dict[fx.Node, list[Call]](), list(attention(graph))
+    readers = {call.node: call for call in calls if call.node.target._schema.name in TAKE_FEWER}  # type: ignore[union-attr]
+    for node in graph.nodes:
+        its = [readers[user] for user in node.users if user in readers]
+        alone = node.target in g.COPIES and its and len(its) == len(node.users)
+        if alone and all(as_operands(node, call) for call in its):
+            found[node] = its
+    return found
+
+
+def as_operands(node: fx.Node, call: Call) -> bool:
+    """Does the operation read the node as nothing else, as the gradient?"""
+    return sum(a is node for a in call.node.args) == sum(call.given[name] is node for name in OPERANDS)
+
+
+def readable(node: fx.Node) -> bool:
+    """Do rows lie in one piece, begin in steps of 16 bytes, and each in a place of its own?"""
+    value = node.meta["val"]
+    apart = all(size_of(n).coefficient != 0 for n in value.stride()[:-1])
+    return apart and size_of(value.stride(-1)) == ONE and in_steps(value)
