@@ -8,8 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import REFERENCE, Ran, close, run
+from cuda_attention import on_cuda
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from coda_inductor.attention.calls import attention
+from coda_inductor.attention.copies import copied
 
 pytestmark = pytest.mark.usefixtures("uncached")
 B, T, HEADS, SIZE = 2, 24, 4, 16
@@ -57,10 +61,19 @@ class Read(Whisper):
 
 
 class Ragged(Whisper):
-    """Rows begin at places that are no multiples of 16 bytes, or columns lie in rows."""
+    """Rows begin at places that are no multiples of 16 bytes, or columns lie in rows, numbers lie apart, or all samples
+    are one."""
 
     def laid(self, x: Tensor) -> Tensor:
-        x = torch.cat([x, x[..., :1]], -1) if self.how == "odd" else x.transpose(1, 2).contiguous().transpose(1, 2)
+        match self.how:
+            case "odd":
+                x = torch.cat([x, x[..., :1]], -1)
+            case "columns":
+                x = x.transpose(1, 2).contiguous().transpose(1, 2)
+            case "apart":
+                x = torch.stack([x, x.sin()], -1).flatten(2)[..., ::2]
+            case "one":
+                x = x[:1].expand(B, -1, -1)
         heads: Tensor = x[..., :WIDTH].unflatten(-1, (HEADS, SIZE))
         return heads.transpose(1, 2).contiguous()
 
@@ -88,6 +101,15 @@ class Heads(Whisper):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.laid(w(x)) for w in (self.q, self.k, self.v))
         return F.scaled_dot_product_attention(q, k, v)
+
+
+class Shared(Whisper):
+    """Two results share memory: neither can lie in another order."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (self.laid(w(x)) for w in (self.q, self.k, self.v))
+        made = F.scaled_dot_product_attention(q, k, v)
+        return made, made[:, 0]
 
 
 class Checkpointed(Whisper):
@@ -144,7 +166,7 @@ def test_a_copy_that_is_read_elsewhere_stays(grad: bool) -> None:
     assert compared(Read(), grad=grad) == 2
 
 
-@pytest.mark.parametrize("how", ["odd", "columns"])
+@pytest.mark.parametrize("how", ["odd", "columns", "apart", "one"])
 def test_rows_that_kernels_cannot_read_are_copied(how: str) -> None:
     assert compared(Ragged(how), grad=False) == 0
 
@@ -163,6 +185,21 @@ def test_a_result_lies_as_it_did(grad: bool) -> None:
     model = Heads()
     model.o = nn.Identity()  # type: ignore[assignment]
     compared(model, grad=grad)
+
+
+def test_results_that_share_memory_lie_as_they_did() -> None:
+    assert compared(Shared(), grad=False) == 0
+
+
+def test_a_copy_of_the_gradient_stays() -> None:
+    graph = on_cuda("cudnn")
+    *_, gradient = graph.find_nodes(op="placeholder")
+    backward = next(call.node for call in attention(graph) if call.is_backward)
+    with graph.inserting_before(backward):
+        copy = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+    copy.meta["val"] = gradient.meta["val"]
+    backward.replace_input_with(gradient, copy)
+    assert copied(graph) == {}
 
 
 def test_with_a_length_of_symbols() -> None:
