@@ -21,9 +21,9 @@ from coda_inductor.attention.grouped import (
 )
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.constants import of_memory_that_is_written
-from coda_inductor.patterns.effects import ordered
-from coda_inductor.patterns.layout import in_steps, major_to_minor, without_gaps
-from coda_inductor.patterns.sizes import ONE, size_of
+from coda_inductor.patterns.effects import base, ordered
+from coda_inductor.patterns.layout import in_steps
+from coda_inductor.patterns.sizes import ONE, product, size_of
 from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.writing import Writing
 
@@ -40,10 +40,9 @@ def read_in_place(graph: fx.Graph) -> tuple[Grouped, ...]:
         source = copy.all_input_nodes[0]
         if source in overwritten or not still.isdisjoint(call.node for call in calls) or not readable(source):
             continue
-        if any(call.is_backward for call in calls):
-            value = source.meta["val"]  # a part of a larger tensor would keep all of it
-            if not without_gaps(value, major_to_minor(value)) or not theirs.isdisjoint(same_once_compiled(source)):
-                continue
+        kept = any(call.is_backward for call in calls)
+        if kept and not (whole(source) and theirs.isdisjoint(same_once_compiled(source))):
+            continue
         for call in calls:
             call.node.replace_input_with(copy, source)
         forward = next((call.node for call in calls if not call.is_backward), calls[0].node)
@@ -70,6 +69,11 @@ def copied(graph: fx.Graph) -> dict[fx.Node, list[Call]]:
 def as_operands(node: fx.Node, call: Call) -> bool:
     """Does the operation read the node as nothing else, as the gradient?"""
     return sum(a is node for a in call.node.args) == sum(call.given[name] is node for name in OPERANDS)
+
+
+def whole(node: fx.Node) -> bool:
+    """Is the node all of its memory? Of a part of a larger tensor the backward would keep all."""
+    return product(g.sizes(base(node))) == product(g.sizes(node))
 
 
 def readable(node: fx.Node) -> bool:

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.core.errors import Unsupported
-from coda_inductor.patterns.effects import may_view, storage
+from coda_inductor.patterns.effects import draws, may_view, storage
 from coda_inductor.patterns.graph import aten, source_line
 from coda_inductor.patterns.layout import Strides, major_to_minor, strides, without_gaps
 from coda_inductor.patterns.sizes import ONE, size_of
 from coda_inductor.write.aliases import give_back, returned, sharing
+from coda_inductor.write.writing import Writing
 
 Layout = tuple[Strides, ...]
 """Of every tensor that a node computes."""
@@ -45,6 +47,7 @@ class OutputStrides:
         self.graph = graph
         self.inputs = {node: read_by(node) for node in graph.nodes if node.op == "call_function"}
         self.memory = {node: read_from(node) for node in self.inputs}
+        self.seen = {node: [n.meta.get("val") for n in node.all_input_nodes] for node in graph.nodes if sees(node)}
         self.held = [node.meta.get("val") for node in graph.nodes]  # or another tensor might be taken for one of them
         self.sharing = sharing(graph)
         self.outputs = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned(graph)]
@@ -65,6 +68,17 @@ class OutputStrides:
             raise Unsupported("results that share memory would lie in another order", where=source_line(node))
         return new
 
+    def _as_they_lay(self, node: fx.Node) -> None:
+        """Has an operation that sees how its inputs lie read them as they lay. Raises Unsupported where it may see more
+        than them."""
+        for source, old in zip(node.all_input_nodes, self.seen.get(node, ()), strict=False):
+            if not isinstance(old, Tensor) or layout(source) == (strides(old),):
+                continue
+            copy = restrided(source, old, Writing(self.graph, node).call)
+            if strides(copy.meta["val"]) != strides(old) or size_of(old.storage_offset()) != NONE:
+                raise Unsupported("it reads by the place in memory what would lie otherwise", where=source_line(node))
+            node.replace_input_with(source, copy)
+
     def propagate(self) -> None:
         """Computes the fake values of kept nodes anew, where what they read has another order now."""
         changed, made = set[fx.Node](), set[fx.Node]()
@@ -73,12 +87,14 @@ class OutputStrides:
                 node.target, torch._ops.OpOverload | type(operator.getitem)
             ):
                 continue
+            if sees(node):
+                self._as_they_lay(node)
             moved = not changed.isdisjoint(node.all_input_nodes) or self.inputs.get(node) not in (None, read_by(node))
             apart = not made.isdisjoint(node.all_input_nodes) or self.memory.get(node) != read_from(node)
             if not moved and not (apart and may_view(node)):
                 continue
             before = layout(node)
-            target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+            target: Any = aten.reshape.default if node.target in RESHAPES else node.target
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             with unguarded(node):
                 node.meta["val"] = target(*args, **kwargs)
@@ -87,6 +103,15 @@ class OutputStrides:
                 node.target = target  # it copies now
             if layout(node) != before:
                 changed.add(node)
+
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+NONE = size_of(0)
+
+
+def sees(node: fx.Node) -> bool:
+    """Does the operation read by the place in memory? So do draws of torch's own, which are made in that order."""
+    return node.target is aten.as_strided.default or (inductor_config.fallback_random and draws(node))
 
 
 def unguarded(node: fx.Node) -> Any:

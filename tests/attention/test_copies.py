@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from compiling import REFERENCE, Ran, close, run
 from cuda_attention import on_cuda
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.attention.calls import attention
@@ -112,6 +113,27 @@ class Shared(Whisper):
         return made, made[:, 0]
 
 
+class InMemory(Whisper):
+    """What is made of the result is read by its place in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.laid(w(x)) for w in (self.q, self.k, self.v))
+        made = F.scaled_dot_product_attention(q, k, v)
+        if self.how == "drawn":
+            return self.o(F.dropout(made, 0.5, True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        made = made.sin() + 1 if self.how == "behind" else made
+        return torch.as_strided(made, (B * T, WIDTH), (WIDTH, 1)).cos() @ self.o.weight
+
+
+class Parts(Whisper):
+    """Parts that are dense by themselves, of products of more tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = torch.cat([x] * 7)
+        q, k, v = (self.laid(w(more)[:B]) for w in (self.q, self.k, self.v))
+        return self.attention(q, k, v)
+
+
 class Checkpointed(Whisper):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False) + x  # type: ignore[no-any-return]
@@ -130,6 +152,7 @@ def compared(model: nn.Module, *, grad: bool, overwrite: bool = False) -> int:
     for compile_it in (False, True):
         model.zero_grad(set_to_none=True)
         leaf = x.clone().requires_grad_(grad)
+        torch.manual_seed(1)
         with torch.set_grad_enabled(grad):
             ran = run(model, leaf, grad=grad, options=REFERENCE) if compile_it else None
             made = model(leaf) if ran is None else ran.output
@@ -159,6 +182,17 @@ def test_under_checkpointing() -> None:
 @pytest.mark.parametrize(("grad", "copies"), [(False, 3), (True, 0)])
 def test_parts_of_one_product(grad: bool, copies: int) -> None:
     assert compared(Packed(), grad=grad) == copies
+
+
+def test_dense_parts_of_products() -> None:
+    assert compared(Parts(), grad=True) == 0 and compared(Parts(), grad=False) == 3
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("how", ["itself", "behind", "drawn"])
+def test_what_is_read_by_its_place_in_memory(how: str, grad: bool) -> None:
+    with inductor_config.patch(fallback_random=True):
+        compared(InMemory(how), grad=grad)
 
 
 @pytest.mark.parametrize("grad", [False, True])
