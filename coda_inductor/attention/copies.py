@@ -12,18 +12,12 @@ from collections import defaultdict
 from torch import fx
 
 from coda_inductor.attention.calls import OPERANDS, Call, attention
-from coda_inductor.attention.grouped import (
-    TAKE_FEWER,
-    Grouped,
-    in_their_order,
-    same_once_compiled,
-    users_memory,
-)
+from coda_inductor.attention.grouped import TAKE_FEWER, Grouped
+from coda_inductor.attention.sources import Sources, in_their_order
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.constants import of_memory_that_is_written
 from coda_inductor.patterns.effects import base, ordered
-from coda_inductor.patterns.layout import in_steps
-from coda_inductor.patterns.sizes import ONE, product, size_of
+from coda_inductor.patterns.layout import side_by_side
+from coda_inductor.patterns.sizes import product
 from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.writing import Writing
 
@@ -33,15 +27,13 @@ def read_in_place(graph: fx.Graph) -> tuple[Grouped, ...]:
     copies = copied(graph)
     if not copies:
         return ()
-    overwritten, theirs = of_memory_that_is_written(graph), users_memory(graph)
-    layouts = OutputStrides(graph)
+    safe, layouts = Sources.of(graph).safe, OutputStrides(graph)
     still, gone = in_their_order(layouts), defaultdict[fx.Node, list[str]](list)
     for copy, calls in copies.items():
         source = copy.all_input_nodes[0]
-        if source in overwritten or not still.isdisjoint(call.node for call in calls) or not readable(source):
+        if not still.isdisjoint(call.node for call in calls) or not side_by_side(source.meta["val"], -1):
             continue
-        kept = any(call.is_backward for call in calls)
-        if kept and not (whole(source) and theirs.isdisjoint(same_once_compiled(source))):
+        if not safe([source], calls) or (any(call.is_backward for call in calls) and not whole(source)):
             continue
         for call in calls:
             call.node.replace_input_with(copy, source)
@@ -74,10 +66,3 @@ def as_operands(node: fx.Node, call: Call) -> bool:
 def whole(node: fx.Node) -> bool:
     """Is the node all of its memory? Of a part of a larger tensor the backward would keep all."""
     return product(g.sizes(base(node))) == product(g.sizes(node))
-
-
-def readable(node: fx.Node) -> bool:
-    """Do rows lie in one piece, begin in steps of 16 bytes, and each in a place of its own?"""
-    value = node.meta["val"]
-    apart = all(size_of(n).coefficient != 0 for n in value.stride()[:-1])
-    return apart and size_of(value.stride(-1)) == ONE and in_steps(value)

@@ -8,21 +8,19 @@ the backward, and the gradients come as sums over the heads of a group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
 from coda_inductor.attention.calls import WINDOWS, Call, attention
 from coda_inductor.attention.repeats import GRADIENTS, Repeated, Summed, chains, repeated, summed
+from coda_inductor.attention.sources import Sources, in_their_order
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.constants import of_memory_that_is_written
-from coda_inductor.patterns.effects import Memory, draws, ordered
+from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten
-from coda_inductor.patterns.layout import major_to_minor, without_gaps
-from coda_inductor.patterns.sizes import ONE, product
-from coda_inductor.write.aliases import returned
+from coda_inductor.patterns.sizes import ONE
 from coda_inductor.write.strides import OutputStrides, restrided, unguarded
 from coda_inductor.write.writing import Writing
 
@@ -54,8 +52,10 @@ class Grouped:
 
     @property
     def what(self) -> str:
-        """How it is read now, for people."""
-        return f"read once by {self.heads} heads" if self.heads > 1 else "read without a copy"
+        """What is read where, for people."""
+        if self.heads == 1:
+            return "what was copied for it alone is read where it lies"
+        return f"keys and values that {self.heads} heads share are read once"
 
     @classmethod
     def of(cls, call: Call, heads: int, gone: Sequence[str]) -> Grouped:
@@ -72,17 +72,14 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
     sources = {nodes: tuple(repeated(n, calls) for n in nodes) for nodes, calls in together.items()}
     if not any(map(all, sources.values())):
         return ()
-    overwritten, seen, found = of_memory_that_is_written(graph), users_memory(graph), list[Grouped]()
+    safe, found = Sources.of(graph).safe, list[Grouped]()
     layouts = OutputStrides(graph)
     still = in_their_order(layouts)
     for nodes, calls in together.items():
         key, value = sources[nodes]
         if key is None or value is None or key.times != value.times:
             continue
-        kept = (key.read[0], value.read[0]) if any(call.is_backward for call in calls) else ()
-        if any(not seen.isdisjoint(same_once_compiled(source)) for source in kept):
-            continue
-        if not overwritten.isdisjoint(key.read + value.read):
+        if not safe(key.read, calls) or not safe(value.read, calls):
             continue
         sums = [summed(call, key.times) for call in calls]
         if all(map(takes_fewer, calls)) and None not in sums:
@@ -94,40 +91,6 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
         layouts.restore(Writing(graph, graph.output_node()).call)
     return tuple(found)
-
-
-def users_memory(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes in memory that the user has, as inputs and results. They may overwrite it before the backward reads it:
-    a copy for every head is safe from that."""
-    memory = Memory(graph)
-    theirs = {memory.of(n) for n in (*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes)}
-    return frozenset(n for n in graph.nodes if memory.of(n) in theirs)
-
-
-def same_once_compiled(source: fx.Node) -> set[fx.Node]:
-    """What may be the source's memory in the end: all that is as long, and made of each other. Inductor drops copies
-    that change nothing, as `clone`, or `cat` of one; and what is made of an input may be made again of that."""
-    size, dtype = product(g.sizes(source)), source.meta["val"].dtype
-
-    def alike(node: fx.Node) -> bool:
-        value = g.tensor(node)
-        return value is not None and value.dtype == dtype and product(g.sizes(node)) == size
-
-    def beside(node: fx.Node) -> Iterator[fx.Node]:
-        return filter(alike, (*node.users, *(() if node.target in g.PRODUCTS else node.all_input_nodes)))
-
-    return g.reached([source], beside)
-
-
-def in_their_order(layouts: OutputStrides) -> set[fx.Node]:
-    """What results are made of that cannot be copied into another order: those that share memory, or have gaps."""
-    found = list[fx.Node]()
-    for node, val, where in zip(returned(layouts.graph), layouts.outputs, layouts.sharing, strict=True):
-        if isinstance(node, fx.Node) and isinstance(val, Tensor):
-            shared = isinstance(where, str) or layouts.sharing.count(where) > 1
-            if shared or not without_gaps(val, major_to_minor(val)):
-                found.append(node)
-    return g.reached(found, lambda n: n.all_input_nodes)
 
 
 def takes_fewer(call: Call) -> bool:

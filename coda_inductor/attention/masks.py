@@ -85,8 +85,7 @@ def skip_masks(graph: fx.Graph, windows: bool = False) -> tuple[Mask, ...]:
 
 def rewritten(graph: fx.Graph, calls: list[Call], window: Window, windows: bool) -> bool:
     """Has the operations give the same without their mask, if they can."""
-    alike = all(square(call) and scaled(call.given) and not draws(call.node) for call in calls)
-    if windows and alike and by_window(calls, window) and (both := steps(calls)):
+    if windows and all(map(hides_alike, calls)) and by_window(calls, window) and (both := steps(calls)):
         for step in both:
             write(graph, step, window)
         return True
@@ -119,10 +118,14 @@ def hiding(call: Call) -> float:
 
 
 def skips(call: Call, window: Window) -> bool:
-    """Does the operation without the mask give the same? What drops scores draws for each by its place, whatever the
-    mask; it stays where more than the mask would change."""
-    causal = square(call) and scaled(call.given) and not draws(call.node)
-    return (causal or window == NOTHING) and same_results(call, window)
+    """Does the operation without the mask give the same?"""
+    return (window == NOTHING or hides_alike(call)) and same_results(call, window)
+
+
+def hides_alike(call: Call) -> bool:
+    """Does a kernel that hides tokens by their places hide as the mask does? What drops scores draws for each by its
+    place, whatever the mask; it stays where more than the mask would change."""
+    return square(call) and scaled(call.given) and not draws(call.node)
 
 
 def scaled(given: dict[str, Any]) -> bool:

@@ -17,8 +17,8 @@ from coda_inductor.attention.calls import Call
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes, Ids, Misfit
 from coda_inductor.patterns.graph import aten
-from coda_inductor.patterns.layout import ALIGNED, TRANSPOSES
-from coda_inductor.patterns.sizes import ONE, Size, size_of
+from coda_inductor.patterns.layout import TRANSPOSES, side_by_side
+from coda_inductor.patterns.sizes import ONE, Size
 
 GRADIENTS = {"key": 1, "value": 2}
 """Which result of the backward is whose gradient."""
@@ -72,20 +72,12 @@ def repeated(node: fx.Node, calls: Sequence[Call]) -> Repeated | None:
     except Misfit:
         return None
     order, times = once(dims, own, own[dim]), sizes[dim]
-    if order is None or times.powers or not side_by_side(node, [d for d in order if own[d] and d != dim]):
+    if order is None or times.powers:
+        return None
+    rows = [d for d in order if own[d] and d != dim]
+    if not rows or not side_by_side(node.args[0].meta["val"], rows[-1]):  # type: ignore[union-attr]
         return None
     return Repeated(node, tuple(way), order, times.coefficient)
-
-
-def side_by_side(expand: fx.Node, order: Sequence[int]) -> bool:
-    """Do the numbers of the last dimension lie side by side in memory, and what begins a row in steps of 16 bytes, as
-    kernels read them? A copy's do."""
-    value = expand.args[0].meta["val"]  # type: ignore[union-attr]
-    step = Size(max(ALIGNED // value.element_size(), 1))
-    rows, start = [size_of(value.stride(d)) for d in order[:-1]], size_of(value.storage_offset())
-    if not order or any(row.coefficient == 0 for row in rows) or any(n.over(step) is None for n in (*rows, start)):
-        return False
-    return size_of(value.stride(order[-1])) == ONE
 
 
 def repeats(node: fx.Node) -> int | None:

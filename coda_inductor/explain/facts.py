@@ -125,7 +125,10 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         ],
         "blocks": [dataclasses.asdict(b) for b in report.blocks],
         "masks": [{"node": m.node, "shape": m.shape, "hides": m.hides, "source": m.source} for m in report.masks],
-        "grouped": [{"node": a.node, "shape": a.shape, "heads": a.heads, "source": a.source} for a in report.grouped],
+        "grouped": [
+            {"node": a.node, "shape": a.shape, "heads": a.heads, "what": a.what, "source": a.source}
+            for a in report.grouped
+        ],
         "casts": [{"node": c.node, "shape": c.shape, "what": c.what, "source": c.source} for c in report.casts],
     }
     beside = sum(r["bytes_after"] for r in regions)

@@ -11,7 +11,6 @@ from coda_inductor.codegen.target import TARGETS
 from coda_inductor.explain.modules import pattern, starred
 
 Facts = dict[str, Any]
-IN_PLACE = "what was copied for it alone is read where it lies"
 PASSES = "left to Inductor, with the first condition that failed"
 ESTIMATE = "estimated: bytes over measured bandwidth; says nothing of the step"
 COVERAGE = "the share of the bytes before that no kernel moves any more"
@@ -40,12 +39,8 @@ def render(report: Facts, every: bool = False) -> str:
             f"  {plural(n, 'mask')} {shape} left out, which {'hides' if n == 1 else 'hide'} {what}  {place(at)}"
             for (shape, what, at), n in masks.items()
         ]
-        heads = Counter((a["shape"], a["heads"], a["source"]) for a in graph["grouped"])
-        lines += [
-            f"  {f'keys and values that {each} heads share are read once' if each > 1 else IN_PLACE} in "
-            f"{plural(n, 'attention')} {shape}  {place(at)}"
-            for (shape, each, at), n in heads.items()
-        ]
+        read = Counter((a["shape"], a["what"], a["source"]) for a in graph["grouped"])
+        lines += [f"  {what} in {plural(n, 'attention')} {shape}  {place(at)}" for (shape, what, at), n in read.items()]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (

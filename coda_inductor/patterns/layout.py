@@ -52,10 +52,19 @@ def without_gaps(value: Tensor, order: Sequence[int]) -> bool:
     return True
 
 
-def in_steps(value: Tensor) -> bool:
-    """Do its rows begin in steps of 16 bytes, as kernels read them?"""
-    step = size_of(max(ALIGNED // value.element_size(), 1))
-    return all(size_of(n).over(step) is not None for n in (*value.stride()[:-1], value.storage_offset()))
+def in_steps(value: Tensor, along: int = -1) -> bool:
+    """Do its rows along a dimension begin in steps of 16 bytes, as kernels read them?"""
+    step, apart = size_of(max(ALIGNED // value.element_size(), 1)), list(strides(value))
+    del apart[along]
+    return all(n is None or n.over(step) is not None for n in (*apart, size_of(value.storage_offset())))
+
+
+def side_by_side(value: Tensor, along: int) -> bool:
+    """Do the numbers of rows along a dimension lie side by side, each row in a place of its own, and do rows begin in
+    steps of 16 bytes, as kernels read them? A copy's do."""
+    found = strides(value)
+    apart = all(n is None or n.coefficient != 0 for n in found)
+    return apart and found[along] == ONE and in_steps(value, along)
 
 
 def in_rows(node: fx.Node, width: Size) -> bool:

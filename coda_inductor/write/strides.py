@@ -75,7 +75,7 @@ class OutputStrides:
             if not isinstance(old, Tensor) or layout(source) == (strides(old),):
                 continue
             copy = restrided(source, old, Writing(self.graph, node).call)
-            if strides(copy.meta["val"]) != strides(old) or size_of(old.storage_offset()) != NONE:
+            if strides(copy.meta["val"]) != strides(old) or size_of(old.storage_offset()) != START:
                 raise Unsupported("it reads by the place in memory what would lie otherwise", where=source_line(node))
             node.replace_input_with(source, copy)
 
@@ -106,7 +106,8 @@ class OutputStrides:
 
 
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
-NONE = size_of(0)
+START = size_of(0)
+"""The offset of what begins where its memory does."""
 
 
 def sees(node: fx.Node) -> bool:

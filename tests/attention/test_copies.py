@@ -192,7 +192,7 @@ def test_dense_parts_of_products() -> None:
 @pytest.mark.parametrize("how", ["itself", "behind", "drawn"])
 def test_what_is_read_by_its_place_in_memory(how: str, grad: bool) -> None:
     with inductor_config.patch(fallback_random=True):
-        compared(InMemory(how), grad=grad)
+        assert compared(InMemory(how), grad=grad) == 3
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -218,7 +218,7 @@ def test_what_the_graph_overwrites_is_copied() -> None:
 def test_a_result_lies_as_it_did(grad: bool) -> None:
     model = Heads()
     model.o = nn.Identity()  # type: ignore[assignment]
-    compared(model, grad=grad)
+    assert compared(model, grad=grad) == 3
 
 
 def test_results_that_share_memory_lie_as_they_did() -> None:
