@@ -59,7 +59,7 @@ def copied(graph: fx.Graph) -> dict[fx.Node, list[Call]]:
 
 
 def as_operands(node: fx.Node, call: Call) -> bool:
-    """Does the operation read the node as nothing else, as the gradient?"""
+    """Does the operation read the node as query, key or value alone, and not as the gradient, say?"""
     return sum(a is node for a in call.node.args) == sum(call.given[name] is node for name in OPERANDS)
 
 
