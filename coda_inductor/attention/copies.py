@@ -13,7 +13,7 @@ from torch import fx
 
 from coda_inductor.attention.calls import OPERANDS, Call, attention
 from coda_inductor.attention.grouped import TAKE_FEWER, Grouped
-from coda_inductor.attention.sources import Sources, in_their_order
+from coda_inductor.attention.sources import Sources
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import base, ordered
 from coda_inductor.patterns.layout import side_by_side
@@ -28,7 +28,7 @@ def read_in_place(graph: fx.Graph) -> tuple[Grouped, ...]:
     if not copies:
         return ()
     safe, layouts = Sources.of(graph).safe, OutputStrides(graph)
-    still, gone = in_their_order(layouts), defaultdict[fx.Node, list[str]](list)
+    still, gone = layouts.fixed(), defaultdict[fx.Node, list[str]](list)
     for copy, calls in copies.items():
         source = copy.all_input_nodes[0]
         if not still.isdisjoint(call.node for call in calls) or not side_by_side(source.meta["val"], -1):

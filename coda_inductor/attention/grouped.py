@@ -16,7 +16,7 @@ from torch import fx
 
 from coda_inductor.attention.calls import WINDOWS, Call, attention
 from coda_inductor.attention.repeats import GRADIENTS, Repeated, Summed, chains, repeated, summed
-from coda_inductor.attention.sources import Sources, in_their_order
+from coda_inductor.attention.sources import Sources
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import draws, ordered
 from coda_inductor.patterns.graph import aten
@@ -74,7 +74,7 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
         return ()
     safe, found = Sources.of(graph).safe, list[Grouped]()
     layouts = OutputStrides(graph)
-    still = in_their_order(layouts)
+    still = layouts.fixed()
     for nodes, calls in together.items():
         key, value = sources[nodes]
         if key is None or value is None or key.times != value.times:

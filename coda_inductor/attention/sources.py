@@ -6,16 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
 from coda_inductor.attention.calls import Call
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.constants import of_memory_that_is_written
 from coda_inductor.patterns.effects import Memory
-from coda_inductor.patterns.layout import major_to_minor, without_gaps
 from coda_inductor.patterns.sizes import product
-from coda_inductor.write.aliases import returned
-from coda_inductor.write.strides import OutputStrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +56,3 @@ def same_once_compiled(source: fx.Node) -> set[fx.Node]:
         return filter(alike, (*node.users, *(() if node.target in g.PRODUCTS else node.all_input_nodes)))
 
     return g.reached([source], beside)
-
-
-def in_their_order(layouts: OutputStrides) -> set[fx.Node]:
-    """What results are made of that cannot be copied into another order: those that share memory, or have gaps."""
-    found = list[fx.Node]()
-    for node, val, where in zip(returned(layouts.graph), layouts.outputs, layouts.sharing, strict=True):
-        if isinstance(node, fx.Node) and isinstance(val, Tensor):
-            shared = isinstance(where, str) or layouts.sharing.count(where) > 1
-            if shared or not without_gaps(val, major_to_minor(val)):
-                found.append(node)
-    return g.reached(found, lambda n: n.all_input_nodes)

@@ -1,8 +1,7 @@
 """The pipeline: what happens to a joint graph, stage by stage; after an error the graph is as it was.
 
-Dynamo's graph arrives here after AOTAutograd and Inductor's decompositions, before partitioning and before Inductor's
-own patterns; the no_grad graph passes the same place. STAGES is the order. After each stage one verifier looks at what
-the graph overwrites, draws and shares.
+Dynamo's graph arrives here after AOTAutograd and Inductor's decompositions, before partitioning and Inductor's own
+patterns; the no_grad graph, too. STAGES is the order. After each stage one verifier looks at effects.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from coda_inductor.passes.switches import (
     FACTORS,
     GROUPED,
     JOINED,
+    LAYOUTS,
     MASKS,
     NAMES,
     PARTS,
@@ -63,6 +63,7 @@ from coda_inductor.rewrite.laws import RELU
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
 from coda_inductor.write.emit import emit
+from coda_inductor.write.features_last import put_features_last
 from coda_inductor.write.kept import keep, store
 from coda_inductor.write.remade import make_again
 from coda_inductor.write.verifying import Before, verify, verify_kept
@@ -133,8 +134,7 @@ def undefined_gradients(work: Work) -> None:
 
 
 def constant_masks(work: Work) -> None:
-    """Attention by a mask that hides the later tokens is causal; neither that is read, nor one that hides nothing or
-    shows a window."""
+    """Attention reads no mask that hides the later tokens or nothing, or shows a window."""
     if work.may(MASKS):
         work.masks = skip_masks(work.graph, work.may(WINDOWS) and work.target != "reference")
 
@@ -162,6 +162,12 @@ def dropped_signs(work: Work) -> None:
     """A gradient that asks for a sign of what is dropped out asks for that of what is left."""
     if RELU.name in laws_of(work.settings):
         read_dropped(work.graph)
+
+
+def features_last(work: Work) -> None:
+    """What convolutions hand on to norms and products lies as these read it."""
+    if work.may(LAYOUTS):
+        put_features_last(work.graph)
 
 
 def complex_products(work: Work) -> None:
@@ -304,6 +310,7 @@ STAGES: tuple[Stage, ...] = (
     undefined_gradients,
     constant_masks,
     grouped_heads,
+    features_last,
     complex_products,
     prefixes,
     casts_first,

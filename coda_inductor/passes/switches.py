@@ -37,7 +37,8 @@ PASSES = {
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",
     BLOCKS: "no Region: scores of a head and its loss, or their gradient, are made of some rows at a time",
     UNDEFINED: "no Region: the gradient of a large output beside a loss is no tensor of zeros where none reaches it",
-    LAYOUTS: "no Region: gradients of outputs that lie by token, as q, k and v, are expected so; in torch 2.13 all",
+    LAYOUTS: "no Region: what a convolution hands on to norms lies by token; gradients of outputs that lie so, as q, k "
+    "and v, are expected so, in torch 2.13 all",
 }
 NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 """What _DISABLE and _ONLY may name."""

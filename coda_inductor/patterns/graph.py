@@ -250,6 +250,12 @@ def is_view(node: fx.Node) -> bool:
     return whole or node.target in VIEWS
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Does it compute element by element, and draw nothing?"""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
 def compares(node: fx.Node) -> bool:
     """Does it ask for equal bits? The gradient of a largest value is that of the values that equal it; if none does,
     0 / 0."""

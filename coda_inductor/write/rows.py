@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
-import torch
 from torch import fx
 
 from coda_inductor.core.region import parse
@@ -244,11 +243,6 @@ def _summed(node: fx.Node, rows: int) -> Demands:
     return {found.source: Rows(k)} if {*range(k)} <= {*found.dims} else _refuse(node)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-
-
 def _in(targets: frozenset[object]) -> Callable[[fx.Node], bool]:
     return lambda node: node.target in targets
 
@@ -260,7 +254,7 @@ RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, int, int], Dema
     (_in(ALONG), _along),
     (_in(frozenset({aten.mm.default, aten.addmm.default})), _product),
     (lambda n: n.target is operator.getitem and _first(n).target is REGION, _of_region),
-    (lambda n: n.target is aten.expand.default or _is_pointwise(n) or g.is_cast(n), _pointwise),
+    (lambda n: n.target is aten.expand.default or g.is_pointwise(n) or g.is_cast(n), _pointwise),
     (lambda n: reduction(n) is not None, _reduced),
 )
 """How a result in rows is computed of its inputs: the first row whose question a node answers."""

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import draws, may_view, storage
 from coda_inductor.patterns.graph import aten, source_line
 from coda_inductor.patterns.layout import Strides, major_to_minor, strides, without_gaps
@@ -56,6 +57,17 @@ class OutputStrides:
         """Adds the copies; `call` makes a node before the output."""
         self.propagate()
         give_back(self.graph, [self._restored(i, call) for i in range(len(self.outputs))])
+
+    def fixed(self) -> set[fx.Node]:
+        """What results are made of that cannot be copied into another order: those that share memory, or have
+        gaps. Back to what lies in one order, whatever it reads."""
+        found = list[fx.Node]()
+        for node, val, where in zip(returned(self.graph), self.outputs, self.sharing, strict=True):
+            if isinstance(node, fx.Node) and isinstance(val, Tensor):
+                shared = isinstance(where, str) or self.sharing.count(where) > 1
+                if shared or not without_gaps(val, major_to_minor(val)):
+                    found.append(node)
+        return g.reached(found, lambda n: () if lies_row_by_row(n) else n.all_input_nodes)
 
     def _restored(self, i: int, call: Callable[..., fx.Node]) -> Any:
         """The i-th result in the order in memory that it had. Raises Unsupported where its memory is another's, too."""
@@ -108,6 +120,12 @@ class OutputStrides:
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 START = size_of(0)
 """The offset of what begins where its memory does."""
+
+
+def lies_row_by_row(node: fx.Node) -> bool:
+    """Is what it computes contiguous, however its inputs lie?"""
+    to_rows = node.target in g.COPIES and node.kwargs.get("memory_format") is torch.contiguous_format
+    return to_rows or node.target in g.PRODUCTS
 
 
 def sees(node: fx.Node) -> bool:
