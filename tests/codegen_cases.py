@@ -9,11 +9,10 @@ from torch import Tensor
 
 from coda_inductor.codegen.cases import *  # noqa: F403  (what other tests take from here)
 from coda_inductor.codegen.cases import CASES as CASES
-from coda_inductor.codegen.cases import OF_PAIRS
 from coda_inductor.codegen.cases_of_8_bits import EIGHT_BITS as EIGHT_BITS
 from coda_inductor.core import blocks
 from coda_inductor.core.dtypes import DTYPES
-from coda_inductor.core.ops import OPS
+from coda_inductor.core.ops import OF_PAIRS, OPS, OVER_HEAD
 from coda_inductor.core.region import Extent, Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
 
@@ -31,7 +30,7 @@ def random_region(seed: int, n: int = 24, k: int = 16) -> Region:
     lets: list[Let] = []
     chained: dict[str | float, int] = dict.fromkeys(names, 0)
     for i in range(rng.randint(1, 12)):
-        op = rng.choice([o for o, row in OPS.items() if not row.positive and o not in OF_PAIRS])
+        op = rng.choice([o for o, row in OPS.items() if not row.positive and o not in (*OF_PAIRS, OVER_HEAD)])
         args: list[str | float] = [rng.choice(names) for _ in range(OPS[op].arity)]
         if len(args) == 2 and rng.random() < 0.25:
             args[1] = rng.choice([0.0, 0.5, -1.25])

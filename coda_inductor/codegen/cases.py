@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coda_inductor.codegen.cases_of_8_bits import EIGHT_BITS
-from coda_inductor.core.ops import OPS
+from coda_inductor.core.ops import OF_PAIRS, OPS, OVER_HEAD
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
@@ -305,6 +305,48 @@ def rotary_tables(n: int, k: int, half: int = 32) -> Region:
     ))  # fmt: skip
 
 
+def head_norm(n: int, k: int, head: int = 64) -> Region:
+    """q after a deferred norm, with a bias, and a norm of each head with its weight."""
+    return verify(Region(
+        max(n // head, 1) * head, "bf16", (Product("acc", 0, 1, k, "nk"),),
+        (Operand("r", "token", "f32"), Operand("bias", "feature", "bf16"), Operand("weight", "feature", "bf16")),
+        (Let("ar", "mul", ("acc", "r")), Let("x", "add", ("ar", "bias")), Let("square", "mul", ("x", "x")),
+         *_normalising("square", 0.0, head, head), Let("normed", "mul", ("x", "rstd")),
+         Let("out", "mul", ("normed", "weight"))),
+        (Store("out", "bf16"), Store("x", "bf16")), (),
+    ))  # fmt: skip
+
+
+def _normalising(x: str, y: str | float, columns: int, head: int) -> tuple[Let, ...]:
+    """1 / sqrt(mean over each head + eps), of the squares x, and y where the halves of heads are apart."""
+    return (
+        Let("total", "over_head", (x, y, float(columns))), Let("mean", "mul", ("total", 1 / head)),
+        Let("more", "add", ("mean", 1e-6)), Let("rstd", "rsqrt", ("more",)),
+    )  # fmt: skip
+
+
+def rotary_norm(n: int, k: int, half: int = 64) -> Region:
+    """q through a norm of each head with its weight, and a rotary embedding."""
+    return verify(Region(
+        heads(n, half) * half, "bf16", (Product("a", 0, 1, k, "nk"), Product("b", 0, 1, k, "nk")),
+        (Operand("r", "token", "f32"), Operand("table", "table", "bf16"), Operand("weight", "feature", "bf16")),
+        (Let("ar", "mul", ("a", "r")), Let("br", "mul", ("b", "r")),
+         Let("aa", "mul", ("ar", "ar")), Let("bb", "mul", ("br", "br")), *_normalising("aa", "bb", half, 2 * half),
+         Let("wa", "first", ("weight",)), Let("wb", "second", ("weight",)),
+         Let("an", "mul", ("ar", "rstd")), Let("bn", "mul", ("br", "rstd")),
+         Let("x", "mul", ("an", "wa")), Let("y", "mul", ("bn", "wb")),
+         Let("cos", "first", ("table",)), Let("sin", "second", ("table",)),
+         Let("xc", "mul", ("x", "cos")), Let("ys", "mul", ("y", "sin")), Let("first_half", "sub", ("xc", "ys")),
+         Let("yc", "mul", ("y", "cos")), Let("xs", "mul", ("x", "sin")), Let("second_half", "add", ("yc", "xs"))),
+        (Store("first_half", "bf16", "second_half"),), (), half,
+    ))  # fmt: skip
+
+
+def rotary_norm_neighbours(n: int, k: int, half: int = 64) -> Region:
+    """As `rotary_norm`, of neighbouring features."""
+    return verify(replace(rotary_norm(n, k, half), neighbours=True))
+
+
 def heads(n: int, half: int) -> int:
     """How many heads of two halves about n columns have, but at least an odd number of them."""
     return n // (2 * half) | 1
@@ -314,7 +356,7 @@ def every_op(n: int, k: int) -> Region:
     """One let of each operation on numbers in the vocabulary, and what it gives rounded, all added up."""
     lets = [Let("near", "add", ("acc", "tile")), Let("pos", "abs", ("near",)), Let("one", "add", ("pos", 1.0))]
     total = "one"
-    for i, (name, op) in enumerate((name, op) for name, op in OPS.items() if name not in OF_PAIRS):
+    for i, (name, op) in enumerate((name, op) for name, op in OPS.items() if name not in (*OF_PAIRS, OVER_HEAD)):
         argument = "one" if op.positive else "near"
         lets.append(Let(f"o{i}", name, (argument, 0.5, 0.25)[: op.arity]))
         lets += [Let(f"r{i}", "bf16", (f"o{i}",)), Let(f"t{i}", "add", (f"o{i}", f"r{i}"))]
@@ -326,12 +368,11 @@ def every_op(n: int, k: int) -> Region:
     ))  # fmt: skip
 
 
-OF_PAIRS = ("first", "second")
 _MADE: tuple[Callable[[int, int], Region], ...] = (
     norm_producer, sample_gate, sample_swiglu, token_scale, swiglu, lane_sums, bias_gelu, plain, softmax_sum, scores,
     norm_backward, norm_gradients, summed, summed_norm_backward, unlike, unlike_columns, adapter, swiglu_backward,
     bias_sums, every_op, rotary, rotary_tables, rotary_neighbours, rotary_neighbours_alone, weight_gradient,
-    turned_left, sample_sums, nested_sums,
+    turned_left, sample_sums, nested_sums, head_norm, rotary_norm, rotary_norm_neighbours,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import FORMATS
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.heads import columns, over_heads, summand
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Operand, Region
 
@@ -136,6 +137,10 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     if any(o.extent == "table" for o in region.operands):
         turn = MAINLOOPS[target.mainloop].subtile(config, _streams(region))[1]
         _need(head % turn == 0, f"{config}: {turn} columns at a time and a table of {head} do not fit")
+    for width in {columns(region, let) for let in over_heads(region)}:
+        turn = MAINLOOPS[target.mainloop].subtile(config, _streams(region))[1]
+        nested = config.tile_n % width == 0 and max(width, turn) % min(width, turn) == 0
+        _need(nested, f"{config}: sums over heads of {width}, {turn} columns at a time, do not fit")
     for o in region.operands:
         fits = o.extent != "sample" or o.tokens % config.tile_m == 0  # all rows of a tile read one vector
         _need(fits, f"{config}: {config.tile_m} rows and samples of {o.tokens} tokens do not fit", WHOLE_TILES)
@@ -193,6 +198,9 @@ def require_shape(region: Region, target: Target) -> None:
     _need(len(region.products) <= 2, f"{len(region.products)} products share the tile, two at most")
     if len(region.products) == 2:
         _require_lanes(region, target)
+    for let in over_heads(region):
+        _need(len(region.products) == 1 or bool(region.half), "a sum over heads beside two products")
+        summand(region, let)
     if region.summed:
         k = region.products[0].k
         _need(k % TILE_K == 0, f"two products with k = {k} in one sum, which is not a multiple of {TILE_K}")
@@ -296,6 +304,7 @@ def _vector_bytes(region: Region, config: Config, loop: Mainloop) -> int:
     warps_m, warps_n = loop.warps(config)
     passed_on = {"N": config.tile_m * (warps_n - 1), "M": config.tile_n * (warps_m - 1)}
     sums = 4 * sum(passed_on[r.over] * REDUCTIONS[r.of].planes for r in region.reductions)
+    sums += sum(4 * config.tile_m * (config.tile_n // columns(region, let)) * warps_n for let in over_heads(region))
     return sums + sum(length[o.extent] * _vector_itemsize(region, o) for o in region.operands)
 
 

@@ -119,6 +119,21 @@ class RowVecMax(_Max, _Columns, ops.RowVecReduce):  # type: ignore[misc]
     end_loop_finish = _by_larger(ops.RowVecReduce.end_loop_finish)
 
 
+class HeadSum(ops.GroupedColStatsBase):  # type: ignore[misc]
+    """A sum over each `width` columns, the accumulators of a head, which the epilogue reads. It is taken of the whole
+    tile before anything of it is stored."""
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__(name)
+        self.width = width
+
+    def config_key(self) -> Any:
+        return (self.width,)
+
+    def stat_value(self, total: Any, group_cols: Any) -> Any:
+        return total
+
+
 class Whole(EpiOp):  # type: ignore[misc]
     """The vector that a finished sum goes to, f32: none of the kernel's, but of the one after it."""
 

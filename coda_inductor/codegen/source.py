@@ -21,6 +21,7 @@ from pathlib import Path
 
 from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.core.dtypes import DTYPES, EIGHT_BITS, FORMATS
+from coda_inductor.core.heads import ACC, columns, over_heads, summand
 from coda_inductor.core.ops import OPS, at_zero
 from coda_inductor.core.reductions import REDUCTIONS
 from coda_inductor.core.region import Let, Operand, Reduction, Region
@@ -113,8 +114,10 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
     else:
         spelled[lanes[0]] = "acc"
     late = rounded_late(region)
+    heads = over_heads(region)
+    spelled |= {let.name: f"h{i}.a" if pair else f"h{i}" for i, let in enumerate(heads)}
     for i, let in enumerate(region.lets):
-        if let.name not in late:
+        if let.name not in late and let not in heads:
             body.append(f"t{i} = {_expression(region, let, spelled)}")
             spelled[let.name] = f"t{i}"
     leaves, sums = _leaves(region, spelled), []
@@ -136,7 +139,9 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
             f'HalfStore("{s}", {i}, {half})' for slot in names.stores for i, s in enumerate((slot, second(slot)))
         ]
     outputs = "".join(f"{s}, " for s in leaving)
-    helpers = "\n\n".join(text for name, text in HELPERS.items() if any(f"{name}(" in line for line in body))
+    pins += [f'"h{i}": HeadSum("h{i}", {columns(region, let)})' for i, let in enumerate(heads)]
+    before = _prepass(region, heads) if heads else ""
+    helpers = "\n\n".join(text for name, text in HELPERS.items() if any(f"{name}(" in line for line in [*body, before]))
     return TEMPLATE.format(
         device=device_digest(target),
         module=target.device,
@@ -149,7 +154,9 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
         ops=f"{{{', '.join(pins)}}}",
         sums=f"{{{', '.join(sums)}}}",
         half=f"\n    half={half}," if half else "",
-        args="".join(f", {slot}" for slot in names.operands),
+        before=f"{before}\n\n" if before else "",
+        prepass=f"\n    prepass=prepass,\n    prepass_outs={head_slots(region)}," if heads else "",
+        args="".join(f", {slot}" for slot in (*names.operands, *head_slots(region))),
         body="\n    ".join([*body, f"return {{{', '.join(leaves)}}}"]),
     )
 
@@ -157,7 +164,7 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
 SAMPLED = "SampleReduce"  # the class of sinks.py that adds up the rows of each sample
 NAMES = sorted({name for row in REDUCTIONS.values() for name in row.sinks.values()} | {SAMPLED})
 NAMES += sorted(f"Masked{name}" for row in REDUCTIONS.values() for name in row.sinks.values() if row.linear)
-SINKS = ", ".join(NAMES)
+SINKS = ", ".join(["HeadSum", *NAMES])
 """Of sinks.py, what a generated module imports."""
 NAMES = ["HalfStore", "HalfVector", "LaneStore", "LaneVector", "SampleVector"]
 NAMES += ["neighbours", "one_product", "summed_products", "two_products", "unlike_products"]
@@ -178,14 +185,34 @@ from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
 from quack.epilogue.rotary import RotaryCosSinTMALoad
 {helpers}
 
-@{decorator}(
+{before}@{decorator}(
     outputs={outputs},
     ops={ops},
-    reduces={sums},{half}
+    reduces={sums},{half}{prepass}
 )
 def epilogue(acc{args}):
     {body}
 '''
+
+
+def head_slots(region: Region) -> tuple[str, ...]:
+    """The names of the sums over heads in the generated module."""
+    return tuple(f"h{i}" for i in range(len(over_heads(region))))
+
+
+def _prepass(region: Region, heads: list[Let]) -> str:
+    """The function of one accumulator that says what the sums over heads add up."""
+    slot = dict(zip((o.name for o in region.operands), slots(region).operands, strict=True))
+    body, leaves, read = list[str](), list[str](), dict[str, None]()
+    for i, total in enumerate(heads):
+        of = summand(region, total)
+        spelled = slot | {ACC: "acc"} | {let.name: f"{let.name}_{i}" for let in of.lets}
+        body += [f"{spelled[let.name]} = {_expression(region, let, spelled)}" for let in of.lets]
+        leaves.append(f'"h{i}": {spelled[of.value]}')
+        read |= dict.fromkeys(slot[a] for let in of.lets for a in let.args if a in slot)
+    args = "".join(f", {name}" for name in read)
+    lines = [*body, f"return {{{', '.join(leaves)}}}"]
+    return f"def prepass(acc{args}):\n    " + "\n    ".join(lines) + "\n"
 
 
 def _decorator(region: Region) -> str:
@@ -213,7 +240,7 @@ def _leaves(region: Region, spelled: dict[str, str]) -> list[str]:
 def _expression(region: Region, let: Let, spelled: dict[str, str]) -> str:
     """`let` in CuTeDSL; literals as Python floats, which survive a round trip through repr."""
     spelling = OPS[let.op].cute
-    if let.op == "tanh" and only_beside_one(region, let.name):
+    if let.op == "tanh" and let in region.lets and only_beside_one(region, let.name):
         spelling = "tanh_beside_one({0})"
     return spelling.format(*(spelled[a] if isinstance(a, str) else literal(a) for a in let.args))
 

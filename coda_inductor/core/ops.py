@@ -96,6 +96,7 @@ OPS: dict[str, Op] = {
     "scaled":  Op(3, lambda x, rows, columns: x * rows * columns, "({0} * {1} * {2})", 0.0),  # x [M, N]
     "first":   Op(1, lambda t: t[..., 0],             "{0}.a",                                 0.0),  # of a pair
     "second":  Op(1, lambda t: t[..., 1],             "{0}.b",                                 0.0),
+    "over_head": Op(3, lambda x, y, width: _over_head(x + y, int(width)), "",                  0.0),
 }
 # fmt: on
 OPS |= {
@@ -107,6 +108,18 @@ OPS |= {
     name: Op(3, _by_sign(holds), f"select_({{0}} {sign} 0.0, Float32({{1}}), Float32({{2}}))", 0.0)
     for name, (holds, sign) in SIGNS.items()
 }
+
+
+OF_PAIRS, OVER_HEAD = ("first", "second"), "over_head"
+"""Operations that do not compute number by number: a number of a pair, and the sum of x + y over the `width` columns of
+each head, which all of these read. (y is the other half of a head, if its halves are two accumulators, else 0.0.) A
+kernel takes it before it stores anything (codegen/source.py)."""
+
+
+def _over_head(x: Tensor, width: int) -> Tensor:
+    """x [M, N] summed over each `width` columns, [M, N]."""
+    heads = x.unflatten(-1, (-1, width))
+    return heads.sum(-1, keepdim=True).expand(heads.shape).flatten(-2)
 
 
 def _pairwise(f: Callable[[Tensor, Tensor], Tensor], a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import BrokenInvariant
-from coda_inductor.core.ops import OPS
+from coda_inductor.core.ops import OF_PAIRS, OPS, OVER_HEAD
 from coda_inductor.core.reductions import REDUCTIONS
-from coda_inductor.core.region import Region
+from coda_inductor.core.region import Let, Region
 
 
 def verify(region: Region) -> Region:
@@ -52,8 +52,10 @@ def verify(region: Region) -> Region:
         odd = [a for a in let.args if not isinstance(a, str) and (type(a) is not float or a != a)]
         check(not odd, f"{let.name} = {let.op}{let.args}: literals are Python floats, not {odd}")
         check(all(a in defined for a in names), f"{let.name} = {let.op}{let.args} uses what is not defined before it")
-        picks = let.op in ("first", "second")
+        picks = let.op in OF_PAIRS
         check(all((a in pairs) == picks for a in names), f"{let.name} = {let.op}{let.args}: only pairs have halves")
+        if let.op == OVER_HEAD:
+            _verify_over_head(region, let, tiles, check)
         defined.add(let.name)
         tiles |= {let.name} if tiles.intersection(names) else set()
     check(
@@ -96,6 +98,15 @@ def _verify_halves(region: Region, check: Callable[[bool, str], None]) -> None:
     check(weights[0][2] == "nk", "halves of heads of a [K, N] weight")
     check(region.half > 0 and region.n % region.half == 0, f"n = {region.n} is no multiple of {region.half}")
     check(not region.reductions, "a reduction beside halves of heads")
+
+
+def _verify_over_head(region: Region, let: Let, tiles: set[str], check: Callable[[bool, str], None]) -> None:
+    """Tiles, of both halves if there are such, over a width that divides the columns."""
+    x, y, width = let.args
+    check(x in tiles and (y in tiles if region.half else y == 0.0), f"{let.name}: a sum over heads of {x} and {y}")
+    whole = isinstance(width, float) and width > 0 and width.is_integer() and region.n % width == 0
+    check(whole, f"{let.name}: {region.n} columns are no heads of {width}")
+    check(width == region.half or not region.half, f"{let.name}: halves of {region.half}, not of {width}")
 
 
 def _is_name(name: str) -> bool:

@@ -24,6 +24,7 @@ from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
+from coda_inductor.core.heads import columns, over_heads
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import library
 from coda_inductor.kernels.cubin import stack_bytes
@@ -70,8 +71,11 @@ def _plan(region: Region, config: Config, target: Target, epilogue: Any, objects
     names = source.slots(region)
     kinds = tuple((name, "c" if name == "c" else epilogue.ops[name].fn_port) for name in epilogue.operand_names)
     capability = target.capability
-    mint_key = (kinds, capability[0], len(region.products) == 2, False, (), RoundingMode.RN, (), False)
-    values: dict[str, Any] = {}
+    heads = dict(zip(source.head_slots(region), over_heads(region), strict=True))
+    before = tuple((name, kind) for name, kind in kinds if name in epilogue.prepass_operand_names)
+    forms = tuple((name, "Const") for name in heads)  # quack's word for what is known when a kernel is compiled
+    mint_key = (kinds, capability[0], len(region.products) == 2, False, before, RoundingMode.RN, forms, False)
+    values: dict[str, Any] = {name: columns(region, let) for name, let in heads.items()}
     for slot, o in zip(names.operands, region.operands, strict=True):
         wide = "f32" if len(region.products) == 2 and o.extent in ("feature", "sample") else o.dtype
         shape = {"tile": (8, 8), "table": (8, 2 * region.half), "sample": (8, 8, 8)}.get(o.extent, (8,))

@@ -19,13 +19,12 @@ from torch.testing import assert_close
 from coda_inductor.core.dtypes import DTYPE_NAMES, DTYPES
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.ops import OPS, at_zero
+from coda_inductor.core.ops import OF_PAIRS, OPS, OVER_HEAD, at_zero
 from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store, parse
 from coda_inductor.core.text import show
 from coda_inductor.core.verify import verify
 
-OF_PAIRS = ("first", "second")
-ON_NUMBERS = [op for op in OPS if op not in OF_PAIRS]
+ON_NUMBERS = [op for op in OPS if op not in (*OF_PAIRS, OVER_HEAD)]
 each_op = pytest.mark.parametrize("op", ON_NUMBERS)
 
 
