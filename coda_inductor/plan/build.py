@@ -13,6 +13,7 @@ from fractions import Fraction
 from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES
+from coda_inductor.core.ops import OVER_HEAD
 from coda_inductor.core.region import Operand, Product, Reduction, Region, Store
 from coda_inductor.core.verify import verify
 from coda_inductor.patterns import graph as g
@@ -81,6 +82,16 @@ class _Writer(Statements):
             self.sources.append(source)
             self.loaded[source] = name
         return self.loaded[source]
+
+    def _value(self, t: Term) -> Value:
+        """Also of a sum over the columns of each head."""
+        if self.given(t) is None and (summed := self.plan.program.over_head(t, self.draft.space)) is not None:
+            x, *y = map(self.value, summed)
+            space, total = self.draft.space, self.plan.program.lifted.reading.axes.total
+            columns = total(space.heads.minor if space.heads else t.over).static
+            assert columns is not None
+            return self.let(OVER_HEAD, x, *(y or [0.0]), float(columns))
+        return super(_Writer, self)._value(t)  # slots make another class of it
 
     def _dtype(self) -> str:
         x = self.plan.program.product(self.draft.space.accs[0]).x

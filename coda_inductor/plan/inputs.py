@@ -46,7 +46,7 @@ class Inputs:
             seen.add(x)
             source = None if x.deps & draft.space.mask else self.where(x, draft.space)
             if source is None:
-                todo += [a for a, _ in self.program.summands(x)]
+                todo += self.program.inside(x, draft.space)
             else:
                 found[x] = source
         return found
@@ -74,6 +74,8 @@ class Inputs:
             return x if self.rows(x) == space.rows else self._computed(x, space)
         if x.kind == "red" and self.pair(x):
             return self._computed(x, space)
+        if extent == "feature" and not x.deps and x.axes < set(space.columns):
+            return self._computed(x, space)  # of each head, or of all columns of one
         if extent == "feature" and (part := self._part(x, space)) is not None:
             return part
         if not x.args:

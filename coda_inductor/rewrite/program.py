@@ -136,6 +136,8 @@ class Program(State):
                 todo += self._early(x, space)
             elif x.kind == "con":
                 raise Unsupported(MIXED if x.hosts & space.mask else "it needs a product that runs later")
+            elif x.kind == "red" and (summed := self.over_head(x, space)) is not None:
+                todo += summed
             elif x.kind == "red":
                 raise Unsupported("it needs a sum over the row that its own product is still making")
             elif x.kind == "leaf":
@@ -144,6 +146,24 @@ class Program(State):
                 raise Unsupported(MIXED)
             else:
                 todo += [a for a, _ in self.summands(x)]
+
+    def over_head(self, x: Term, space: Space) -> list[Term] | None:
+        """What a sum over the columns of each head, which are made in `space`, adds up: of both halves if that has
+        halves. None if x is no such sum, or is of what such sums are in, or the backward reads it too: it would sum
+        once more itself, over what the forward then stores beside the result."""
+        if x.kind != "red" or x.name != "sum" or not x.deps & space.mask or self.lifted.joint:
+            return None
+        of = space.heads
+        inner = (of.inner, *of.minor) if of else space.columns[len(space.columns) - len(x.over) :]
+        if set(x.over) != set(inner) or (of is None and len(inner) == len(space.columns)):
+            return None
+        if any(s.deps & space.mask for s in statistics(x.args[0])):
+            return None
+        return [self.lifted.terms.select(x.args[0], of.inner, i) for i in (0, 1)] if of else [x.args[0]]
+
+    def inside(self, x: Term, space: Space) -> list[Term]:
+        """What an epilogue of `space` makes x of."""
+        return self.over_head(x, space) or [a for a, _ in self.summands(x)]
 
     def _early(self, x: Term, space: Space) -> list[Term]:
         """What of an early x must be looked at further: nothing if it can be loaded as it is."""

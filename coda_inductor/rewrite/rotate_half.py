@@ -61,6 +61,10 @@ def lanes(state: State, rows: Axes, of: Heads, product: Product) -> dict[Term, L
             continue
         fitting = [n for n in nodes if fits(*state.layout(n))]
         if not fitting:
+            axis = next((i for i in (of.lane, of.inner) if t.axes == {i, *of.minor} and not t.deps), None)
+            if axis is not None:  # the same for all heads, as the weight of a norm of each
+                computed = Computed(t, "feature", tuple(axis if i == of.inner else i for i in of.columns))
+                found |= {terms.select(t, axis, i): Half(computed, i) for i in (0, 1)}
             continue
         node = next((n for n in fitting if not n.users.keys() <= set(nodes)), fitting[0])
         node = g.root(node, g.is_view) if g.root(node, g.is_view) in fitting else node
