@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from coda_inductor.codegen import source
 from coda_inductor.core.dtypes import DTYPES
+from coda_inductor.core.heads import columns, over_heads
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.reductions import REDUCTIONS
@@ -23,7 +25,7 @@ LOADS: tuple[str, ...] = ("LaneVector", "ColVecLoad", "RowVecLoad", "TileLoad")
 SINKS = {kind: (row, over) for row in REDUCTIONS.values() for over, kind in row.sinks.items()}
 SINKS[source.SAMPLED] = REDUCTIONS["sum"], "M"
 """By the name of a class of codegen/sinks.py: what is taken, and over what."""
-OF_VECTORS = ("HalfStore", "HalfVector", "SampleVector", "RotaryCosSinTMALoad")
+OF_VECTORS = ("HalfStore", "HalfVector", "HeadSum", "SampleVector", "RotaryCosSinTMALoad")
 
 
 class Pair(NamedTuple):
@@ -55,6 +57,19 @@ def standin() -> dict[str, Any]:
     for decorator in ("one_product", "two_products", "summed_products", "unlike_products", "neighbours"):
         names[decorator] = lambda **given: lambda fn: (fn, given)
     return names
+
+
+def head_sum(given: dict[str, Any], slot: str, width: int, accs: list[Tensor], values: dict[str, Any]) -> Any:
+    """What the module's first function says, of each accumulator, added up over `width` of them in both lanes."""
+    function, lanes = given["prepass"], len(accs)
+    total = torch.zeros_like(accs[0])
+    for lane, acc in enumerate(accs):
+        read = {name: values[name] for name in inspect.signature(function).parameters if name != "acc"}
+        read = {name: v[lane] if isinstance(v, Pair) else v for name, v in read.items()}
+        total += function(acc, **read)[slot]
+    heads = total[:, : total.shape[1] - HANGING].unflatten(1, (-1, width // lanes))
+    full = torch.nn.functional.pad(heads.sum(2, keepdim=True).expand(heads.shape).flatten(1), (0, HANGING))
+    return Pair(full, full) if lanes == 2 else full
 
 
 def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = False) -> list[Tensor]:
@@ -100,6 +115,8 @@ def run(text: str, region: Region, inputs: list[Tensor], *, swapped: bool = Fals
             padded[m] = torch.nan
         full = padded.reshape(shape).expand(m + HANGING, region.n + HANGING)
         values[slot] = Pair(full, full) if len(products) == 2 and o.extent in ("feature", "sample") else full
+    for slot, let in zip(source.head_slots(region), over_heads(region), strict=True):
+        values[slot] = head_sum(given, slot, columns(region, let), accumulators, values)
     found = function(Pair(*accumulators) if len(products) == 2 else accumulators[0], **values)
     slots = source.slots(region)
 

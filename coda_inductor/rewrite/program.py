@@ -159,7 +159,12 @@ class Program(State):
             return None
         if any(s.deps & space.mask for s in statistics(x.args[0])):
             return None
-        return [self.lifted.terms.select(x.args[0], of.inner, i) for i in (0, 1)] if of else [x.args[0]]
+        if of is None:
+            return [x.args[0]]
+        parts = [self.lifted.terms.select(x.args[0], of.inner, i) for i in (0, 1)]
+        made_of = [{a for a in self.accumulators(part) if a.hosts & space.mask} for part in parts]
+        apart = all(found == {acc} for found, acc in zip(made_of, space.accs, strict=True))
+        return parts if apart else None  # a kernel sums before it knows which half a number is of
 
     def inside(self, x: Term, space: Space) -> list[Term]:
         """What an epilogue of `space` makes x of."""
