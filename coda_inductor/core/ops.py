@@ -118,7 +118,7 @@ kernel takes it before it stores anything (codegen/source.py)."""
 
 def _over_head(x: Tensor, width: int) -> Tensor:
     """x [M, N] summed over each `width` columns, [M, N]."""
-    heads = x.unflatten(-1, (-1, width))
+    heads: Tensor = x.unflatten(-1, (-1, width))
     return heads.sum(-1, keepdim=True).expand(heads.shape).flatten(-2)
 
 

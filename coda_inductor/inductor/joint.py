@@ -185,7 +185,7 @@ def embedding_gradients(work: Work) -> None:
 def small_factors(work: Work) -> None:
     """A number that multiplies a product multiplies the smallest of its three tensors."""
     if work.may(FACTORS) and work.settings.numerics != "strict":
-        move_factors(work.graph)
+        work.casts += move_factors(work.graph)
 
 
 def column_parts(work: Work) -> None:

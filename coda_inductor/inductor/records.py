@@ -48,7 +48,7 @@ class Report:
     tables: tuple[Table, ...] = ()
     """What is computed once for many elements."""
     casts: tuple[Cast, ...] = ()
-    """What was cast elsewhere than it is now."""
+    """What was cast, or multiplied by a number, elsewhere than it is now."""
     elementwise: tuple[Pass, ...] = ()
     """Casts to 8 bits, in rows and transposed, that read their tensor once."""
     blocks: tuple[Blocks, ...] = ()

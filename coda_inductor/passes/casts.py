@@ -37,7 +37,7 @@ WIDE, EARLY = "written in float32", "rounded before it is copied"
 @dataclass(frozen=True, slots=True)
 class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
-    user's line."""
+    user's line. Or of a number that multiplied scores (factors.py)."""
 
     node: str
     shape: str
@@ -52,7 +52,7 @@ class Cast:
     @property
     def absorbed(self) -> tuple[str, ...]:
         """The operations that nobody runs any more."""
-        return (self.node,) if self.what == WIDE else ()
+        return () if self.what == EARLY else (self.node,)
 
     @classmethod
     def of(cls, node: fx.Node, what: str, source: str) -> Cast:

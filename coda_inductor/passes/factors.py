@@ -5,6 +5,9 @@ product alone, so that one accumulator adds up both, and s is in the epilogue th
 the backward s d, as large as the layer's result, is read by two products. With s (d B^T) and s (d^T (x A)) they read d
 itself, which the layer's own products read, too.
 
+Scores of 49155 columns, say, are divided by 16 (Granite). If they are returned, no epilogue writes rows of that length:
+there, in inference, the norm before the head takes the 1 / 16.
+
 A power of two rounds nothing; another number is rounded in another place. Not in float16, where s x may leave the range
 that s (x B) does not. And only where s times a tensor lies in memory as the tensor does: the views of one are made of
 the other, and a gradient may be one row that is repeated, or a part of a larger tensor.
@@ -12,20 +15,23 @@ the other, and a gradient may be one row that is repeated, or a part of a larger
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from coda_inductor.passes.casts import ALIGNED, Cast
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.layout import strides
+from coda_inductor.patterns.sizes import size_of
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.writing import REPLACES, Writing
 
 MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+DIVIDES = frozenset({aten.div.Tensor, aten.div.Scalar})
 DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
 LARGEST = 2.0**30
 """Of a number that moves: beyond, or below its inverse, what it multiplies may leave the range of float32."""
@@ -42,32 +48,52 @@ class Scaled:
     number: float
 
 
-def move_factors(graph: fx.Graph) -> None:
-    """Moves numbers from what products return to what they read, and from that to what they return, in place."""
-    moved = False
+def move_factors(graph: fx.Graph) -> tuple[Cast, ...]:
+    """Moves numbers from what products return to what they read, and from that to what they return, in place. Also
+    returns those of scores, of which no Region tells."""
+    moved, told = False, list[Cast]()
     for node in list(graph.nodes):
-        if (x := scaled(node)) is not None:
-            moved |= to_left(graph, x) or to_results(graph, x)
+        if (x := scaled(node)) is None:
+            continue
+        if to_left(graph, x, of_scores):
+            told.append(Cast.of(node, f"multiplied by {x.number:g} before its product", g.source_line(node)))
+        moved |= bool(told) or to_left(graph, x, of_product) or to_results(graph, x)
     if moved:
         graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or ordered(node))
+    return tuple(told)
 
 
 def scaled(node: fx.Node) -> Scaled | None:
     """The node as a number times another, in the dtype of both."""
-    if node.target not in MULTIPLIES:
+    if node.target not in MULTIPLIES | DIVIDES or node.kwargs:
         return None
     sources = [a for a in node.args if isinstance(a, fx.Node)]
     numbers = [float(a) for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
     if len(sources) != 1 or len(numbers) != 1 or not 1 / LARGEST <= abs(numbers[0]) <= LARGEST:
         return None
+    if node.target in DIVIDES:
+        if node.args[0] is not sources[0]:
+            return None
+        numbers = [1 / numbers[0]]
     value, source = g.tensor(node), g.tensor(sources[0])
     if value is None or source is None or value.dtype != source.dtype or value.dtype not in DTYPES:
         return None
     return Scaled(node, sources[0], numbers[0]) if strides(value) == strides(source) else None
 
 
-def to_left(graph: fx.Graph, x: Scaled) -> bool:
-    """s (l r) becomes (s l) r if a product makes l, which is much smaller, and nothing else reads l r."""
+def of_product(left: fx.Node, product: fx.Node) -> bool:
+    """Does a product make what another one reads?"""
+    return g.root(left, g.is_view).target in g.PRODUCTS
+
+
+def of_scores(left: fx.Node, product: fx.Node) -> bool:
+    """Do loops make what a product reads that has rows which no epilogue writes, if they are returned?"""
+    ragged = size_of(product.meta["val"].shape[1]).over(size_of(ALIGNED)) is None
+    return ragged and g.is_pointwise(g.root(left, g.is_view)) and not g.is_joint(product.graph)
+
+
+def to_left(graph: fx.Graph, x: Scaled, fits: Callable[[fx.Node, fx.Node], bool]) -> bool:
+    """s (l r) becomes (s l) r if l `fits`, and is much smaller, and nothing else reads l r."""
     views, product = list[fx.Node](), x.source
     while g.is_view(product) and len(product.users) == 1:
         views.append(product)
@@ -75,7 +101,7 @@ def to_left(graph: fx.Graph, x: Scaled) -> bool:
     if product.target is not aten.mm.default or len(product.users) != 1:
         return False
     left, right = g.operands(product).left, g.operands(product).right
-    if g.root(left, g.is_view).target not in g.PRODUCTS or SMALLER * elements(left) > elements(product):
+    if not fits(left, product) or SMALLER * elements(left) > elements(product):
         return False
     writing = Writing(graph, product)
     made = writing.instead(product, aten.mm.default, writing.call(x.node, aten.mul.Tensor, left, x.number), right)

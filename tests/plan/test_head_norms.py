@@ -152,7 +152,7 @@ class Attention(nn.Module):
         q, k, v = (f(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = turned(rms(q, self.g), i), turned(rms(k, self.h), i)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.o(out.transpose(1, 2).flatten(2))
+        return x + self.o(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
