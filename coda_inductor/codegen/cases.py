@@ -313,7 +313,7 @@ def head_norm(n: int, k: int, head: int = 64) -> Region:
         (Let("ar", "mul", ("acc", "r")), Let("x", "add", ("ar", "bias")), Let("square", "mul", ("x", "x")),
          *_normalising("square", 0.0, head, head), Let("normed", "mul", ("x", "rstd")),
          Let("out", "mul", ("normed", "weight"))),
-        (Store("out", "bf16"), Store("x", "bf16")), (),
+        (Store("out", "bf16"), Store("x", "bf16")), (Reduction("normed"), Reduction("square", "M")),
     ))  # fmt: skip
 
 
@@ -326,11 +326,14 @@ def _normalising(x: str, y: str | float, columns: int, head: int) -> tuple[Let, 
 
 
 def rotary_norm(n: int, k: int, half: int = 64) -> Region:
-    """q through a norm of each head with its weight, and a rotary embedding."""
+    """q with a bias through a norm of each head with its weight, and a rotary embedding."""
     return verify(Region(
         heads(n, half) * half, "bf16", (Product("a", 0, 1, k, "nk"), Product("b", 0, 1, k, "nk")),
-        (Operand("r", "token", "f32"), Operand("table", "table", "bf16"), Operand("weight", "feature", "bf16")),
-        (Let("ar", "mul", ("a", "r")), Let("br", "mul", ("b", "r")),
+        (Operand("r", "token", "f32"), Operand("table", "table", "bf16"), Operand("weight", "feature", "bf16"),
+         Operand("bias", "feature", "bf16")),
+        (Let("bias_a", "first", ("bias",)), Let("bias_b", "second", ("bias",)),
+         Let("as_a", "mul", ("a", "r")), Let("as_b", "mul", ("b", "r")),
+         Let("ar", "add", ("as_a", "bias_a")), Let("br", "add", ("as_b", "bias_b")),
          Let("aa", "mul", ("ar", "ar")), Let("bb", "mul", ("br", "br")), *_normalising("aa", "bb", half, 2 * half),
          Let("wa", "first", ("weight",)), Let("wb", "second", ("weight",)),
          Let("an", "mul", ("ar", "rstd")), Let("bn", "mul", ("br", "rstd")),

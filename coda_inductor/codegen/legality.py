@@ -139,7 +139,8 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
         _need(head % turn == 0, f"{config}: {turn} columns at a time and a table of {head} do not fit")
     for width in {columns(region, let) for let in over_heads(region)}:
         turn = MAINLOOPS[target.mainloop].subtile(config, _streams(region))[1]
-        nested = config.tile_n % width == 0 and max(width, turn) % min(width, turn) == 0
+        # Of a narrower head a thread would add up its columns of others, too: they lie between.
+        nested = config.tile_n % width == 0 and width % turn == 0
         _need(nested, f"{config}: sums over heads of {width}, {turn} columns at a time, do not fit")
     for o in region.operands:
         fits = o.extent != "sample" or o.tokens % config.tile_m == 0  # all rows of a tile read one vector

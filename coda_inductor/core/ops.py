@@ -133,5 +133,7 @@ def at_zero(op: str, args: tuple[float | None, ...]) -> float | None:
     """The value of `op` at known scalar arguments, None if unknown or not finite."""
     if any(a is None for a in args):
         return None
+    if op == OVER_HEAD:  # of one number there are no heads
+        return 0.0 if not any(args[:2]) else None
     value = float(OPS[op].torch(*(torch.tensor(a, dtype=torch.float32, device="cpu") for a in args)))
     return value if math.isfinite(value) else None

@@ -9,6 +9,7 @@ from torch import fx
 
 from coda_inductor.core.blocks import pitch
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
+from coda_inductor.core.heads import over_heads
 from coda_inductor.core.settings import Settings
 from coda_inductor.passes.switches import REGION_KINDS, allowed, kind, laws_of
 from coda_inductor.patterns import graph as g
@@ -42,7 +43,7 @@ def settled(graph: fx.Graph, settings: Settings, decisions: Decisions, limits: L
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
         made = plan(lifted, laws, limits)
-        limits |= Limits(whole_heads=made.program.limits.whole_heads)
+        limits |= Limits(whole_heads=made.program.limits.whole_heads, unsummed=made.program.limits.unsummed)
         illegal = _illegal(made.builts, decisions.legal, settings)
         verdict = Limits(illegal) if illegal else decisions.decide(made, made.builts)
         if other := _otherwise(made, illegal, verdict, limits):
@@ -63,7 +64,7 @@ def settled(graph: fx.Graph, settings: Settings, decisions: Decisions, limits: L
 
 def _otherwise(made: Plan, illegal: dict[int, str], verdict: Limits, limits: Limits) -> Limits:
     """What of the verdict may win in another form: without what it makes again of the forward, which then keeps it;
-    without the halves of its heads, with no other product in its sum, or with nothing beside the sum. (As two products,
+    without sums over heads, the halves of its heads, with no other product in its sum, or with nothing beside the sum. (As two products,
     with the rest, it lost where it did as one: Llama 1B and width 8192, H200.) Nothing if there is no such form."""
     builts = made.builts
     laden = [b for b in builts if made.spared(b.draft)]
@@ -71,6 +72,9 @@ def _otherwise(made: Plan, illegal: dict[int, str], verdict: Limits, limits: Lim
         never = frozenset(n for b in laden if any(a.bit in lighter for a in b.products) for n in made.spared(b.draft))
         banned = {bit: why for bit, why in verdict.banned.items() if bit not in lighter}
         return Limits(banned, verdict.undeferred, never=never)
+    if summed := _lost(verdict.banned, [b for b in builts if over_heads(b.region)]):
+        banned = {bit: why for bit, why in verdict.banned.items() if bit not in summed}
+        return Limits(banned, verdict.undeferred, unsummed=summed)
     halved = _lost(verdict.banned, [b for b in builts if b.region.half])
     apart = _lost(illegal, [b for b in builts if b.added is not None])
     wide = _lost(verdict.banned, [b for b in builts if b.added is not None and not b.only_sums])

@@ -39,10 +39,17 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
                 if not (more := circular(made)):
                     return made
         except Conflict as conflict:
-            more = conflict.limits
+            more = _unsummed(made, conflict.limits) or conflict.limits
             if limits.holds(more):
                 raise BrokenInvariant(f"planning does not settle: {conflict}") from conflict
         limits |= more
+
+
+def _unsummed(made: Plan, conflict: Limits) -> Limits:
+    """What is tried before a conflict's products become no Regions, or have no halves: no sums over heads."""
+    denied = {**conflict.whole_heads, **conflict.banned}
+    known = made.program.limits.unsummed
+    return Limits(unsummed={b: why for b, why in denied.items() if b in made.program.head_sums and b not in known})
 
 
 def _crowded(made: Plan) -> int:

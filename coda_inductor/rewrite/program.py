@@ -31,6 +31,8 @@ POINTWISE_KINDS = ("mul", "add", "fn")
 class Program(State):
     """What an epilogue could make of a state's terms, and what it would read."""
 
+    head_sums: set[int] = field(default_factory=set)
+    """The products, by bit, of epilogues that were found to sum over the columns of each head."""
     _spaces: dict[Term, Space | str] = field(default_factory=dict)
     _bases: dict[tuple[Term, Axes, Axes, Heads | None], frozenset[Term]] = field(default_factory=dict)
     _tiles: dict[tuple[Term, Axes, Axes, Heads | None], bool] = field(default_factory=dict)
@@ -154,11 +156,14 @@ class Program(State):
         if x.kind != "red" or x.name != "sum" or not x.deps & space.mask or self.lifted.joint:
             return None
         of = space.heads
+        if any(acc.bit in self.limits.unsummed for acc in space.accs) or (of is None and len(space.accs) > 1):
+            return None
         inner = (of.inner, *of.minor) if of else space.columns[len(space.columns) - len(x.over) :]
         if set(x.over) != set(inner) or (of is None and len(inner) == len(space.columns)):
             return None
         if any(s.deps & space.mask for s in statistics(x.args[0])):
             return None
+        self.head_sums |= {acc.bit for acc in space.accs}
         if of is None:
             return [x.args[0]]
         parts = [self.lifted.terms.select(x.args[0], of.inner, i) for i in (0, 1)]

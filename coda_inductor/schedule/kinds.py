@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from coda_inductor.ops.custom import AFTER, REGION, STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import name_of
-from coda_inductor.patterns.layout import is_strided
+from coda_inductor.patterns.layout import alike, is_strided
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.schedule import paths
 from coda_inductor.schedule.paths import Reads
@@ -104,6 +104,8 @@ def kind_of(node: fx.Node) -> Kind:
         return "part" if isinstance(source, fx.Node) and kind_of(source) == "part" else "output"
     if not isinstance(target, torch._ops.OpOverload):
         return "extern"
+    if target in g.COPIES and copies_nothing(node):
+        return "view"
     kind = KINDS.get(target._schema.name.split("::")[1])
     if kind is None and target.namespace in ("aten", "prims"):
         kind = "loop" if torch.Tag.pointwise in target.tags else None
@@ -113,6 +115,12 @@ def kind_of(node: fx.Node) -> Kind:
     if target is aten.cat.default and _multiplied_into(node):
         return "extern"
     return "loop" if kind == "scatter" and _selects(node) else kind or "extern"
+
+
+def copies_nothing(node: fx.Node) -> bool:
+    """Does a copy lie as what it is of, and is not returned? Inductor's `remove_noop_ops` drops it."""
+    source = node.args[0]
+    return isinstance(source, fx.Node) and alike(node, source) and not any(u.op == "output" for u in node.users)
 
 
 def _multiplied_into(cat: fx.Node) -> bool:

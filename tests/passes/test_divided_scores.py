@@ -1,4 +1,4 @@
-"""Scores that are divided by a number, of columns whose rows no epilogue writes: the norm before the head is, instead."""
+"""Scores divided by a number, of columns whose rows no epilogue writes: the norm before the head is, instead."""
 
 from __future__ import annotations
 

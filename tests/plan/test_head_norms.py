@@ -11,14 +11,18 @@ import torch
 import torch.nn.functional as F
 from codegen_cases import head_norm, random_inputs, rotary_norm
 from compiling import REFERENCE, close, run
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from coda_inductor.codegen import legality
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.heads import over_heads, summand
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Let, Region
+from coda_inductor.core.settings import Settings
 from coda_inductor.core.verify import verify
+from coda_inductor.explain import explain
+from coda_inductor.explain.offline import rewrite_for
+from coda_inductor.inductor.records import Report
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 3, 8
 WIDTH = HEADS * SIZE
@@ -174,7 +178,7 @@ def test_its_meaning() -> None:
     given = [x.double() for x in random_inputs(region, 5, "cpu")]
     a, b, r, bias, weight = given
     exact = dataclasses.replace(region, dtype="f64", stores=(dataclasses.replace(region.stores[0], dtype="f64"),))
-    (found,) = interpret(exact, given)
+    found, *_ = interpret(exact, given)
     x = ((a @ b.t()) * r[:, None] + bias).unflatten(1, (-1, 64))
     close(found, (rms(x).flatten(1) * weight))
 
@@ -237,8 +241,76 @@ def test_sums_of_what_a_kernel_does_not_know_yet(args: tuple[str, str], message:
         summand(region, more)
 
 
+class Swiglu(nn.Module):
+    """A norm of groups of what two products make together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms((F.silu(self.a(x)) * self.b(x)).unflatten(-1, (-1, 64)))
+
+
+class Wide(nn.Module):
+    """Queries of heads of `size`, perhaps turned, or with keys and values as parts of one product."""
+
+    def __init__(self, size: int, how: str = "") -> None:
+        super().__init__()
+        self.size, self.how = size, how
+        self.o, self.w = nn.Linear(256, 256, bias=False), nn.Linear(256, 8 * size, bias=False)
+        self.n, self.g = nn.Parameter(torch.ones(256)), nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, y: Tensor, cos: Tensor) -> Any:
+        h = x + self.o(y)
+        q = self.w(rms(h, self.n)).unflatten(-1, (-1, self.size))
+        if self.how == "packed":
+            q, k, v = q.split([4, 2, 2], 2)
+            return h, rms(q, self.g), rms(k, self.g), v
+        if self.how == "turned first":
+            return h, rms(turned(q.transpose(1, 2), {"cos": cos, "sin": cos.sin()}), self.g)
+        q = rms(q, self.g)
+        return h, turned(q.transpose(1, 2), {"cos": cos, "sin": cos.sin()}) if self.how else q
+
+
+def derived(model: nn.Module, *args: Tensor) -> list[Region]:
+    """The Regions for an H100."""
+    found = list[Region]()
+
+    def kept(graph: fx.Graph, settings: Settings) -> Report:
+        report = rewrite_for(graph, settings)
+        found.extend(site.region for site in report.sites)
+        return report
+
+    given = tuple(x.bfloat16() for x in args)
+    explain(model.bfloat16(), given, {}, "infer", Settings(target="sm_90a"), rewrite=kept)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "how", "count", "sums"),
+    [(64, "", 2, 1), (64, "turned", 2, 1), (80, "", 2, 0), (80, "turned", 2, 0), (16, "", 2, 0), (64, "packed", 2, 0),
+     (64, "turned first", 2, 0)],
+)  # fmt: skip
+def test_where_no_kernel_sums_the_rest_is_made_all_the_same(size: int, how: str, count: int, sums: int) -> None:
+    """o with its residual and the sum of its squares, and the norm that is deferred to the queries."""
+    x, y, cos = torch.randn(2, 256, 256), torch.randn(2, 256, 256), torch.randn(256, size)
+    found = derived(Wide(size, how), x, y, cos)
+    assert (len(found), sum(bool(over_heads(r)) for r in found)) == (count, sums)
+    if how == "turned first":
+        assert any(r.half for r in found)
+
+
+def test_two_products_together_stay_together() -> None:
+    (found,) = derived(Swiglu(), torch.randn(2, 256, 256))
+    assert len(found.products) == 2 and not over_heads(found)
+
+
 def test_tiles_hold_whole_heads() -> None:
-    """Of 96 columns only tiles of 192, of 80 none."""
+    """Of 96 columns only tiles of 192, of 80 none; and of narrow ones none: a thread's columns lie in several."""
+    for narrow in (2, 8, 16):
+        with pytest.raises(Unsupported, match=f"sums over heads of {narrow}, 32 columns at a time"):
+            legality.check(head_norm(4096, 1024, narrow))
     assert {c.tile_n for c in legality.candidates(head_norm(768, 1024, 96), 8192)} == {192}
     assert {c.tile_n for c in legality.candidates(head_norm(4096, 1024, 128), 8192)} <= {128, 256}
     with pytest.raises(Unsupported, match="sums over heads of 80"):
