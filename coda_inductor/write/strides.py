@@ -59,14 +59,17 @@ class OutputStrides:
         give_back(self.graph, [self._restored(i, call) for i in range(len(self.outputs))])
 
     def fixed(self) -> set[fx.Node]:
-        """What results are made of that cannot be copied into another order: those that share memory, or have
-        gaps. Back to what lies in one order, whatever it reads."""
+        """What cannot be copied into another order, and what it is made of: results that share memory, or have gaps, and
+        what is read by the place in memory and is no dense tensor. Back to what lies in one order, whatever it reads."""
         found = list[fx.Node]()
         for node, val, where in zip(returned(self.graph), self.outputs, self.sharing, strict=True):
             if isinstance(node, fx.Node) and isinstance(val, Tensor):
                 shared = isinstance(where, str) or self.sharing.count(where) > 1
                 if shared or not without_gaps(val, major_to_minor(val)):
                     found.append(node)
+        for node, values in self.seen.items():
+            read = zip(node.all_input_nodes, values, strict=True)
+            found += [n for n, val in read if isinstance(val, Tensor) and not dense_from_start(val)]
         return g.reached(found, lambda n: () if lies_row_by_row(n) else n.all_input_nodes)
 
     def _restored(self, i: int, call: Callable[..., fx.Node]) -> Any:
@@ -87,7 +90,7 @@ class OutputStrides:
             if not isinstance(old, Tensor) or layout(source) == (strides(old),):
                 continue
             copy = restrided(source, old, Writing(self.graph, node).call)
-            if strides(copy.meta["val"]) != strides(old) or size_of(old.storage_offset()) != START:
+            if strides(copy.meta["val"]) != strides(old) or not dense_from_start(old):
                 raise Unsupported("it reads by the place in memory what would lie otherwise", where=source_line(node))
             node.replace_input_with(source, copy)
 
@@ -95,12 +98,12 @@ class OutputStrides:
         """Computes the fake values of kept nodes anew, where what they read has another order now."""
         changed, made = set[fx.Node](), set[fx.Node]()
         for node in self.graph.nodes:
+            if sees(node):
+                self._as_they_lay(node)
             if node.op != "call_function" or not isinstance(
                 node.target, torch._ops.OpOverload | type(operator.getitem)
             ):
                 continue
-            if sees(node):
-                self._as_they_lay(node)
             moved = not changed.isdisjoint(node.all_input_nodes) or self.inputs.get(node) not in (None, read_by(node))
             apart = not made.isdisjoint(node.all_input_nodes) or self.memory.get(node) != read_from(node)
             if not moved and not (apart and may_view(node)):
@@ -118,8 +121,14 @@ class OutputStrides:
 
 
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
+BY_PLACE = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 START = size_of(0)
 """The offset of what begins where its memory does."""
+
+
+def dense_from_start(value: Tensor) -> bool:
+    """Does the tensor lie without gaps, from where its memory begins?"""
+    return size_of(value.storage_offset()) == START and without_gaps(value, major_to_minor(value))
 
 
 def lies_row_by_row(node: fx.Node) -> bool:
@@ -129,8 +138,10 @@ def lies_row_by_row(node: fx.Node) -> bool:
 
 
 def sees(node: fx.Node) -> bool:
-    """Does the operation read by the place in memory? So do draws of torch's own, which are made in that order."""
-    return node.target is aten.as_strided.default or (inductor_config.fallback_random and draws(node))
+    """Does the operation read by the place in memory? So do draws of torch's own, which are made in that order, and
+    operators of higher order: what they hold was traced with such inputs, views by their strides among it."""
+    holds = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.target in BY_PLACE or holds or (inductor_config.fallback_random and draws(node))
 
 
 def unguarded(node: fx.Node) -> Any:
