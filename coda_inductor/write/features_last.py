@@ -33,7 +33,7 @@ def put_features_last(graph: fx.Graph) -> None:
     layouts = OutputStrides(graph)
     fixed = layouts.fixed()
     for view, readers in found:
-        if not g.reached(readers, elementwise).isdisjoint(fixed):
+        if not fixed.isdisjoint(readers):
             continue
         copy = Writing(graph, view.next).call(view, aten.clone.default, view, memory_format=torch.contiguous_format)
         for reader in readers:
@@ -42,23 +42,20 @@ def put_features_last(graph: fx.Graph) -> None:
 
 
 def turned(graph: fx.Graph) -> Iterable[fx.Node]:
-    """Views of what convolutions make, whose last dimension are the features, which lie apart."""
-    for convolution in graph.find_nodes(op="call_function", target=CONVOLUTION):
-        features = g.sizes(convolution)[1]
-        for node in g.reached([convolution], lambda n: (u for u in n.users if g.is_view(u) or g.is_pointwise(u))):
-            if (
-                g.is_view(node)
-                and g.sizes(node)[-1:] == (features,)
-                and strides(node.meta["val"])[-1] not in (None, ONE)
-            ):
+    """Views of what convolutions make, whose last dimension are the features, which lie apart; in the graph's order."""
+    convolutions = graph.find_nodes(op="call_function", target=CONVOLUTION)
+    features = {g.sizes(n)[1] for n in convolutions}
+    made = g.reached(convolutions, lambda n: (u for u in n.users if g.is_view(u) or g.is_pointwise(u)))
+    for node in graph.nodes if made else ():
+        if node in made and g.is_view(node) and not features.isdisjoint(g.sizes(node)[-1:]):
+            if strides(node.meta["val"])[-1] not in (None, ONE):
                 yield node
 
 
 def normalised(view: fx.Node) -> Iterable[fx.Node]:
-    """Its readers that compute element by element, or over the features, if something is summed over these."""
-    readers = [n for n in view.users if g.is_pointwise(n) or sums_features(n)]
-    if any(map(sums_features, g.reached(readers, elementwise))):
-        yield from readers
+    """Its readers that compute element by element, or over the features, and behind which these are summed."""
+    readers = (n for n in view.users if g.is_pointwise(n) or sums_features(n))
+    return (n for n in readers if any(map(sums_features, g.reached([n], elementwise))))
 
 
 def elementwise(node: fx.Node) -> Iterable[fx.Node]:
