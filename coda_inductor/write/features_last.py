@@ -46,7 +46,7 @@ def turned(graph: fx.Graph) -> Iterable[fx.Node]:
     convolutions = graph.find_nodes(op="call_function", target=CONVOLUTION)
     features = {g.sizes(n)[1] for n in convolutions}
     made = g.reached(convolutions, lambda n: (u for u in n.users if g.is_view(u) or g.is_pointwise(u)))
-    for node in graph.nodes if made else ():
+    for node in graph.nodes:
         if node in made and g.is_view(node) and not features.isdisjoint(g.sizes(node)[-1:]):
             if strides(node.meta["val"])[-1] not in (None, ONE):
                 yield node
@@ -60,7 +60,7 @@ def normalised(view: fx.Node) -> Iterable[fx.Node]:
 
 def elementwise(node: fx.Node) -> Iterable[fx.Node]:
     """What is made of each element of a node, or of the sum over its features."""
-    return (u for u in node.users if (g.is_pointwise(u) and g.sizes(u) == g.sizes(node)) or sums_features(u))
+    return (u for u in node.users if g.is_pointwise(u) or sums_features(u))
 
 
 def sums_features(node: fx.Node) -> bool:

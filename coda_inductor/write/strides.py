@@ -59,8 +59,8 @@ class OutputStrides:
         give_back(self.graph, [self._restored(i, call) for i in range(len(self.outputs))])
 
     def fixed(self) -> set[fx.Node]:
-        """What cannot be copied into another order, and what it is made of: results that share memory, or have gaps, and
-        what is read by the place in memory and is no dense tensor. Back to what lies in one order, whatever it reads."""
+        """What cannot be copied into another order, and what that is made of: results that share memory or have gaps,
+        and what is read by the place in memory and is not dense. Back to what lies in one order, whatever it reads."""
         found = list[fx.Node]()
         for node, val, where in zip(returned(self.graph), self.outputs, self.sharing, strict=True):
             if isinstance(node, fx.Node) and isinstance(val, Tensor):
@@ -70,7 +70,7 @@ class OutputStrides:
         for node, values in self.seen.items():
             read = zip(node.all_input_nodes, values, strict=True)
             found += [n for n, val in read if isinstance(val, Tensor) and not dense_from_start(val)]
-        return g.reached(found, lambda n: () if lies_row_by_row(n) else n.all_input_nodes)
+        return g.reached(found, lambda n: () if lies_row_by_row(n) or sees(n) else n.all_input_nodes)
 
     def _restored(self, i: int, call: Callable[..., fx.Node]) -> Any:
         """The i-th result in the order in memory that it had. Raises Unsupported where its memory is another's, too."""
