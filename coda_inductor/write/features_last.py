@@ -46,16 +46,16 @@ def turned(graph: fx.Graph) -> Iterable[fx.Node]:
     convolutions = graph.find_nodes(op="call_function", target=CONVOLUTION)
     features = {g.sizes(n)[1] for n in convolutions}
     made = g.reached(convolutions, lambda n: (u for u in n.users if g.is_view(u) or g.is_pointwise(u)))
-    for node in graph.nodes:
-        if node in made and g.is_view(node) and not features.isdisjoint(g.sizes(node)[-1:]):
-            if strides(node.meta["val"])[-1] not in (None, ONE):
-                yield node
+    views = (n for n in graph.nodes if n in made and g.is_view(n) and not features.isdisjoint(g.sizes(n)[-1:]))
+    return (n for n in views if strides(n.meta["val"])[-1] not in (None, ONE))
 
 
 def normalised(view: fx.Node) -> Iterable[fx.Node]:
-    """Its readers that compute element by element, or over the features, and behind which these are summed."""
-    readers = (n for n in view.users if g.is_pointwise(n) or sums_features(n))
-    return (n for n in readers if any(map(sums_features, g.reached([n], elementwise))))
+    """Its readers that compute element by element, or over the features, and are normalised: behind them these are
+    summed, or they read what is made of such a sum."""
+    readers = [n for n in view.users if g.is_pointwise(n) or sums_features(n)]
+    summed = g.reached((n for n in readers if any(map(sums_features, g.reached([n], elementwise)))), elementwise)
+    return (n for n in readers if n in summed)
 
 
 def elementwise(node: fx.Node) -> Iterable[fx.Node]:
