@@ -88,8 +88,8 @@ def by_place(see: Program) -> Program:
     return program
 
 
-def part(h: Tensor, offset: int = 0) -> Tensor:
-    return torch.as_strided(h, (h.shape[0] * PLACES - offset, 4), (WIDTH, 1), offset)
+def part(h: Tensor) -> Tensor:
+    return torch.as_strided(h, (h.shape[0] * PLACES, 4), (WIDTH, 1))
 
 
 def of_both(see: Program) -> Program:
@@ -105,7 +105,8 @@ def of_both(see: Program) -> Program:
 
 FIRES: dict[str, Program] = {
     "tokens": lambda x: layer(layer(stream(x))),
-    "tokens, returned by products": lambda x: (y := norm(stream(x)) @ HEAD, y.mT),
+    "tokens, returned by products": lambda x: (y := rms(stream(x)) @ HEAD, y.mT),
+    "a copy, returned": lambda x: (y := rms(stream(x)).contiguous(), y.mT, layer(y)),
     "root mean square": lambda x: rms(stream(x)) @ HEAD,
     "nothing added": lambda x: rms(tokens(image(x))) @ HEAD,
     "mean alone": lambda x: ((t := tokens(image(x))) - t.mean(-1, keepdim=True)) @ HEAD,
@@ -139,7 +140,8 @@ STAYS: dict[str, Program] = {
     "shared behind": lambda x: (y := stream(x).flip(1), y[:], layer(y).sum()),
     "shared copy": lambda x: (y := (h := stream(x)).clone(), y.mT, layer(h)),
     "with gaps": lambda x: ((h := stream(x))[..., 1:], layer(h)),
-    "as_strided in the middle": by_place(lambda h: part(h[:, 1:], 1)),
+    "as_strided of the last": by_place(lambda h: torch.as_strided(h[1:], (PLACES, 4), (WIDTH, 1))),
+    "as_strided of rows apart": by_place(lambda h: torch.as_strided(h[:, :3], (PLACES, 4), (WIDTH, 1))),
 }
 """Of these none is."""
 WRITTEN: dict[str, Program] = {
@@ -148,5 +150,5 @@ WRITTEN: dict[str, Program] = {
     "the same, by strides": lambda h: double_(part(h)),
 }
 """What overwrites the stream, or a part of it."""
-WITHOUT_GRADIENT = frozenset({"as_strided in the middle"})
+WITHOUT_GRADIENT = frozenset({"as_strided of the last", "as_strided of rows apart"})
 """Of these Inductor alone makes another gradient than eager."""
