@@ -64,8 +64,9 @@ def settled(graph: fx.Graph, settings: Settings, decisions: Decisions, limits: L
 
 def _otherwise(made: Plan, illegal: dict[int, str], verdict: Limits, limits: Limits) -> Limits:
     """What of the verdict may win in another form: without what it makes again of the forward, which then keeps it;
-    without sums over heads, the halves of its heads, with no other product in its sum, or with nothing beside the sum. (As two products,
-    with the rest, it lost where it did as one: Llama 1B and width 8192, H200.) Nothing if there is no such form."""
+    without sums over heads; without the halves of its heads, with no other product in its sum, or with nothing beside
+    the sum. (As two products, with the rest, it lost where it did as one: Llama 1B and width 8192, H200.) Nothing if
+    there is no such form."""
     builts = made.builts
     laden = [b for b in builts if made.spared(b.draft)]
     if lighter := _lost(verdict.banned, laden):
