@@ -55,6 +55,20 @@ TIMED: dict[str, Dated] = {
             for facts in names.WINDOWS
         ),
     ),
+    "norms of heads": Dated(
+        ("two layers, inference", "`torch.compile` alone, ms", "coda, ms", "gain"),
+        tuple(
+            (label, *(cell for path, how in
+                      (("sustained/baseline_ms", "ms"), ("sustained/ms", "ms"), ("sustained/speedup", "gain"))
+                      for cell in cells("bench.jsonl", commit, path, how, case=case, mode="infer")))
+            for label, case, commit in (
+                ("Qwen3-8B, before", "qwen3_8b, 2 layers", "8b597b3"),
+                ("Qwen3-8B", "qwen3_8b, 2 layers", "60cb3a1"),
+                ("GLM-4-9B", "glm4_9b, 2 layers", "8b597b3"),
+                ("GLM-4-9B, its `cat` by token", "glm4_9b, 2 layers", "60cb3a1"),
+            )
+        ),
+    ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
         tuple(

@@ -123,6 +123,7 @@ BENCH = {
     for case, name in (
         ("qwen3_8b", "Qwen3-8B"), ("phi4_14b", "Phi-4-14B"), ("gemma3_12b", "Gemma-3-12B"), ("glm4_9b", "GLM-4-9B"),
         ("modernbert_large", "ModernBERT-large"), ("dit_xl", "DiT-XL"),
+        ("siglip_so400m", "SigLIP-SO400M, 16 images"),
         ("granite_8b", "Granite-8B"), ("bert_large_dropout", "BERT-large, dropout"),
         ("dinov3_vitl", "DINOv3 ViT-L, 8 images"), ("eva02_l", "EVA-02 L, 16 images of 448 pixels"),
     )
@@ -189,7 +190,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("bench.jsonl", "inference"): (
             "qwen3_8b, 2 layers", "qwen3_8b, 2 layers and head", "phi4_14b, 2 layers", "phi4_14b, 2 layers and head",
             "gemma3_12b, 2 layers", "glm4_9b, 2 layers", "modernbert_large, 2 layers",
-            "dinov3_vitl, 2 layers and head", "eva02_l, 3 blocks",
+            "dinov3_vitl, 2 layers and head", "eva02_l, 3 blocks", "siglip_so400m, 2 layers and head",
         ),
     },
     "training of width up to 2560": {
@@ -201,6 +202,7 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("models.jsonl", "training"): (LLAMA, TITAN),
         ("bench.jsonl", "training"): (
             "modernbert_large, 2 layers", "bert_large_dropout, 2 layers and head", "dinov3_vitl, 2 layers and head",
+            "siglip_so400m, 2 layers and head",
         ),
         ("examples.jsonl", "training"): scripts(
             "train_llama.py", "lora.py", "trainer.py", "nanogpt.py", "titan_fsdp2.py on one"

@@ -36,8 +36,8 @@ one takes as many as of queries."""
 @dataclass(frozen=True, slots=True)
 class Grouped:
     """Attention that read repeated keys, or copies: its node, the shape of its queries, how many of their heads share
-    keys and values (1 if only copies of these went, 0 if one of the result did), the user's line, and the operations
-    that nobody runs any more, of the backward, too."""
+    keys and values (1 if only copies went), the user's line, and the operations that nobody runs any more, of the
+    backward, too."""
 
     node: str
     shape: str
@@ -53,8 +53,6 @@ class Grouped:
     @property
     def what(self) -> str:
         """What is read where, for people."""
-        if self.heads == 0:
-            return "the result is read where it lies, by token as the queries do now"
         if self.heads == 1:
             return "what was copied for it alone is read where it lies"
         return f"keys and values that {self.heads} heads share are read once"

@@ -113,8 +113,7 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
         spelled |= {name: f"{spelled[name]}.a" for name in features}
     else:
         spelled[lanes[0]] = "acc"
-    late = rounded_late(region)
-    heads = over_heads(region)
+    late, heads = rounded_late(region), over_heads(region)
     spelled |= {let.name: f"h{i}.a" if pair else f"h{i}" for i, let in enumerate(heads)}
     for i, let in enumerate(region.lets):
         if let.name not in late and let not in heads:
@@ -133,14 +132,14 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
         leaves.append(f'"{slot}": {value}')
     pins = [f'"{slot}": {_pin(region, o, slot)}'
             for slot, o in zip(names.operands, region.operands, strict=True) if slot != "c"]  # fmt: skip
+    pins += [f'"h{i}": HeadSum("h{i}", {columns(region, let)})' for i, let in enumerate(heads)]
     leaving = [f'LaneStore("{s}")' if pair and region.n % 8 else f'"{s}"' for s in names.stores if s != "D"]
     if region.halved:
         leaving = [
             f'HalfStore("{s}", {i}, {half})' for slot in names.stores for i, s in enumerate((slot, second(slot)))
         ]
     outputs = "".join(f"{s}, " for s in leaving)
-    pins += [f'"h{i}": HeadSum("h{i}", {columns(region, let)})' for i, let in enumerate(heads)]
-    before = _prepass(region, heads) if heads else ""
+    before = _prepass(region, heads)
     helpers = "\n\n".join(text for name, text in HELPERS.items() if any(f"{name}(" in line for line in [*body, before]))
     return TEMPLATE.format(
         device=device_digest(target),
@@ -154,7 +153,7 @@ def render(region: Region, target: Target = SM_90A, *, swapped: bool = False) ->
         ops=f"{{{', '.join(pins)}}}",
         sums=f"{{{', '.join(sums)}}}",
         half=f"\n    half={half}," if half else "",
-        before=f"{before}\n\n" if before else "",
+        before=before,
         prepass=f"\n    prepass=prepass,\n    prepass_outs={head_slots(region)}," if heads else "",
         args="".join(f", {slot}" for slot in (*names.operands, *head_slots(region))),
         body="\n    ".join([*body, f"return {{{', '.join(leaves)}}}"]),
@@ -204,6 +203,8 @@ def _prepass(region: Region, heads: list[Let]) -> str:
     """The function of one accumulator that says what the sums over heads add up."""
     slot = dict(zip((o.name for o in region.operands), slots(region).operands, strict=True))
     body, leaves, read = list[str](), list[str](), dict[str, None]()
+    if not heads:
+        return ""
     for i, total in enumerate(heads):
         of = summand(region, total)
         spelled = slot | {ACC: "acc"} | {let.name: f"{let.name}_{i}" for let in of.lets}
@@ -212,7 +213,7 @@ def _prepass(region: Region, heads: list[Let]) -> str:
         read |= dict.fromkeys(slot[a] for let in of.lets for a in let.args if a in slot)
     args = "".join(f", {name}" for name in read)
     lines = [*body, f"return {{{', '.join(leaves)}}}"]
-    return f"def prepass(acc{args}):\n    " + "\n    ".join(lines) + "\n"
+    return f"def prepass(acc{args}):\n    " + "\n    ".join(lines) + "\n\n\n"
 
 
 def _decorator(region: Region) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from coda_inductor.attention.copies import lie_by_token, read_in_place
+from coda_inductor.attention.copies import read_in_place
 from coda_inductor.attention.grouped import Grouped, group_heads
 from coda_inductor.attention.masks import Mask, skip_masks
 from coda_inductor.core.errors import BrokenInvariant
@@ -142,7 +142,7 @@ def constant_masks(work: Work) -> None:
 def grouped_heads(work: Work) -> None:
     """Attention reads keys and values that several heads share once, and nothing that is copied for it alone."""
     if work.may(GROUPED):
-        work.grouped = group_heads(work.graph) + read_in_place(work.graph) + lie_by_token(work.graph)
+        work.grouped = group_heads(work.graph) + read_in_place(work.graph)
 
 
 def prefixes(work: Work) -> None:

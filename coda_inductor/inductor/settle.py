@@ -43,7 +43,7 @@ def settled(graph: fx.Graph, settings: Settings, decisions: Decisions, limits: L
     lifted = lift(graph, rounding=settings.numerics == "strict")
     while True:
         made = plan(lifted, laws, limits)
-        limits |= Limits(whole_heads=made.program.limits.whole_heads, unsummed=made.program.limits.unsummed)
+        limits |= Limits(whole_heads=made.program.limits.whole_heads, unsummed_heads=made.program.limits.unsummed_heads)
         illegal = _illegal(made.builts, decisions.legal, settings)
         verdict = Limits(illegal) if illegal else decisions.decide(made, made.builts)
         if other := _otherwise(made, illegal, verdict, limits):
@@ -75,7 +75,7 @@ def _otherwise(made: Plan, illegal: dict[int, str], verdict: Limits, limits: Lim
         return Limits(banned, verdict.undeferred, never=never)
     if summed := _lost(verdict.banned, [b for b in builts if over_heads(b.region)]):
         banned = {bit: why for bit, why in verdict.banned.items() if bit not in summed}
-        return Limits(banned, verdict.undeferred, unsummed=summed)
+        return Limits(banned, verdict.undeferred, unsummed_heads=summed)
     halved = _lost(verdict.banned, [b for b in builts if b.region.half])
     apart = _lost(illegal, [b for b in builts if b.added is not None])
     wide = _lost(verdict.banned, [b for b in builts if b.added is not None and not b.only_sums])

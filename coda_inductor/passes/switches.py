@@ -31,7 +31,8 @@ PASSES = {
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns",
     PREFIX: "no Region: rows that stay beside those that a rotary embedding turns, as class tokens, are turned by 0",
-    FACTORS: "no Region: a number that multiplies a product, as an adapter's, multiplies the smallest of its tensors",
+    FACTORS: "no Region: a number that multiplies a product, as an adapter's, multiplies the smallest of its tensors; "
+    "one that divides scores of an odd length multiplies the norm before them",
     PARTS: "no Region: a product that is read in parts, as gate and up of one weight, is a product for each part",
     JOINED: "no Region: a product of two tensors beside each other, as attention's and an MLP's, is a product of each",
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",

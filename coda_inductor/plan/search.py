@@ -48,8 +48,10 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
 def _unsummed(made: Plan, conflict: Limits) -> Limits:
     """What is tried before a conflict's products become no Regions, or have no halves: no sums over heads."""
     denied = {**conflict.whole_heads, **conflict.banned}
-    known = made.program.limits.unsummed
-    return Limits(unsummed={b: why for b, why in denied.items() if b in made.program.head_sums and b not in known})
+    known = made.program.limits.unsummed_heads
+    return Limits(
+        unsummed_heads={b: why for b, why in denied.items() if b in made.program.head_sums and b not in known}
+    )
 
 
 def _crowded(made: Plan) -> int:

@@ -14,7 +14,7 @@ class Limits:
 
     `banned` products become no Region, for the given reasons. The operands of `undeferred` products (a bit set) stay as
     the user wrote them. The heads of `whole_heads` are not divided into the two halves of a rotary embedding, for the
-    given reasons, "" where another limit says why. Nor are the columns of each head of `unsummed` products added up.
+    given reasons, "" where another limit says why. Nor are the columns of each head of `unsummed_heads` added up.
     To the accumulators of `unaccumulated` no other product is added, and epilogues of `only_accumulated` do nothing
     else, for the given reasons. Nodes of the forward that `never` may be made again in the backward are kept. Epilogues
     of `crowded` products (a bit set) would read too many vectors if they combined them themselves. Epilogues of
@@ -31,7 +31,7 @@ class Limits:
     crowded: int = 0
     unrooted: int = 0
     unread: frozenset[str] = frozenset()
-    unsummed: Mapping[int, str] = field(default_factory=dict)
+    unsummed_heads: Mapping[int, str] = field(default_factory=dict)
 
     def __or__(self, other: Limits) -> Limits:
         """Both; where both give a reason, the other's."""
@@ -46,7 +46,7 @@ class Limits:
             self.crowded | other.crowded,
             self.unrooted | other.unrooted,
             self.unread | other.unread,
-            {**self.unsummed, **other.unsummed},
+            {**self.unsummed_heads, **other.unsummed_heads},
         )
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class Limits:
             other.banned.keys() <= self.banned.keys()
             and not other.undeferred & ~self.undeferred
             and other.whole_heads.keys() <= self.whole_heads.keys()
-            and other.unsummed.keys() <= self.unsummed.keys()
+            and other.unsummed_heads.keys() <= self.unsummed_heads.keys()
             and other.unaccumulated <= self.unaccumulated
             and other.only_accumulated.keys() <= self.only_accumulated.keys()
             and other.never <= self.never
