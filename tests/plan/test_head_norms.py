@@ -106,6 +106,7 @@ OTHERWISE: dict[str, Callable[[Inputs], Any]] = {
     "its mean is subtracted": lambda i: F.layer_norm(heads(i), (SIZE,), i["g"]),
     "behind the rotary embedding": lambda i: rms(turned(heads(i), i), i["g"]),
     "the largest": lambda i: heads(i) / heads(i).abs().amax(-1, keepdim=True),
+    "one head": lambda i: rms(heads(i, "one"), i["g"]),
     "over the heads": lambda i: (q := heads(i)) * torch.rsqrt(q.square().mean(1, keepdim=True) + 1e-6),
     "over tokens": lambda i: (q := heads(i)) * torch.rsqrt(q.square().mean(2, keepdim=True) + 1e-6),
     "half of each head": norm_of_nothing_whole,
@@ -120,10 +121,18 @@ def test_others_are_right_all_the_same(name: str) -> None:
     assert not any(over_heads(site.region) for report in ran.reports for site in report.sites)
 
 
-def test_training_sums_itself() -> None:
+def test_of_sums_within_sums_the_inner_is_taken() -> None:
+    given = inputs()
+    ran = run(lambda i: rms(rms(heads(i)).tanh(), i["g"]), given, options=STRICT)
+    close(ran.output, rms(rms(heads(given)).tanh(), given["g"]))
+    assert [len(over_heads(site.region)) for report in ran.reports for site in report.sites] == [1]
+
+
+@pytest.mark.parametrize("name", ["halves", "weight"])
+def test_training_sums_itself(name: str) -> None:
     """The backward reads the sum and the product as it was: both would be stored beside the result."""
     given = {name: x.requires_grad_() for name, x in inputs().items()}
-    f = IN_EPILOGUE["halves"]
+    f = IN_EPILOGUE[name]
     ran, wanted = run(f, given, options=STRICT, grad=True), f(given)
     close(ran.output, wanted)
     read = [given[name] for name in ("x", "w", "g")]
