@@ -72,8 +72,6 @@ def scaled(node: fx.Node) -> Scaled | None:
     if len(sources) != 1 or len(numbers) != 1 or not 1 / LARGEST <= abs(numbers[0]) <= LARGEST:
         return None
     if node.target in DIVIDES:
-        if node.args[0] is not sources[0]:
-            return None
         numbers = [1 / numbers[0]]
     value, source = g.tensor(node), g.tensor(sources[0])
     if value is None or source is None or value.dtype != source.dtype or value.dtype not in DTYPES:

@@ -156,7 +156,7 @@ class Program(State):
         if x.kind != "red" or x.name != "sum" or not x.deps & space.mask or self.lifted.joint:
             return None
         of = space.heads
-        if any(acc.bit in self.limits.unsummed_heads for acc in space.accs) or (of is None and len(space.accs) > 1):
+        if any(acc.bit in self.limits.unsummed_heads for acc in space.accs):
             return None
         inner = (of.inner, *of.minor) if of else space.columns[len(space.columns) - len(x.over) :]
         if set(x.over) != set(inner) or (of is None and len(inner) == len(space.columns)):

@@ -235,6 +235,17 @@ def test_no_kernel_takes_it(region: Region, message: str) -> None:
             what()
 
 
+def test_halves_of_other_vectors() -> None:
+    """The first half reads the second half's bias."""
+    region = rotary_norm(256, 16)
+    region = dataclasses.replace(
+        region,
+        lets=tuple(dataclasses.replace(let, op="second") if let.name == "bias_a" else let for let in region.lets),
+    )
+    with pytest.raises(Unsupported, match="mixes their halves"):
+        summand(region, over_heads(region)[0])
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

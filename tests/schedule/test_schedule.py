@@ -97,6 +97,12 @@ def test_a_copy_into_another_order_is_a_kernel_of_its_own() -> None:
     assert bytes_of(lambda x: (y := x + 1, y.t().contiguous()), BIG)[-1] == 2 * TILE
 
 
+def test_a_copy_of_what_lies_so_already_is_none() -> None:
+    """Inductor's `remove_noop_ops` drops it, unless it is returned."""
+    assert bytes_of(lambda x, w: (x @ w).clone() @ w.t(), X, W) == []
+    assert bytes_of(lambda x, w: (x @ w).clone(), X, W) == [2 * TILE]
+
+
 def test_symbolic_sizes_count_at_their_hints() -> None:
     x = torch.empty(M, K)
     torch._dynamo.mark_dynamic(x, 0)
