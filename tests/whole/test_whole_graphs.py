@@ -69,7 +69,7 @@ TRANSFORMERS: tuple[tuple[str, str, dict[str, Any], int, int], ...] = (
     ),
     ("mistral", "MistralForCausalLM", {"num_key_value_heads": 2}, 12, 6),
     ("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 2}, 12, 6),
-    ("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}, 10, 6),
+    ("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}, 12, 6),
     ("phi3", "Phi3ForCausalLM", {"num_key_value_heads": 2, "pad_token_id": 0}, 8, 4),
     ("cohere", "CohereForCausalLM", {"num_key_value_heads": 2, "pad_token_id": 0}, 12, 5),
     ("gpt_neox", "GPTNeoXForCausalLM", {}, 6, 3),
