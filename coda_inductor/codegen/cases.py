@@ -255,6 +255,14 @@ def weighted_sums(n: int, k: int, dtype: str = "bf16") -> Region:
     ))  # fmt: skip
 
 
+TURNED = (
+    Let("cos", "first", ("table",)), Let("sin", "second", ("table",)),
+    Let("xc", "mul", ("x", "cos")), Let("ys", "mul", ("y", "sin")), Let("first_half", "sub", ("xc", "ys")),
+    Let("yc", "mul", ("y", "cos")), Let("xs", "mul", ("x", "sin")), Let("second_half", "add", ("yc", "xs")),
+)  # fmt: skip
+"""The rotary embedding of x and y."""
+
+
 def rotary(n: int, k: int, half: int = 64) -> Region:
     """q after a deferred norm, with a bias, through a rotary embedding whose halves share cosines and sines."""
     return verify(Region(
@@ -263,9 +271,7 @@ def rotary(n: int, k: int, half: int = 64) -> Region:
         (Let("bias_a", "first", ("bias",)), Let("bias_b", "second", ("bias",)),
          Let("ar", "mul", ("a", "r")), Let("br", "mul", ("b", "r")),
          Let("x", "add", ("ar", "bias_a")), Let("y", "add", ("br", "bias_b")),
-         Let("cos", "first", ("table",)), Let("sin", "second", ("table",)),
-         Let("xc", "mul", ("x", "cos")), Let("ys", "mul", ("y", "sin")), Let("first_half", "sub", ("xc", "ys")),
-         Let("yc", "mul", ("y", "cos")), Let("xs", "mul", ("x", "sin")), Let("second_half", "add", ("yc", "xs"))),
+         *TURNED),
         (Store("first_half", "bf16", "second_half"),), (), half,
     ))  # fmt: skip
 
@@ -285,9 +291,7 @@ def rotary_alone(n: int, k: int, half: int = 64) -> Region:
     return verify(Region(
         heads(n, half) * half, "bf16", (Product("x", 0, 1, k, "nk"), Product("y", 0, 1, k, "nk")),
         (Operand("table", "table", "bf16"),),
-        (Let("cos", "first", ("table",)), Let("sin", "second", ("table",)),
-         Let("xc", "mul", ("x", "cos")), Let("ys", "mul", ("y", "sin")), Let("first_half", "sub", ("xc", "ys")),
-         Let("yc", "mul", ("y", "cos")), Let("xs", "mul", ("x", "sin")), Let("second_half", "add", ("yc", "xs"))),
+        TURNED,
         (Store("first_half", "bf16", "second_half"),), (), half,
     ))  # fmt: skip
 
@@ -338,9 +342,7 @@ def rotary_norm(n: int, k: int, half: int = 64) -> Region:
          Let("wa", "first", ("weight",)), Let("wb", "second", ("weight",)),
          Let("an", "mul", ("ar", "rstd")), Let("bn", "mul", ("br", "rstd")),
          Let("x", "mul", ("an", "wa")), Let("y", "mul", ("bn", "wb")),
-         Let("cos", "first", ("table",)), Let("sin", "second", ("table",)),
-         Let("xc", "mul", ("x", "cos")), Let("ys", "mul", ("y", "sin")), Let("first_half", "sub", ("xc", "ys")),
-         Let("yc", "mul", ("y", "cos")), Let("xs", "mul", ("x", "sin")), Let("second_half", "add", ("yc", "xs"))),
+         *TURNED),
         (Store("first_half", "bf16", "second_half"),), (), half,
     ))  # fmt: skip
 

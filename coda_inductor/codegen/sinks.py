@@ -121,7 +121,8 @@ class RowVecMax(_Max, _Columns, ops.RowVecReduce):  # type: ignore[misc]
 
 class HeadSum(ops.GroupedColStatsBase):  # type: ignore[misc]
     """A sum over each `width` columns, the accumulators of a head, which the epilogue reads. It is taken of the whole
-    tile before anything of it is stored."""
+    tile before anything of it is stored. quack is told the width when it compiles; here it is part of the module's
+    text, which names the kernel."""
 
     def __init__(self, name: str, width: int) -> None:
         super().__init__(name)

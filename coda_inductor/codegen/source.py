@@ -241,7 +241,7 @@ def _leaves(region: Region, spelled: dict[str, str]) -> list[str]:
 def _expression(region: Region, let: Let, spelled: dict[str, str]) -> str:
     """`let` in CuTeDSL; literals as Python floats, which survive a round trip through repr."""
     spelling = OPS[let.op].cute
-    if let.op == "tanh" and let in region.lets and only_beside_one(region, let.name):
+    if let.op == "tanh" and only_beside_one(region, let.name):
         spelling = "tanh_beside_one({0})"
     return spelling.format(*(spelled[a] if isinstance(a, str) else literal(a) for a in let.args))
 

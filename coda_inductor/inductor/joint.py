@@ -165,7 +165,7 @@ def dropped_signs(work: Work) -> None:
 
 
 def features_last(work: Work) -> None:
-    """What convolutions hand on to norms and products lies as these read it."""
+    """What convolutions hand on to norms lies as these read it."""
     if work.may(LAYOUTS):
         put_features_last(work.graph)
 

@@ -57,8 +57,9 @@ def move_factors(graph: fx.Graph) -> tuple[Cast, ...]:
             continue
         if to_left(graph, x, of_scores):
             told.append(Cast.of(node, f"multiplied by {x.number:g} before its product", g.source_line(node)))
-        moved |= bool(told) or to_left(graph, x, of_product) or to_results(graph, x)
-    if moved:
+        else:
+            moved |= to_left(graph, x, of_product) or to_results(graph, x)
+    if moved or told:
         graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or ordered(node))
     return tuple(told)
 

@@ -83,15 +83,14 @@ class _Writer(Statements):
             self.loaded[source] = name
         return self.loaded[source]
 
-    def _value(self, t: Term) -> Value:
-        """Also of a sum over the columns of each head."""
-        if self.given(t) is None and (summed := self.plan.program.over_head(t, self.draft.space)) is not None:
-            x, *y = map(self.value, summed)
-            space, total = self.draft.space, self.plan.program.lifted.reading.axes.total
-            columns = total(space.heads.minor if space.heads else t.over).static
-            assert columns is not None
-            return self.let(OVER_HEAD, x, *(y or [0.0]), float(columns))
-        return super(_Writer, self)._value(t)  # slots make another class of it
+    def summed(self, t: Term) -> Value:
+        """Of both halves, where the accumulators are halves of heads."""
+        space, total = self.draft.space, self.plan.program.lifted.reading.axes.total
+        parts = self.plan.program.over_head(t, space)
+        columns = total(space.heads.minor if space.heads else t.over).static
+        assert parts is not None and columns is not None
+        x, *y = map(self.value, parts)
+        return self.let(OVER_HEAD, x, *(y or [0.0]), float(columns))
 
     def _dtype(self) -> str:
         x = self.plan.program.product(self.draft.space.accs[0]).x

@@ -34,6 +34,10 @@ class Statements(ABC):
     def rank(self, t: Term) -> tuple[object, ...]:
         """An order of arguments that does not depend on where in the graph a layer stands."""
 
+    @abstractmethod
+    def summed(self, t: Term) -> Value:
+        """A sum over the columns of each head."""
+
     def summands(self, t: Term) -> Iterable[tuple[Term, Fraction]]:
         """What a sum adds, with weights."""
         return zip(t.args, t.powers, strict=True)
@@ -59,6 +63,8 @@ class Statements(ABC):
             return self._mul(t)
         if t.kind == "add":
             return self._add(t)
+        if t.kind == "red":
+            return self.summed(t)
         assert t.kind == "fn", t
         return self.let(t.name, *(self.value(a) for a in t.args))
 

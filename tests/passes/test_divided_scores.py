@@ -50,6 +50,19 @@ def test_where_scores_are_divided() -> None:
     assert moved(lambda x, g, w: 16 / ((x * g) @ w), *RAGGED) == []
 
 
+def test_an_adapter_behind_divided_scores_has_its_number_moved_as_well() -> None:
+    """The first that moves does not keep the others."""
+    (graph,) = captured(
+        lambda x, g, w, a, b: (scores(x, g, w), 2 * ((x @ a) @ b)),
+        *(torch.randn(shape).bfloat16() for shape in (*RAGGED, (D, 8), (8, 96))),
+    )
+    module = fx.GraphModule(graph.graph.owning_module or {}, graph.graph)
+    assert len(move_factors(module.graph)) == 1
+    numbers = [n for n in module.graph.nodes if n.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor)]
+    numbers = [n for n in numbers if not isinstance(n.args[1], fx.Node)]
+    assert [tuple(n.meta["val"].shape) for n in numbers] == [(TOKENS, D), (TOKENS, 8)]
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_divided_scores_are_eagers(grad: bool) -> None:
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=grad) for shape in RAGGED]
