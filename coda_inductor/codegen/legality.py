@@ -26,9 +26,13 @@ TILE_K = 64  # four instructions of 16-bit operands
 K_BYTES = 128  # of a row of K in one step, whatever the operands
 
 
+BUCKETS = tuple(1 << n for n in range(6, 16))
+"""The powers of two from 64 to 32768."""
+
+
 def bucket(m: int) -> int:
-    """The token counts that share a tile choice: the next power of two from 64 to 32768."""
-    return min(max(64, 1 << (m - 1).bit_length()), 32768) if m > 1 else 64
+    """The token counts that share a tile choice: the next power of two, BUCKETS' first at least and last at most."""
+    return next((b for b in BUCKETS if m <= b), BUCKETS[-1])
 
 
 def size_class(region: Region, m: int, target: Target = SM_90A) -> int:

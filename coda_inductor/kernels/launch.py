@@ -133,10 +133,11 @@ class Kernel:
         return found
 
     def _choose(self, size: int, swapped: bool) -> Any:
-        """The kernel of a size class: of the configuration that was measured best, else of the first that can be built
-        and may run here."""
-        known = functools.partial(record.remembered, self.directory, self.region, target=self.row)
-        measured = known(size) or known(legality.bucket(size)) if self.measured else None
+        """The kernel of a size class: of the configuration that was measured best, there or at the nearest class of
+        which that is known, else of the first that can be built and may run here."""
+        asked, measured = (self.directory, self.region, size), None
+        if self.measured:
+            measured = record.remembered(*asked, target=self.row) or record.nearest(*asked, target=self.row)
         found, refusals = None, list[str]()
         for config in (*([measured] if measured else []), *legality.candidates(self.region, size, self.row)):
             try:

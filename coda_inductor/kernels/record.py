@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from coda_inductor.codegen import target as targets
-from coda_inductor.codegen.legality import is_legal
+from coda_inductor.codegen.legality import BUCKETS, bucket, candidates, is_legal
 from coda_inductor.codegen.target import SM_90A, Target
 from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.region import Region
@@ -79,6 +79,18 @@ def remembered(
     `hints` only of one that was hinted."""
     found = store.read_record(directory, key(region, size), lambda r: _stands(r, region, target, hints=hints))
     return _config(found, region, target) if found else None
+
+
+def nearest(directory: Path, region: Region, size: int, *, target: Target = SM_90A) -> Config | None:
+    """For a size at which nothing was measured, as of blocks of rows or of a dynamic dimension: the configuration that
+    won at the nearest bucket, of two as near the larger, among those that a search would time at this size. None if
+    nothing was measured."""
+    here = bucket(size).bit_length()
+    for other in sorted(BUCKETS, key=lambda b: (abs(b.bit_length() - here), -b)):
+        found = remembered(directory, region, other, target=target)
+        if found is not None and found in candidates(region, size, target):
+            return found
+    return None
 
 
 def _stands(found: dict[str, Any], region: Region, target: Target, *, hints: bool) -> bool:

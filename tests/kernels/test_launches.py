@@ -152,6 +152,25 @@ def test_an_even_tile_runs_where_it_won(tmp_path: Path, monkeypatch: pytest.Monk
     assert [k._choose(k._class(m), False).config for m in (4608, 8192, 5000)] == [even, table, table]
 
 
+def test_a_size_that_was_not_measured_runs_in_what_won_at_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a head in blocks of rows does. Of two as near it is the larger; a tile that no search would time there is
+    none."""
+    region = norm_producer(4096, 512)
+    k = launched(monkeypatch, region, tmp_path)
+    first, *_, at_most, at_least = legality.candidates(region, 32768)
+    assert [k._choose(m, False).config for m in (4096, 512)] == [legality.candidates(region, m)[0] for m in (4096, 512)]
+    for size, config in ((32768, at_most), (2048, at_least)):
+        record.remember(k.directory, region, size, config, 1.0, [])
+    k._ready.clear()
+    assert [k._choose(m, False).config for m in (16384, 8192, 4096)] == [at_most, at_most, at_least]
+    assert at_least not in legality.candidates(region, 64) and first != at_least
+    assert k._choose(64, False).config == legality.candidates(region, 64)[0]
+    k.measured = False
+    assert k._choose(8192, False).config == first
+
+
 def test_a_kernel_that_cannot_be_built_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next configuration, and when none is left by the interpreter."""
     launch.FALLBACKS.clear()
