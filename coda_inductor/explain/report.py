@@ -179,10 +179,11 @@ def _digits(x: float) -> str:
 
 
 def same_passes(passes: Sequence[Facts]) -> list[Facts]:
-    """Equal passes of equal layers once: "module" has stars, "bytes" are those of one, "count" says how many."""
+    """Equal passes of equal layers, of as many bytes as one reads, once: "module" has stars, "count" says how many."""
     same: dict[tuple[str, ...], list[Facts]] = {}
     for p in passes:
-        same.setdefault((p["why"], p["source"], p["what"], pattern(p["module"])), []).append(p)
+        key = (p["why"], p["source"], p["what"], pattern(p["module"]), amounts(p["bytes"]))
+        same.setdefault(key, []).append(p)
     return [
         {**equal[0], "module": starred([p["module"] for p in equal]), "count": len(equal)} for equal in same.values()
     ]

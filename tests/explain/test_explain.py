@@ -21,7 +21,7 @@ from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture, load
 from coda_inductor.explain.facts import BY_ITS_LARGEST, explain, region_facts, render
-from coda_inductor.explain.report import amounts
+from coda_inductor.explain.report import amounts, same_passes
 from coda_inductor.inductor.records import Refusal, Report, Site
 
 M, N, K = 512, 256, 128
@@ -233,6 +233,14 @@ def test_amounts_are_of_one_unit() -> None:
     assert amounts(133_340_000_000, 89_050_000_000, 5_000_000) == "133 GB -> 89.0 GB -> 0.005 GB"
     assert amounts(99_999_999, 9_996_000, 999_600) == "100 MB -> 10.0 MB -> 1.00 MB"
     assert amounts(0) == "0 kB"
+
+
+def test_passes_of_other_sizes_are_no_equal_ones() -> None:
+    """An embedding's gradient begins with zeros of 1 GB, and with numbers of its rows, of 1 MB. What reads the same
+    is one line: the first layer may read a few bytes more."""
+    alike: dict[str, Any] = {"why": "", "source": "", "what": "full", "module": "embed"}
+    passes = [alike | {"bytes": b} for b in (1_050_673_152, 1_026_048, 1_050_673_160)]
+    assert [(p["bytes"], p["count"]) for p in same_passes(passes)] == [(1_050_673_152, 2), (1_026_048, 1)]
 
 
 def test_why_a_cast_to_8_bits_is_left() -> None:
