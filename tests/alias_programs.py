@@ -87,7 +87,7 @@ def computed_twice(x: Tensor, w: Tensor, v: Tensor) -> Any:
     return torch.relu(x @ w), torch.relu(x @ w), torch.relu(x @ w) @ v
 
 
-@program(ALIASES, "x:TD w:DD v:DD", infer=2, train=2)
+@program(ALIASES, "x:TD w:DD v:DD", infer=2, train=1)
 def detached(x: Tensor, w: Tensor, v: Tensor) -> Any:
     h = torch.relu(x @ w)
     return h, h.detach(), rms(h) @ v
@@ -185,7 +185,7 @@ def one_tensor_twice(a: Tensor, b: Tensor, w: Tensor, v: Tensor) -> Any:
     return h + torch.relu(h @ v), torch.tanh(b @ v), a
 
 
-@program(ALIASES, "x:DD w:DD v:DD", infer=2, train=2, given=lambda x, w, v: (x, x.t(), w, v), ways=("inductor",))
+@program(ALIASES, "x:DD w:DD v:DD", infer=2, train=1, given=lambda x, w, v: (x, x.t(), w, v), ways=("inductor",))
 def with_its_transpose(a: Tensor, b: Tensor, w: Tensor, v: Tensor) -> Any:
     h = a + torch.relu(b @ w)
     return rms(h) @ v, b[1:]

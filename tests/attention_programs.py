@@ -131,7 +131,7 @@ def angles_moved(x: Tensor, q: Tensor, k: Tensor, at: Tensor) -> Any:
     return y.sum((1, 3)), torch.tanh(x @ q)
 
 
-@program(TABLES, "x:BTD q:DD k:DK v:DK | at:TH seen:BTK", infer=1, train=5, inductor=False)
+@program(TABLES, "x:BTD q:DD k:DK v:DK | at:TH seen:BTK", infer=1, train=4, inductor=False)
 def shared_keys_kept(x: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Tensor, seen: Tensor) -> Any:
     """Keys and values of two heads for four; the keys go into a state, and are read from it."""
     cos, sin = at.cos(), at.sin()

@@ -25,7 +25,7 @@ def two_dropouts(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     return F.gelu((h + F.dropout(r, 0.3)) @ v)
 
 
-@program(DRAWS, "x:TD r:TD w:DD v:DD", infer=1, train=2)
+@program(DRAWS, "x:TD r:TD w:DD v:DD", infer=1, train=1)
 def dropouts_of_branches(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     gate = F.dropout(torch.sigmoid(x @ w), 0.2)
     up = F.dropout(r @ v, 0.2)

@@ -335,7 +335,7 @@ def zeroed_with_gradient(x: Tensor, r: Tensor, w: Tensor, v: Tensor) -> Any:
     return h + torch.relu(h @ v)
 
 
-@program(EFFECTS, "x:TD w:DD v:DD", infer=1, train=2)
+@program(EFFECTS, "x:TD w:DD v:DD", infer=1, train=1)
 def zeroed_product(x: Tensor, w: Tensor, v: Tensor) -> Any:
     """A tensor of zeros is no multiple of anything."""
     h = (x @ w).zero_()

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch._inductor import config as inductor_config
 
 from coda_inductor.attention.copies import read_in_place
 from coda_inductor.attention.grouped import Grouped, group_heads
 from coda_inductor.attention.masks import Mask, skip_masks
+from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
@@ -26,7 +26,7 @@ from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.sites import absorbed, fired, reason, site
 from coda_inductor.inductor.undefined import add_where_read
 from coda_inductor.passes.blocks import Blocks, write_blocks
-from coda_inductor.passes.casts import Cast, round_first, widen_last, write_wide
+from coda_inductor.passes.casts import Cast, may_widen, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real
 from coda_inductor.passes.dropped import read_dropped
 from coda_inductor.passes.elementwise import Pass, write_passes
@@ -46,6 +46,7 @@ from coda_inductor.passes.switches import (
     EMBEDDING,
     FACTORS,
     GROUPED,
+    HEADS,
     JOINED,
     LAYOUTS,
     MASKS,
@@ -59,12 +60,14 @@ from coda_inductor.passes.switches import (
 )
 from coda_inductor.passes.tables import Table, put_into_memory
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.sizes import guards_of
 from coda_inductor.rewrite.laws import RELU
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
+from coda_inductor.write.all_parts import compute_all_parts
 from coda_inductor.write.emit import emit
 from coda_inductor.write.features_last import put_features_last
-from coda_inductor.write.kept import keep, store
+from coda_inductor.write.kept import keep, lent, lying_in, memory_of, store
 from coda_inductor.write.remade import make_again
 from coda_inductor.write.verifying import Before, verify, verify_kept
 from coda_inductor.write.writing import REPLACES
@@ -99,6 +102,8 @@ class Work:
     """The products that stay whole though they are read in parts, or read what is put beside each other."""
     unread: frozenset[str] = frozenset()
     """The nodes that the backward would keep for sums alone, which therefore do not read them."""
+    lent: frozenset[int] = frozenset()
+    """The results, by their places, that the caller may overwrite before the backward runs: it must not read them."""
     alone: Mapping[str, bool] = field(default_factory=dict)
     """Those that it keeps for sums alone, and whether that pays (`kept_alone`)."""
     packed: tuple[Packed, ...] = ()
@@ -143,6 +148,12 @@ def grouped_heads(work: Work) -> None:
     """Attention reads keys and values that several heads share once, and nothing that is copied for it alone."""
     if work.may(GROUPED):
         work.grouped = group_heads(work.graph) + read_in_place(work.graph)
+
+
+def parts_of_heads(work: Work) -> None:
+    """What is computed of a part of each head is computed of all parts, and chosen."""
+    if work.may(HEADS):
+        compute_all_parts(work.graph, TARGETS[work.target].halves if work.target in TARGETS else ())
 
 
 def prefixes(work: Work) -> None:
@@ -221,7 +232,8 @@ def regions(work: Work) -> None:
     """Derives Regions from the graph's terms by the laws, has them accepted, and writes them: one operation for each
     Region, where the last of its products stood. Leaves the sites and the refusals, with the user's lines."""
     graph = work.graph
-    found = settled(graph, work.settings, work.decisions, Limits(unread=work.unread))
+    unread = work.unread | lying_in(graph, memory_of(graph, work.lent))
+    found = settled(graph, work.settings, work.decisions, Limits(unread=unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
     whole = frozenset(p.name for p in work.packed if not taken.issuperset(p.made))
     if whole := whole | in_vain(found.plan, work.joined):
@@ -267,7 +279,7 @@ def tables(work: Work) -> None:
 
 def wide_products(work: Work) -> None:
     """What is left of the products leaves in float32 where that is read."""
-    if work.device is not None and may_widen(work.settings, work.target):
+    if work.device is not None and work.may(CASTS) and may_widen(work.settings, work.target):
         work.casts += write_wide(work.graph, work.device)
 
 
@@ -289,8 +301,8 @@ def plain(work: Work) -> None:
 
 
 def copies(work: Work) -> None:
-    """The backward, and what Inductor computes late, read copies of what is overwritten before."""
-    keep(work.graph)
+    """The backward, and what Inductor computes late, read copies of what is, or may be, overwritten before."""
+    keep(work.graph, work.lent)
     store(work.graph)
 
 
@@ -312,6 +324,7 @@ STAGES: tuple[Stage, ...] = (
     grouped_heads,
     features_last,
     complex_products,
+    parts_of_heads,
     prefixes,
     casts_first,
     dropped_signs,
@@ -348,18 +361,19 @@ def rewrite(
     BrokenInvariant for a bug; the module then has its graph back as it was."""
     start, module = time.perf_counter(), graph.owning_module
     assert module is not None
-    backup, guards, operations = g.copied(graph), _guards(graph), _operations(graph)
+    backup, guards, operations = g.copied(graph), guards_of(graph), _operations(graph)
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
     met = set[str]()
     decisions = without_regions(decisions, settings.disable, met)
-    work = Work(module, settings, target, decisions, Before.of(graph), backup, device)
+    results = lent(graph) if stages is STAGES else frozenset[int]()
+    work = Work(module, settings, target, decisions, Before.of(graph), backup, device, lent=results)
     try:
         while (again := _run(stages, work)) is not None:
             module.graph = g.copied(backup)
             before, whole, unread = Before.of(module.graph), work.whole | again.whole, work.unread | again.unread
-            work = Work(module, settings, target, decisions, before, backup, device, whole, unread)
+            work = Work(module, settings, target, decisions, before, backup, device, whole, unread, results)
         verify_kept(work.graph)
-        if _guards(work.graph) != guards:
+        if guards_of(work.graph) != guards:
             raise BrokenInvariant("the rewrite added a guard")
     except BaseException:
         module.graph = backup
@@ -382,19 +396,5 @@ def _run(stages: tuple[Stage, ...], work: Work) -> RewriteAgain | None:
     return None
 
 
-def may_widen(settings: Settings, target: str) -> bool:
-    """May products leave in float32? None does on the CPU, and of cuBLAS's rivals under max_autotune none can."""
-    tuned = inductor_config.max_autotune or inductor_config.max_autotune_gemm
-    return target != "reference" and settings.numerics != "strict" and allowed(CASTS, NAMES, settings) and not tuned
-
-
 def _operations(graph: fx.Graph) -> list[tuple[str, object]]:
     return [(n.name, n.target) for n in graph.nodes]
-
-
-def _guards(graph: fx.Graph) -> int:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            return len(value.node.shape_env.guards)
-    return 0

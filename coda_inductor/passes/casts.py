@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 
 from coda_inductor.core.dtypes import NARROW
+from coda_inductor.core.settings import Settings
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, effects, viewed
 from coda_inductor.patterns.graph import aten, prims
@@ -190,3 +192,9 @@ def laid_out_as(node: fx.Node, dtype: Any) -> Tensor:
     """The fake value of a node, in another dtype. (That of a product only CUDA could compute.)"""
     value: Tensor = node.meta["val"]
     return value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
+
+
+def may_widen(settings: Settings, target: str) -> bool:
+    """May products leave in float32? None does on the CPU, and of cuBLAS's rivals under max_autotune none can."""
+    tuned = inductor_config.max_autotune or inductor_config.max_autotune_gemm
+    return target != "reference" and settings.numerics != "strict" and not tuned

@@ -19,7 +19,15 @@ KINDS = {
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
 UNDEFINED, MASKS, WINDOWS, GROUPED = "undefined", "masks", "windows", "grouped"
-PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS = "parts", "joined", "embedding", "blocks", "prefix", "factors"
+HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS = (
+    "heads",
+    "parts",
+    "joined",
+    "embedding",
+    "blocks",
+    "prefix",
+    "factors",
+)
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
@@ -31,6 +39,8 @@ PASSES = {
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns",
     PREFIX: "no Region: rows that stay beside those that a rotary embedding turns, as class tokens, are turned by 0",
+    HEADS: "no Region: what is computed of a part of each head, as a rotary embedding, is computed of all parts and "
+    "chosen",
     FACTORS: "no Region: a number that multiplies a product, as an adapter's, multiplies the smallest of its tensors; "
     "one that divides scores of an odd length multiplies the norm before them",
     PARTS: "no Region: a product that is read in parts, as gate and up of one weight, is a product for each part",

@@ -351,4 +351,4 @@ def is_backward(node: fx.Node) -> bool:
 
 def is_weight_gradient(product: fx.Node) -> bool:
     """Is the product one of the backward whose left operand is read column by column, as dZ of dW = dZ^T X is?"""
-    return is_backward(product) and bool(operands(product).left.meta["val"].stride()[-1] != 1)
+    return is_backward(product) and size_of(operands(product).left.meta["val"].stride()[-1]) != ONE

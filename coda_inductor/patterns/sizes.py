@@ -112,3 +112,12 @@ def assumed(size: Any) -> int:
         return hint(size)
     except Unsupported:
         return UNKNOWN
+
+
+def guards_of(graph: torch.fx.Graph) -> int:
+    """How many guards there are on the graph's symbols."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return len(value.node.shape_env.guards)
+    return 0

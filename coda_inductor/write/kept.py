@@ -1,4 +1,4 @@
-"""What the backward reads of memory that the forward overwrites is a copy, made before.
+"""What the backward reads of memory that the forward overwrites, or whoever called it, is a copy, made before.
 
 A running mean may be subtracted in the forward and updated there. The derivation may let the backward make such a
 difference again, and so may Inductor's partitioner: then both would read the new mean. The backward reads a copy that
@@ -6,6 +6,9 @@ the forward keeps, and operations of the forward that read such memory are not c
 
 A copy that the user made is one that Inductor may drop (torch 2.13: `m.clone()` is m, whatever overwrites m before the
 clone is read). Where it is read behind the write it becomes one of ours.
+
+Whoever called the forward may overwrite a result before the backward runs: `logits = model(x); logits.div_(0.7)`.
+Eager does not mind if its backward does not read the logits. The derivation may have ours read them, for a statistic.
 
 Inductor computes a pointwise operation where its result is read. `y = gelu(m); scale_(m); sigmoid(y)` in training reads
 the scaled m if `scale_` is an operation of the user's (torch 2.13): it runs before what was read of m is computed. Such
@@ -29,7 +32,17 @@ from coda_inductor.patterns.effects import (
     viewed,
     written,
 )
-from coda_inductor.patterns.graph import MATRIX_PRODUCTS, aten, reached, sizes, tensor
+from coda_inductor.patterns.graph import (
+    MATRIX_PRODUCTS,
+    aten,
+    is_backward,
+    is_cast,
+    is_pointwise,
+    is_view,
+    reached,
+    sizes,
+    tensor,
+)
 from coda_inductor.patterns.layout import dense
 from coda_inductor.write.aliases import returned
 from coda_inductor.write.writing import Writing, stored
@@ -59,9 +72,57 @@ def in_forward(writer: fx.Node) -> bool:
     return "backward" not in str(writer.meta.get("partitioner_tag"))
 
 
-def keep(graph: fx.Graph) -> None:
-    """Adds the copies to a graph, in place."""
-    names = expiring(graph)
+def lent(graph: fx.Graph) -> frozenset[int]:
+    """The results of a joint graph's forward that its backward may not read once they are returned, by their places:
+    those that it does not read as it stands, nor what has more bytes and is made of them number by number, as logits in
+    float32: in its place Inductor keeps the result."""
+    memory, backward = Memory(graph), {n for n in graph.nodes if is_backward(n)} | behind_tangents(graph)
+    read = {base(a) for n in backward if memory.read(n) for a in n.all_input_nodes} - backward
+    names, found = set(map(memory.of, read)), set[int]()
+    for i, node in enumerate(returned(graph) if backward else ()):
+        mine = isinstance(node, fx.Node) and node not in backward and made_here(node)
+        if mine and memory.of(node) not in names:
+            widened = any(wider(a, node) for a in read & number_by_number(node))
+            found |= set() if widened else {i}
+    return frozenset(found)
+
+
+def made_here(node: fx.Node) -> bool:
+    """Is it a tensor that the graph makes, and no view of an input?"""
+    return tensor(node) is not None and original(node).op == "call_function"
+
+
+def number_by_number(node: fx.Node) -> set[fx.Node]:
+    """What is made of each number of a value, or of what it is a view of."""
+    return reached([original(node)], lambda n: (u for u in n.users if is_view(u) or is_pointwise(u) or is_cast(u)))
+
+
+def wider(a: fx.Node, b: fx.Node) -> bool:
+    """Has a's value more bytes for each number?"""
+    mine, other = tensor(a), tensor(b)
+    return mine is not None and other is not None and mine.element_size() > other.element_size()
+
+
+def memory_of(graph: fx.Graph, results: frozenset[int]) -> frozenset[str]:
+    """Where the results at these places lie."""
+    memory, values = Memory(graph), returned(graph)
+    return frozenset(memory.of(values[i]) for i in results)
+
+
+def lying_in(graph: fx.Graph, names: frozenset[str]) -> frozenset[str]:
+    """The names of the nodes that lie in this memory."""
+    memory = Memory(graph)
+    return frozenset(n.name for n in graph.nodes if memory.of(n) in names)
+
+
+def keep(graph: fx.Graph, results: frozenset[int] = frozenset()) -> None:
+    """Adds the copies to a graph, in place. `results`: those that are lent. One that is a copy itself stays one if the
+    backward reads what it copies."""
+    for copy in [base(returned(graph)[i]) for i in sorted(results)]:
+        read = reached([original(copy)], lambda n: (u for u in n.users if viewed(u) is n))
+        if is_plain_copy(copy) and any(is_backward(u) for n in read for u in n.users):
+            copy.target, copy.args, copy.kwargs = KEPT, (copied(copy),), {}
+    names = expiring(graph) | memory_of(graph, results)
     copies = dict[fx.Node, fx.Node]()
     early, readers = sides(graph, names)
     for node in early:

@@ -47,8 +47,10 @@ class Writing:
         node.meta[REPLACES] = (*old.meta.get(REPLACES, ()), old.name)
         return node
 
-    def reshape(self, node: fx.Node, shape: Sequence[int | torch.SymInt]) -> fx.Node:
-        """node, viewed in `shape`; symbolic sizes are those of the graph's own nodes."""
+    def reshape(
+        self, node: fx.Node, shape: Sequence[int | torch.SymInt], target: object = aten.view.default
+    ) -> fx.Node:
+        """node, viewed in `shape`; symbolic sizes are those of the graph's own nodes. (Or what else makes it so.)"""
         value = g.tensor(node)
         assert value is not None
         if [*map(size_of, value.shape)] == [*map(size_of, shape)]:
@@ -56,13 +58,17 @@ class Writing:
         symbolic = [i for i, s in enumerate(shape) if not isinstance(s, int)]
         inferred = next((i for i in symbolic if len(symbolic) == 1 or self._holder(shape[i]) is None), None)
         sizes = [s if isinstance(s, int) else -1 if i == inferred else self._size(s) for i, s in enumerate(shape)]
-        return self.view(node, sizes)
+        return self.view(node, sizes, target)
 
-    def view(self, node: fx.Node, sizes: Sequence[int | fx.Node]) -> fx.Node:
+    def can_reshape(self, shape: Sequence[int | torch.SymInt]) -> bool:
+        """Are all its symbolic sizes but one the graph's own nodes?"""
+        return sum(not isinstance(s, int) and self._holder(s) is None for s in shape) <= 1
+
+    def view(self, node: fx.Node, sizes: Sequence[int | fx.Node], target: object = aten.view.default) -> fx.Node:
         """node, viewed in a shape. To Inductor's patterns of attention a `view` of a bmm, to whatever sizes, is their
         result of four dimensions."""
-        target = aten.reshape.default if node.target is aten.bmm.default else aten.view.default
-        return self.call(node, target, node, sizes)
+        of = aten.reshape.default if node.target is aten.bmm.default else target
+        return self.call(node, of, node, sizes)
 
     def dense_as(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """node, dense, in the shape of another."""

@@ -174,6 +174,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "blocks"): BEFORE,  # test_row_blocks.py
     ("only", "blocks"): [],
     ("disable", "prefix"): BEFORE,  # test_prefix.py
+    ("disable", "heads"): BEFORE,  # test_all_parts.py
+    ("only", "heads"): [],
     ("disable", "masks"): BEFORE,  # test_masks.py
     ("only", "masks"): [],
     ("disable", "windows"): BEFORE,  # test_windows.py

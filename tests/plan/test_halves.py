@@ -215,11 +215,15 @@ class Layer(nn.Module):
         self.o, self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.gain = nn.Parameter(torch.rand(width) + 0.5)
 
-    def forward(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         h = x + self.o(y)
         n = F.rms_norm(h, h.shape[-1:], self.gain, 1e-5)
         q, k, v = (f(n).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
         return h, turned(q, cos, sin), turned(k, cos, sin), v
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        h, q, k, v = self.heads(*given)
+        return h, F.scaled_dot_product_attention(q, k, v)
 
 
 class Grouped(Layer):
@@ -230,8 +234,8 @@ class Grouped(Layer):
         self.group = group
         self.k, self.v = (nn.Linear(width, width // group, bias=False) for _ in range(2))
 
-    def forward(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        h, q, *keys_and_values = super().forward(x, y, cos, sin)
+    def heads(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        h, q, *keys_and_values = super().heads(x, y, cos, sin)
         return h, q, *(t[:, :, None].expand(-1, -1, self.group, -1, -1).flatten(1, 2) for t in keys_and_values)
 
 
