@@ -360,3 +360,20 @@ def test_which_tiles_fit_heads() -> None:
             legality.check(rotary_tables(4096, 4096, half))
     assert {c.tile_n for c in legality.candidates(rotary(4096, 4096), 8192)} == {128}
     assert legality.candidates(rotary(4096, 4096), 8192)[0] == SM_90A.heads[0]
+
+
+def test_a_symbolic_width_adds_no_guard() -> None:
+    """With dynamic=True the width of a weight that is given is a symbol, and so is how many heads it makes."""
+
+    def f(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = F.linear(x, w).view(*x.shape[:2], -1, SIZE).transpose(1, 2).chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x, w = drawn(2, LENGTH, WIDTH).requires_grad_(), drawn(3 * SIZE, WIDTH).requires_grad_()
+    cos, sin = drawn(SIZE // 2), drawn(SIZE // 2)
+    torch._dynamo.reset()
+    found, wanted = torch.compile(f, backend="coda", options=STRICT, dynamic=True)(x, w, cos, sin), f(x, w, cos, sin)
+    weights = torch.randn_like(wanted)
+    pairs = [torch.autograd.grad(y, (x, w), weights) for y in (found, wanted)]
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
