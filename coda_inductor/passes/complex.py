@@ -15,6 +15,7 @@ from torch import fx
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import ordered
 from coda_inductor.patterns.graph import aten
+from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.writing import Writing
 
 COMPUTED = frozenset({aten.mul.Tensor, aten._conj.default})
@@ -22,17 +23,25 @@ COMPUTED = frozenset({aten.mul.Tensor, aten._conj.default})
 
 def as_real(graph: fx.Graph) -> None:
     """Rewrites complex products of which only the real view is read, in place."""
-    products = dict[fx.Node, fx.Node]()
-    for node in graph.find_nodes(op="call_function", target=aten.view_as_real.default):
+    views = graph.find_nodes(op="call_function", target=aten.view_as_real.default)
+    products = dict[fx.Node, list[fx.Node]]()
+    for node in views:
         product = node.args[0]
         if product.target is not aten.mul.Tensor or not all(u.target is node.target for u in product.users):
             continue
         if all(isinstance(a, fx.Node) and _is_complex(a) for a in product.args):
-            if product not in products:
-                products[product] = _parts(Writing(graph, product), product, {})
-            node.replace_all_uses_with(products[product])
-    if products:
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+            products.setdefault(product, []).append(node)
+    if not products:
+        return
+    layouts = OutputStrides(graph)
+    fixed = layouts.fixed()
+    for product, found in products.items():
+        if fixed.isdisjoint(found):
+            real = _parts(Writing(graph, product), product, {})
+            for node in found:
+                node.replace_all_uses_with(real)
+    layouts.restore(Writing(graph, graph.output_node()).call)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
 
 
 def _is_complex(node: fx.Node) -> bool:

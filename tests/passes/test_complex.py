@@ -89,3 +89,21 @@ def test_two_views_of_one_product_share_its_memory() -> None:
     torch.testing.assert_close(first, viewed_twice(x @ w, table())[0], rtol=1e-12, atol=1e-12)
     first.zero_()
     assert not bool(second.any())
+
+
+def test_what_is_returned_lies_as_in_eager() -> None:
+    """Queries and keys of one product with their heads first, which attention reads and the caller keeps."""
+
+    def f(x: Tensor, w: Tensor, turns: Tensor) -> list[Tensor]:
+        q, k, v = (x @ w).view(2, T, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
+        pairs = (torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2)) * turns for t in (q, k))
+        q, k = (torch.view_as_real(p).flatten(-2) for p in pairs)
+        return [torch.nn.functional.scaled_dot_product_attention(q, k, v), q, k]
+
+    x, w = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, T, 4), (4, 3 * HEADS * HEAD)))
+    wanted = f(x, w, table())
+    for grad in (False, True):
+        found = run(f, x, w.requires_grad_(grad), table(), grad=grad, options=REFERENCE | {"strict": True}).output
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine.stride() == theirs.stride()
+            torch.testing.assert_close(mine.detach(), theirs)
