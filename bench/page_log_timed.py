@@ -69,6 +69,18 @@ TIMED: dict[str, Dated] = {
             )
         ),
     ),
+    "parts of heads": Dated(
+        ("two layers and head, inference, H200", "alone, ms", "interleaved, ms"),
+        tuple(
+            (label, *cells("bench.jsonl", "6f297ea", "sustained/ms", "ms", case=case, mode="infer"),
+             *cells("bench.jsonl", "6f297ea", "ms", "ms", case=case, mode="infer"))
+            for name, model in (("Nemotron-8B", "nemotron_8b"), ("GLM-4-9B", "glm4_9b"))
+            for label, case in (
+                (f"{name}, `disable=\"heads\"`", f"{model}, 2 layers and head, disable=heads"),
+                (name, f"{model}, 2 layers and head"),
+            )
+        ),
+    ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
         tuple(

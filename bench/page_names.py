@@ -124,11 +124,14 @@ BENCH = {
         ("qwen3_8b", "Qwen3-8B"), ("phi4_14b", "Phi-4-14B"), ("gemma3_12b", "Gemma-3-12B"), ("glm4_9b", "GLM-4-9B"),
         ("modernbert_large", "ModernBERT-large"), ("dit_xl", "DiT-XL"),
         ("siglip_so400m", "SigLIP-SO400M, 16 images"),
-        ("granite_8b", "Granite-8B"), ("bert_large_dropout", "BERT-large, dropout"),
+        ("nemotron_8b", "Nemotron-8B"), ("granite_8b", "Granite-8B"), ("bert_large_dropout", "BERT-large, dropout"),
         ("dinov3_vitl", "DINOv3 ViT-L, 8 images"), ("eva02_l", "EVA-02 L, 16 images of 448 pixels"),
     )
-    for part in ("2 layers", "2 layers, disable=parts", "2 blocks", "3 blocks", "2 layers and head")
-}  # fmt: skip
+    for part in (
+        "2 layers", "2 layers, disable=parts", "2 blocks", "3 blocks", "2 layers and head",
+        "2 layers and head, disable=heads",
+    )
+} | {"whisper_large_v3, 4 layers and head": "Whisper large v3, 4 layers and head"}  # fmt: skip
 DIFFUSION = {
     "flux_1_dev, 4 layers and head": "FLUX.1-dev, two blocks of each kind",
     "sd35_large, 3 layers and head": "SD3.5-large, three blocks",
@@ -191,6 +194,8 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "qwen3_8b, 2 layers", "qwen3_8b, 2 layers and head", "phi4_14b, 2 layers", "phi4_14b, 2 layers and head",
             "gemma3_12b, 2 layers", "glm4_9b, 2 layers", "modernbert_large, 2 layers",
             "dinov3_vitl, 2 layers and head", "eva02_l, 3 blocks", "siglip_so400m, 2 layers and head",
+            "granite_8b, 2 layers and head", "whisper_large_v3, 4 layers and head", "nemotron_8b, 2 layers and head",
+            "glm4_9b, 2 layers and head",
         ),
     },
     "training of width up to 2560": {

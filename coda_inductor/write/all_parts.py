@@ -98,9 +98,8 @@ def partial_of(whole: fx.Node) -> Partial | None:
 
 def computed(whole: fx.Node, source: fx.Node, value: fx.Node, start: int) -> Partial | None:
     """A part that is computed of the same features of the source, of each head alone."""
-    last, length, at = len(g.sizes(source)) - 1, g.sizes(value)[-1].static, heads(source)
-    width = g.sizes(source)[-1].static
-    if at is None or not length or not width or width % length or start % length:
+    last, length, width = len(g.sizes(source)) - 1, g.sizes(value)[-1].static, g.sizes(source)[-1].static
+    if not length or not width or width % length or start % length or (at := heads(source)) is None:
         return None
     parts, steps, todo, of_source = set[fx.Node](), set[fx.Node](), [value], g.reached([source], lambda n: n.users)
     while todo:
@@ -156,7 +155,7 @@ def of_each_head(node: fx.Node, source: fx.Node, at: int, mine: Collection[fx.No
     if not (g.is_pointwise(node) or g.is_cast(node)):
         return False
     behind = len(g.sizes(node)) - at
-    others = (g.sizes(n) for n in node.all_input_nodes if n not in mine)
+    others = (g.sizes(n) for n in node.all_input_nodes if n not in mine and g.tensor(n) is not None)
     return all(len(sizes) < behind or sizes[-behind] == ONE for sizes in others)
 
 
