@@ -80,15 +80,16 @@ def compute_all_parts(graph: fx.Graph, halves: Collection[int] = ()) -> int:
 def partial_of(whole: fx.Node) -> Partial | None:
     """What a `cat` over the features is, if it puts one computed part of each head beside the others as they were."""
     pieces: Any = whole.args[0]
-    dtype, last = whole.meta["val"].dtype, len(g.sizes(whole)) - 1
-    if g.is_backward(whole) or along(whole) != last or any(n.meta["val"].dtype != dtype for n in pieces):
+    kind, last = (whole.meta["val"].dtype, whole.meta["val"].dim()), len(g.sizes(whole)) - 1
+    alike = all((n.meta["val"].dtype, n.meta["val"].dim()) == kind for n in pieces)  # a `cat` widens, and drops (0,)
+    if g.is_backward(whole) or along(whole) != last or not alike:
         return None
     cuts, lengths, starts = [cut(piece) for piece in pieces], [g.sizes(piece)[last].static for piece in pieces], [0]
     for length in lengths:
         if length is None:
             return None
         starts.append(starts[-1] + length)
-    for source in {c[0] for c in cuts if c is not None and g.sizes(c[0]) == g.sizes(whole)}:
+    for source in dict.fromkeys(c[0] for c in cuts if c is not None and g.sizes(c[0]) == g.sizes(whole)):
         places = [(source, last, start) for start in starts[:-1]]
         others = [i for i, c in enumerate(cuts) if c is None or (c[0], c[1] % (last + 1), c[2]) != places[i]]
         if len(others) == 1:

@@ -83,6 +83,11 @@ def by_complex_numbers(x: Tensor) -> Tensor:
     return torch.cat([torch.view_as_real(part * table).flatten(-2), q[..., PART:]], -1)
 
 
+def with_an_empty_one(x: Tensor) -> Tensor:
+    q = queries(x)
+    return torch.cat([rotated(q[..., :PART]), q[..., PART:], x.new_empty(0)], -1)
+
+
 FIRES: dict[str, Program] = {
     "halves": first,
     "neighbours": lambda x: first(x, neighbours),
@@ -91,6 +96,7 @@ FIRES: dict[str, Program] = {
     "by token": by_token,
     "with a bias": with_a_bias,
     "complex numbers": by_complex_numbers,
+    "beside an empty tensor": with_an_empty_one,
 }
 
 
@@ -146,7 +152,13 @@ def dropped(x: Tensor) -> Tensor:
     return torch.cat([q[..., :PART] * 2, q[..., PART:] * 3], -1)
 
 
+def of_two_dtypes(x: Tensor) -> Tensor:
+    q = queries(x)
+    return torch.cat([rotated(q[..., :PART]).to(torch.float32), q[..., PART:]], -1)
+
+
 STAYS: dict[str, Program] = {
+    "of two dtypes": of_two_dtypes,
     "another factor for each head": of_each_head,
     "heads in another order": other_heads,
     "sums over the features": summed,
