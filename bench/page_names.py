@@ -252,6 +252,10 @@ CLASSES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
 """For each class of gains the cases that it has, by their file and kind."""
 SWITCHED: dict[tuple[str, str], tuple[str, ...]] = {
     ("bench.jsonl", "training"): ("phi4_14b, 2 layers, disable=parts",),
+    ("bench.jsonl", "inference"): (
+        "nemotron_8b, 2 layers and head, disable=heads",
+        "glm4_9b, 2 layers and head, disable=heads",
+    ),
     ("effects.jsonl", "training"): (WITHOUT_TUNING,),
     ("examples.jsonl", "inference"): scripts("the same by the wheel"),
     ("peers.jsonl", "training"): ("llama-1b", "llama-8b", "nano"),

@@ -144,7 +144,7 @@ def test_a_graph_that_inductor_cannot_compile_either(monkeypatch: pytest.MonkeyP
 def test_a_guard_of_ours_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_TARGET", "reference")
     counts = iter(range(100))
-    monkeypatch.setattr(joint, "_guards", lambda graph: next(counts))
+    monkeypatch.setattr(joint, "guards_of", lambda graph: next(counts))
     left_to_inductor("the rewrite added a guard", torch.float64)
 
 
