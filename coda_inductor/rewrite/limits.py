@@ -18,8 +18,9 @@ class Limits:
     To the accumulators of `unaccumulated` no other product is added, and epilogues of `only_accumulated` do nothing
     else, for the given reasons. Nodes of the forward that `never` may be made again in the backward are kept. Epilogues
     of `crowded` products (a bit set) would read too many vectors if they combined them themselves. Epilogues of
-    `unrooted` products (a bit set) read anyway what a square is made of, and take no root of it. No sum of the
-    backward reads the nodes of these names, `unread`: they would be kept for it alone, or may be overwritten before.
+    `unrooted` products (a bit set) read anyway what a square is made of, and take no root of it. No sum beside an
+    operation that is left whole reads the nodes of these names, `unread`: they would be kept for it alone, or may be
+    overwritten before.
     """
 
     banned: Mapping[int, str] = field(default_factory=dict)

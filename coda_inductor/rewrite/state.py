@@ -60,10 +60,6 @@ class State:
         product = self.lifted.products.get(con.bit)
         return product is not None and product.x.meta["val"].dtype == torch.float16
 
-    def unread(self, t: Term) -> bool:
-        """May no sum read the nodes that hold t?"""
-        return any(n.name in self.limits.unread for n in self.nodes.get(t, ()))
-
     def columns(self, acc: Term) -> tuple[int, ...]:
         """The axes of an accumulator's columns."""
         lanes = {axis for axis, _ in acc.lanes}

@@ -186,7 +186,7 @@ def _expansions(program: Program, q: Factors, weight: Term, over: tuple[int, ...
     terms, out = program.lifted.terms, list[Expansion]()
     for forward in program.products_of.get((weight, over), ()):
         operand = forward.args[0]
-        if (operand.kind == "add" and operand.coefficient) or program.unread(forward):
+        if operand.kind == "add" and operand.coefficient:
             continue
         for t, w in addends(operand):
             if not w * number(t):  # zero times any tensor

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from coda_inductor.inductor import joint
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.write.kept import lent
+from coda_inductor.ops.custom import KEPT
+from coda_inductor.write.kept import keep, lent
 
 WIDTH, CLASSES = 32, 24
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -42,6 +43,7 @@ class End(nn.Module):
         return self.how(F.linear(h, self.head.weight), self.head(h))
 
 
+TURN = torch.linspace(-1, 1, CLASSES**2, dtype=torch.float64).view(CLASSES, CLASSES)
 LABELS = torch.arange(5 * 6) % CLASSES
 
 
@@ -60,6 +62,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "a copy of what is read": lambda z, b: (z.clone(), z.sin()),
     "beside their loss": lambda z, b: (z, loss(z)),
     "a view, beside their loss": lambda z, b: (z.view(30, CLASSES), loss(z)),
+    "beside a product of them": lambda z, b: (z, z @ TURN),
     "beside their softmax": lambda z, b: (z, z.softmax(-1)),
 }
 """What is returned; the first is overwritten. No operation's backward reads it in eager."""
@@ -115,6 +118,20 @@ def laws(
         x, residual = (torch.randn(5, 6, n, dtype=dtype) for n in (48, WIDTH))
         torch.compile(model, backend="coda")(x, residual)
     return {law for site in REPORTS[-1].sites for law in site.laws}, found
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if "copy" not in name])
+def test_nothing_is_copied_for_a_statistic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is summed otherwise."""
+    made = list[int]()
+
+    def counted(graph: fx.Graph, results: frozenset[int]) -> None:
+        keep(graph, results)
+        made.append(len(graph.find_nodes(op="call_function", target=KEPT)))
+
+    monkeypatch.setattr(joint, "keep", counted)
+    laws(WAYS[name], torch.float64)
+    assert made == [0]
 
 
 def test_what_is_not_returned_is_read() -> None:
