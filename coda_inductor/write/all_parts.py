@@ -61,20 +61,20 @@ class Partial:
 def compute_all_parts(graph: fx.Graph, halves: Collection[int] = ()) -> int:
     """Rewrites the graph in place. Returns how often. `halves`: what half of a part is, if anything is named."""
     cats = graph.find_nodes(op="call_function", target=aten.cat.default)
-    found = [partial for node in cats if (partial := partial_of(node)) is not None]
-    found = [p for p in found if not halves or (p.length % 2 == 0 and p.length // 2 in halves)]
-    if not found:
+    cats = [node for node in cats if partial_of(node) is not None]
+    if not cats:
         return 0
-    layouts = OutputStrides(graph)
-    fixed, vectors = layouts.fixed(), dict[tuple[Any, ...], fx.Node]()
-    found = [partial for partial in found if partial.whole not in fixed]
-    for partial in found:
-        writing = Writing(graph, partial.whole)
-        if writing.can_reshape(partial.whole.meta["val"].shape):
+    layouts, count, vectors = OutputStrides(graph), 0, dict[tuple[Any, ...], fx.Node]()
+    fixed = layouts.fixed()
+    for node in (n for n in cats if n not in fixed):
+        partial, writing = partial_of(node), Writing(graph, node)  # one within another is none once that is rewritten
+        fits = partial is not None and (not halves or (partial.length % 2 == 0 and partial.length // 2 in halves))
+        if partial is not None and fits and writing.can_reshape(node.meta["val"].shape):
             _Written(writing, partial, vectors).write()
+            count += 1
     layouts.restore(Writing(graph, graph.output_node()).call)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
-    return len(found)
+    return count
 
 
 def partial_of(whole: fx.Node) -> Partial | None:
@@ -82,7 +82,7 @@ def partial_of(whole: fx.Node) -> Partial | None:
     pieces: Any = whole.args[0]
     kind, last = (whole.meta["val"].dtype, whole.meta["val"].dim()), len(g.sizes(whole)) - 1
     alike = all((n.meta["val"].dtype, n.meta["val"].dim()) == kind for n in pieces)  # a `cat` widens, and drops (0,)
-    if g.is_backward(whole) or along(whole) != last or not alike:
+    if g.is_backward(whole) or along(whole) != last or not alike or not g.floating(whole):
         return None
     cuts, lengths, starts = [cut(piece) for piece in pieces], [g.sizes(piece)[last].static for piece in pieces], [0]
     for length in lengths:
@@ -107,7 +107,8 @@ def computed(whole: fx.Node, source: fx.Node, value: fx.Node, start: int) -> Par
         n = todo.pop()
         c = cut(n) if n in of_source else None
         if c is not None and (c[0], c[1] % (last + 1), c[2], c[3]) == (source, last, start, length):
-            parts.add(n)
+            if len(g.sizes(n)) == last + 1:  # and no feature that is selected
+                parts.add(n)
         elif n in of_source and n not in steps:
             steps.add(n)
             todo += n.all_input_nodes
@@ -155,6 +156,8 @@ def of_each_head(node: fx.Node, source: fx.Node, at: int, mine: Collection[fx.No
         return (along(node) or 0) >= len(lead) and set(node.all_input_nodes) <= set(mine)
     if not (g.is_pointwise(node) or g.is_cast(node)):
         return False
+    if any(len(g.sizes(n)) != len(g.sizes(node)) for n in node.all_input_nodes if n in mine):
+        return False  # its heads would stand at another place beside what has more dimensions
     behind = len(g.sizes(node)) - at
     others = (g.sizes(n) for n in node.all_input_nodes if n not in mine and g.tensor(n) is not None)
     return all(len(sizes) < behind or sizes[-behind] == ONE for sizes in others)

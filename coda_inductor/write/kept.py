@@ -17,6 +17,8 @@ values are computed and stored before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -93,8 +95,13 @@ def made_here(node: fx.Node) -> bool:
 
 
 def number_by_number(node: fx.Node) -> set[fx.Node]:
-    """What is made of each number of a value, or of what it is a view of."""
-    return reached([original(node)], lambda n: (u for u in n.users if is_view(u) or is_pointwise(u) or is_cast(u)))
+    """What is made of each number of a value, or of what it is a view of, through nothing as narrow, which Inductor
+    could keep as well."""
+
+    def onward(n: fx.Node) -> Iterable[fx.Node]:
+        return (u for u in n.users if is_view(u) or ((is_pointwise(u) or is_cast(u)) and wider(u, node)))
+
+    return reached([base(node)], onward)
 
 
 def wider(a: fx.Node, b: fx.Node) -> bool:
@@ -116,11 +123,10 @@ def lying_in(graph: fx.Graph, names: frozenset[str]) -> frozenset[str]:
 
 
 def keep(graph: fx.Graph, results: frozenset[int] = frozenset()) -> None:
-    """Adds the copies to a graph, in place. `results`: those that are lent. One that is a copy itself stays one if the
-    backward reads what it copies."""
+    """Adds the copies to a graph, in place. `results`: those that are lent. One that is a copy itself stays one, or the
+    backward might read what it copies where the caller writes."""
     for copy in [base(returned(graph)[i]) for i in sorted(results)]:
-        read = reached([original(copy)], lambda n: (u for u in n.users if viewed(u) is n))
-        if is_plain_copy(copy) and any(is_backward(u) for n in read for u in n.users):
+        if is_plain_copy(copy) and (not copy.kwargs or dense(copied(copy))):
             copy.target, copy.args, copy.kwargs = KEPT, (copied(copy),), {}
     names = expiring(graph) | memory_of(graph, results)
     copies = dict[fx.Node, fx.Node]()

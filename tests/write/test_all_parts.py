@@ -157,7 +157,27 @@ def of_two_dtypes(x: Tensor) -> Tensor:
     return torch.cat([rotated(q[..., :PART]).to(torch.float32), q[..., PART:]], -1)
 
 
+def of_another_rank(x: Tensor) -> Tensor:
+    """One head of two tokens: dimensions that are no heads have as many entries."""
+    q = queries(x[:1, :2], HEADS * WIDTH)
+    part = q[..., :PART]
+    return torch.cat([(part.unflatten(-1, (2, -1)) * part[..., :1]).flatten(-2), q[..., PART:]], -1)
+
+
+def of_complex_numbers(x: Tensor) -> Tensor:
+    q = F.linear(x.to(torch.complex128), W.to(torch.complex128)).view(*x.shape[:2], HEADS, WIDTH)
+    return torch.view_as_real(torch.cat([q[..., :PART] * 2j, q[..., PART:]], -1)).flatten(-2)
+
+
+def selected(x: Tensor) -> Tensor:
+    q = queries(x)
+    return torch.cat([q[..., 0].unsqueeze(-1) * 2, q[..., 1:]], -1)
+
+
 STAYS: dict[str, Program] = {
+    "another rank": of_another_rank,
+    "complex numbers": of_complex_numbers,
+    "a selected feature": selected,
     "of two dtypes": of_two_dtypes,
     "another factor for each head": of_each_head,
     "heads in another order": other_heads,
@@ -213,6 +233,18 @@ def test_what_is_something_else_stays(name: str) -> None:
 @pytest.mark.parametrize("name", ["halves", "neighbours", "by token"])
 def test_with_any_number_of_sequences_and_tokens(name: str) -> None:
     assert rewritten(FIRES[name], dynamic=True) == 1
+
+
+def test_one_within_another() -> None:
+    """Of one token. The inner one is rewritten."""
+
+    def f(x: Tensor) -> Tensor:
+        q = queries(x[:, :1])
+        part = q[..., :PART].contiguous()
+        inner = torch.cat([part[..., : PART // 2].exp(), part[..., PART // 2 :]], -1)
+        return torch.cat([(inner.unflatten(-1, (2, -1)) * 2).flatten(-2), q[..., PART:]], -1)
+
+    assert rewritten(f) <= 1
 
 
 def test_through_inductor() -> None:
