@@ -147,8 +147,8 @@ SLOW = (
     "test_using.py::test_of_two_ranks",
     "test_using.py::test_a_snippet[Dynamic shapes]",
 )
-"""Tests of 3 to 120 seconds of which others are the short form: `-m slow` runs them, for who changes what they are about
-and before a release. Without it they are left out, so that the suite stays short."""
+"""Tests of 3 to 120 seconds of which others are the short form: `-m slow` runs them, for who changes what they are
+about and before a release. Without it they are left out, so that the suite stays short."""
 
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
