@@ -365,7 +365,7 @@ def rewrite(
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
     met = set[str]()
     decisions = without_regions(decisions, settings.disable, met)
-    results = lent(graph) if stages is STAGES else frozenset[int]()
+    results = frozenset[int]() if device is None else lent(graph)
     work = Work(module, settings, target, decisions, Before.of(graph), backup, device, lent=results)
     try:
         while (again := _run(stages, work)) is not None:

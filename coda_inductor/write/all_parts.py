@@ -22,7 +22,7 @@ from coda_inductor.ops.custom import STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import ordered
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.patterns.sizes import ONE, Size, size_of
+from coda_inductor.patterns.sizes import ONE, size_of
 from coda_inductor.patterns.slices import SPLITS, cut
 from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.writing import Writing
@@ -66,10 +66,11 @@ def compute_all_parts(graph: fx.Graph, halves: Collection[int] = ()) -> int:
         return 0
     layouts, count, vectors = OutputStrides(graph), 0, dict[tuple[Any, ...], fx.Node]()
     fixed = layouts.fixed()
-    for node in (n for n in cats if n not in fixed):
+    for node in cats:
         partial, writing = partial_of(node), Writing(graph, node)  # one within another is none once that is rewritten
-        fits = partial is not None and (not halves or (partial.length % 2 == 0 and partial.length // 2 in halves))
-        if partial is not None and fits and writing.can_reshape(node.meta["val"].shape):
+        if partial is None or node in fixed or not writing.can_reshape(node.meta["val"].shape):
+            continue
+        if not halves or partial.length in {2 * half for half in halves}:
             _Written(writing, partial, vectors).write()
             count += 1
     layouts.restore(Writing(graph, graph.output_node()).call)
@@ -84,31 +85,40 @@ def partial_of(whole: fx.Node) -> Partial | None:
     alike = all((n.meta["val"].dtype, n.meta["val"].dim()) == kind for n in pieces)  # a `cat` widens, and drops (0,)
     if g.is_backward(whole) or along(whole) != last or not alike or not g.floating(whole):
         return None
-    cuts, lengths, starts = [cut(piece) for piece in pieces], [g.sizes(piece)[last].static for piece in pieces], [0]
-    for length in lengths:
-        if length is None:
+    places, start = list[tuple[int, int]](), 0
+    for piece in pieces:
+        if (length := g.sizes(piece)[last].static) is None:
             return None
-        starts.append(starts[-1] + length)
-    for source in dict.fromkeys(c[0] for c in cuts if c is not None and g.sizes(c[0]) == g.sizes(whole)):
-        places = [(source, last, start) for start in starts[:-1]]
-        others = [i for i, c in enumerate(cuts) if c is None or (c[0], c[1] % (last + 1), c[2]) != places[i]]
+        places.append((start, length))
+        start += length
+    found = [features(piece) for piece in pieces]
+    for source in dict.fromkeys(f[0] for f in found if f is not None and g.sizes(f[0]) == g.sizes(whole)):
+        others = [i for i, place in enumerate(places) if found[i] != (source, *place)]
         if len(others) == 1:
-            return computed(whole, source, pieces[others[0]], starts[others[0]])
+            return computed(whole, source, pieces[others[0]], places[others[0]][0])
     return None
+
+
+def features(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """(source, start, length) of some features that lie beside each other in the last dimension of a source."""
+    if (found := cut(node)) is None:
+        return None
+    source, dim, start, length = found
+    rank = len(g.sizes(source))
+    behind = dim % rank == rank - 1 and len(g.sizes(node)) == rank  # and no feature that is selected
+    return (source, start, length) if behind and isinstance(length, int) else None
 
 
 def computed(whole: fx.Node, source: fx.Node, value: fx.Node, start: int) -> Partial | None:
     """A part that is computed of the same features of the source, of each head alone."""
-    last, length, width = len(g.sizes(source)) - 1, g.sizes(value)[-1].static, g.sizes(source)[-1].static
+    length, width = g.sizes(value)[-1].static, g.sizes(source)[-1].static
     if not length or not width or width % length or start % length or (at := heads(source)) is None:
         return None
     parts, steps, todo, of_source = set[fx.Node](), set[fx.Node](), [value], g.reached([source], lambda n: n.users)
     while todo:
         n = todo.pop()
-        c = cut(n) if n in of_source else None
-        if c is not None and (c[0], c[1] % (last + 1), c[2], c[3]) == (source, last, start, length):
-            if len(g.sizes(n)) == last + 1:  # and no feature that is selected
-                parts.add(n)
+        if n in of_source and features(n) == (source, start, length):
+            parts.add(n)
         elif n in of_source and n not in steps:
             steps.add(n)
             todo += n.all_input_nodes
@@ -142,13 +152,9 @@ def along(node: fx.Node) -> int | None:
 def of_each_head(node: fx.Node, source: fx.Node, at: int, mine: Collection[fx.Node]) -> bool:
     """Is the node computed of each head alone, all heads alike, so that it may be computed of more of them?"""
     lead = g.sizes(source)[:-1]
-
-    def within(sizes: tuple[Size, ...]) -> bool:
-        return sizes[: len(lead)] == lead
-
     if node.target is operator.getitem or node.target in SPLITS:
         return node.target is operator.getitem or (along(node) or 0) >= len(lead)
-    if g.tensor(node) is None or not within(g.sizes(node)) or len(g.sizes(node)) <= len(lead):
+    if g.tensor(node) is None or g.sizes(node)[: len(lead)] != lead or len(g.sizes(node)) == len(lead):
         return False
     if node.target in RESHAPES:
         return True

@@ -126,8 +126,8 @@ def keep(graph: fx.Graph, results: frozenset[int] = frozenset()) -> None:
     """Adds the copies to a graph, in place. `results`: those that are lent. One that is a copy itself stays one, or the
     backward might read what it copies where the caller writes."""
     for copy in [base(returned(graph)[i]) for i in sorted(results)]:
-        if is_plain_copy(copy) and (not copy.kwargs or dense(copied(copy))):
-            copy.target, copy.args, copy.kwargs = KEPT, (copied(copy),), {}
+        if is_plain_copy(copy):
+            make_kept(copy)
     names = expiring(graph) | memory_of(graph, results)
     copies = dict[fx.Node, fx.Node]()
     early, readers = sides(graph, names)
@@ -152,9 +152,14 @@ def part_copies(graph: fx.Graph) -> None:
         if copy is None or not is_plain_copy(copy):
             continue
         if first.setdefault(original(copy), copy) is not copy or reinplaced(original(copy)):
-            source = copied(copy)
-            if not copy.kwargs or dense(source):
-                copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
+            make_kept(copy)
+
+
+def make_kept(copy: fx.Node) -> None:
+    """Has a plain copy memory of its own whatever Inductor drops, unless it lays out anew what it copies."""
+    source = copied(copy)
+    if not copy.kwargs or dense(source):
+        copy.target, copy.args, copy.kwargs = KEPT, (source,), {}
 
 
 def sides(graph: fx.Graph, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -50,7 +50,8 @@ class Writing:
     def reshape(
         self, node: fx.Node, shape: Sequence[int | torch.SymInt], target: object = aten.view.default
     ) -> fx.Node:
-        """node, viewed in `shape`; symbolic sizes are those of the graph's own nodes. (Or what else makes it so.)"""
+        """node, viewed in `shape`; symbolic sizes are those of the graph's own nodes. `target`: view, or reshape where
+        that may copy."""
         value = g.tensor(node)
         assert value is not None
         if [*map(size_of, value.shape)] == [*map(size_of, shape)]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import Norm
 from evaluate import strict_reference
 from torch import Tensor, fx, nn
 
@@ -20,22 +21,13 @@ WIDTH, CLASSES = 32, 24
 pytestmark = pytest.mark.usefixtures("uncached")
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
 class End(nn.Module):
     """The end of a decoder: a residual, the last norm, and what the norm is multiplied by."""
 
     def __init__(self, how: Callable[[Tensor, Tensor], tuple[Tensor, ...]], centred: bool = False) -> None:
         super().__init__()
         self.down, self.head = nn.Linear(48, WIDTH, bias=False), nn.Linear(WIDTH, CLASSES)
-        self.norm = nn.LayerNorm(WIDTH) if centred else Norm()
+        self.norm = nn.LayerNorm(WIDTH) if centred else Norm(WIDTH)
         self.how = how
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
