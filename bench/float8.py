@@ -1,6 +1,6 @@
 """Training steps and inference in FP8 as torchao's users write them: backend="coda" against torch.compile's default.
 
-    python bench/float8.py WIDTH FFN [RECIPE ...] [--layers 2] [--batch 4] [--out FILE]
+    python bench/float8.py WIDTH FFN [RECIPE ...] [--layers 2] [--batch 4] [--numerics default] [--out FILE]
 
 WIDTH and FFN are 2048 8192, 4096 14336 or 8192 28672, say; a RECIPE is bf16 or one of torchao's for training (rowwise,
 tensorwise, rowwise_with_gw_hp) or for inference (per_row, per_tensor: dynamic activations, weights cast once). Two
@@ -31,6 +31,8 @@ from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerR
 from coda_inductor.inductor.joint_pass import REPORTS
 
 TOKENS, HEAD = 4096, 128
+Backend = dict[str, Any]
+"""What torch.compile is told."""
 INFERENCE = {"per_row": PerRow, "per_tensor": PerTensor}
 
 
@@ -92,13 +94,13 @@ def alone(steps: dict[str, Callable[[], Any]], seconds: float = 1.5, rounds: int
     return {name: sorted(ms)[len(ms) // 2] for name, ms in found.items()}
 
 
-def stepping(recipe: str, model: nn.Module, backend: str, x: Tensor, turns: Tensor) -> Callable[[], list[Tensor]]:
+def stepping(recipe: str, model: nn.Module, backend: Backend, x: Tensor, turns: Tensor) -> Callable[[], list[Tensor]]:
     """A step of the model by the recipe: its output, or the gradients of its inputs and parameters."""
     if recipe in INFERENCE:
         quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=INFERENCE[recipe]()))
     elif recipe != "bf16":
         convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    compiled, given, go = torch.compile(model, backend=backend), x.clone().requires_grad_(), torch.randn_like(x)
+    compiled, given, go = torch.compile(model, **backend), x.clone().requires_grad_(), torch.randn_like(x)
     wanted = [given, *model.parameters()]
 
     @torch.no_grad()
@@ -108,13 +110,13 @@ def stepping(recipe: str, model: nn.Module, backend: str, x: Tensor, turns: Tens
     return forward if recipe in INFERENCE else lambda: [*torch.autograd.grad(compiled(given, turns), wanted, go)]
 
 
-def measured(recipe: str, layers: int, batch: int, d: int, ff: int) -> dict[str, Any]:
+def measured(recipe: str, layers: int, batch: int, d: int, ff: int, ours: Backend) -> dict[str, Any]:
     """One recipe's row."""
     angles = torch.outer(torch.arange(TOKENS), 500000.0 ** (-torch.arange(0, HEAD, 2) / HEAD))
     turns = torch.polar(torch.ones_like(angles), angles).cuda()
     x = torch.randn(batch, TOKENS, d, device="cuda", dtype=torch.bfloat16)
     steps, seconds, peaks, made = {}, {}, {}, {}
-    for name, backend in (("baseline", "inductor"), ("ours", "coda"), ("again", "inductor")):
+    for name, backend in (("baseline", {"backend": "inductor"}), ("ours", ours), ("again", {"backend": "inductor"})):
         torch._dynamo.reset()
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -147,16 +149,18 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", default=["bf16", "rowwise", "tensorwise", "rowwise_with_gw_hp"])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--numerics", default="default", help="of coda: strict, default or fast")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     packages = ("torch", "torchao", "triton", "nvidia-cutlass-dsl", "quack-kernels")
+    ours: Backend = {"backend": "coda", "options": {"numerics": chosen.numerics}}
     for recipe in chosen.recipes:
         row = {
             "case": f"{chosen.layers} layers of Llama, {recipe}", "d": chosen.width, "ffn": chosen.ffn,
-            "tokens": TOKENS * chosen.batch, "machine": torch.cuda.get_device_name(),
+            "tokens": TOKENS * chosen.batch, "numerics": chosen.numerics, "machine": torch.cuda.get_device_name(),
             "versions": {name: version(name) for name in packages},
         }  # fmt: skip
-        line = json.dumps(row | measured(recipe, chosen.layers, chosen.batch, chosen.width, chosen.ffn))
+        line = json.dumps(row | measured(recipe, chosen.layers, chosen.batch, chosen.width, chosen.ffn, ours))
         print(line, flush=True)
         if chosen.out:
             with chosen.out.open("a") as file:

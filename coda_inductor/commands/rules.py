@@ -10,7 +10,7 @@ import ast
 import inspect
 import itertools
 import time
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import sympy
@@ -23,7 +23,7 @@ from coda_inductor.rewrite.laws import LAWS, Law
 
 Facts = dict[str, Any]
 
-NUMERICS: tuple[Numerics, ...] = ("strict", "default")
+NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 SIZES = tuple({"M": 2, "K": k, "N": 2} for k in (1, 2, 3))
 """The extents of a proof: all laws are sums over K, in which 1 may be special."""
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from coda_inductor.core.errors import CodaError, warn
 
-Numerics = Literal["strict", "default"]
+Numerics = Literal["strict", "default", "fast"]
 Tune = Literal["off", "quick"]
 Target = Literal["auto", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "reference"]
 """The rows of codegen/target.py, which a test compares, and two more."""
@@ -45,7 +45,8 @@ class Settings:
     only: frozenset[str] = frozenset()
     """If not empty: the only laws, region kinds, "casts", "layouts" and "tables" that are used."""
     numerics: Numerics = "default"
-    """strict: rounds where the original does. default: fewer or moved roundings."""
+    """strict: rounds where the original does. default: fewer or moved roundings. fast: and 8-bit products
+    add up fast."""
     tune: Tune = "quick"
     """How much is measured before a Region is kept: nothing (the cost model decides), or each once."""
     target: Target = "auto"
@@ -209,7 +210,7 @@ VARIABLES = {PREFIX if name == "enabled" else f"{PREFIX}_{name.upper()}": name f
 """Environment variable to field."""
 
 
-RETIRED = {("tune", "full"): "quick", ("numerics", "fast"): "default"}
+RETIRED = {("tune", "full"): "quick"}
 """Values that meant the same as another."""
 RETIRED_KINDS = frozenset({"sweeps"})
 """What `disable` and `only` may still name: a pass that there was."""

@@ -37,7 +37,7 @@ from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.prefix import write_prefixes
-from coda_inductor.passes.scaled import in_rows, largest_of_rows, share, store_scales
+from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
     BLOCKS,
     CASTS,
@@ -213,8 +213,9 @@ def joined_operands(work: Work) -> None:
 
 def eight_bit_products(work: Work) -> None:
     """Of 8-bit products: what is computed twice is computed once, also what both sides of the graph compute of few
-    values; right matrices are transposed views of [N, K]; scales are in memory."""
+    values; right matrices are transposed views of [N, K]; scales are in memory; if fast, they add up fast."""
     if any(node.target in g.SCALED for node in work.graph.nodes):
+        work.casts += add_up_fast(work.graph) if work.settings.numerics == "fast" else ()
         share(work.graph)
         in_rows(work.graph)
         largest_of_rows(work.graph)
@@ -363,8 +364,7 @@ def rewrite(
     assert module is not None
     backup, guards, operations = g.copied(graph), guards_of(graph), _operations(graph)
     device = next((n.meta["val"].device for n in graph.nodes if n.target in g.MATRIX_PRODUCTS), None)
-    met = set[str]()
-    decisions = without_regions(decisions, settings.disable, met)
+    decisions = without_regions(decisions, settings.disable, met := set[str]())
     results = frozenset[int]() if device is None else lent(graph)
     work = Work(module, settings, target, decisions, Before.of(graph), backup, device, lent=results)
     try:
@@ -396,5 +396,5 @@ def _run(stages: tuple[Stage, ...], work: Work) -> RewriteAgain | None:
     return None
 
 
-def _operations(graph: fx.Graph) -> list[tuple[str, object]]:
-    return [(n.name, n.target) for n in graph.nodes]
+def _operations(graph: fx.Graph) -> list[tuple[str, object, str]]:
+    return [(n.name, n.target, str(n.kwargs)) for n in graph.nodes]

@@ -33,13 +33,13 @@ from coda_inductor.patterns.sizes import size_of
 from coda_inductor.write.writing import ORIGIN
 
 ALIGNED = 8  # what Inductor pads to: an odd product is better off padded
-WIDE, EARLY = "written in float32", "rounded before it is copied"
+WIDE, EARLY, FAST = "written in float32", "rounded before it is copied", "added up fast"
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
-    user's line. Or of a number that multiplied scores (factors.py)."""
+    user's line. Or of a number that multiplied scores (factors.py), or a product that is added up FAST (scaled.py)."""
 
     node: str
     shape: str
@@ -54,7 +54,7 @@ class Cast:
     @property
     def absorbed(self) -> tuple[str, ...]:
         """The operations that nobody runs any more."""
-        return () if self.what == EARLY else (self.node,)
+        return () if self.what in (EARLY, FAST) else (self.node,)
 
     @classmethod
     def of(cls, node: fx.Node, what: str, source: str) -> Cast:

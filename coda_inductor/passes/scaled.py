@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from coda_inductor.passes.casts import FAST, Cast
 from coda_inductor.passes.tables import REPEATED, is_loop
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes, effects
@@ -17,6 +18,7 @@ from coda_inductor.patterns.layout import TRANSPOSES, dense
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.writing import Writing, stored
 
+ACCUMULATION = "use_fast_accum"
 SIDES = (g.SIDE, "recompute", "ac_graph_id")
 
 
@@ -44,6 +46,16 @@ def share(graph: fx.Graph) -> None:
         elif first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def add_up_fast(graph: fx.Graph) -> tuple[Cast, ...]:
+    """Lets 8-bit products add up in the tensor core's own accumulator, in place, where they ask for float32 sums of
+    every 128 of K. That accumulator keeps fewer bits; `numerics="fast"` allows it."""
+    slow = [n for n in graph.nodes if n.target in g.SCALED and not g.operands(n).fast]
+    for node in slow:
+        place = [a.name for a in node.target._schema.arguments].index(ACCUMULATION)  # the last one
+        node.args, node.kwargs = node.args[:place], {**node.kwargs, ACCUMULATION: True}
+    return tuple(Cast.of(n, FAST, g.source_line(n)) for n in slow)
 
 
 def store_scales(graph: fx.Graph) -> None:

@@ -67,7 +67,7 @@ def test_value(name: str, given: Any, expected: Any) -> None:
         assert getattr(Settings.read({variable: given})[0], name) == expected
 
 
-@pytest.mark.parametrize(("name", "given", "meant"), [("tune", "full", "quick"), ("numerics", "fast", "default")])
+@pytest.mark.parametrize(("name", "given", "meant"), [("tune", "full", "quick")])
 def test_a_retired_value_warns_and_is_what_it_was(
     name: str, given: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.ops.custom import STORED
-from coda_inductor.passes.scaled import in_rows, largest_of_rows, share
+from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share
 from coda_inductor.passes.tables import store_shared, store_sources
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
@@ -207,3 +207,31 @@ def test_what_several_products_read_is_stored_once() -> None:
     (kept,) = module.graph.find_nodes(op="call_function", target=STORED)
     assert kept.meta["val"].dtype == E4M3 and len(kept.users) == 2
     same(module, two_layers, *inputs())
+
+
+def in_both_forms(left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+    """A product asked for in both forms, fast and slow, by position and by name."""
+    a, b, one = left.to(E4M3), right.to(E4M3).t(), torch.ones(())
+    old = [
+        aten._scaled_mm.default(a, b, one, one, None, None, torch.bfloat16, False),
+        aten._scaled_mm.default(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+        aten._scaled_mm.default(a, b, one, one, out_dtype=torch.bfloat16),
+    ]
+    by = [one], [0], [0]
+    new = [
+        aten._scaled_mm_v2.default(a, b, *by, *by, None, torch.bfloat16, [], False),
+        aten._scaled_mm_v2.default(a, b, *by, *by, None, torch.bfloat16),
+    ]
+    return *old, *new
+
+
+def test_all_products_add_up_fast() -> None:
+    """Those that did not are told; all else that they were given stays."""
+    module = traced(in_both_forms, *inputs()[:2])
+    products = [n for n in module.graph.nodes if n.target in g.SCALED]
+    assert [g.operands(n).fast for n in products] == [False, True, False, False, False]
+    told = add_up_fast(module.graph)
+    assert [c.node for c in told] == [n.name for n in (products[0], *products[2:])]
+    assert all(g.operands(n).fast for n in products) and not any(c.absorbed for c in told)
+    assert add_up_fast(module.graph) == ()
+    same(module, in_both_forms, *inputs()[:2])

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from coda_inductor.core.elementwise import Output
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.inductor.records import Report, Site
+from coda_inductor.passes.casts import FAST
 
 BATCH, LENGTH = 2, 56
 OPTIONS: dict[str, Any] = {"target": "reference", "strict": True}
@@ -163,6 +164,20 @@ def test_regions_and_passes(recipe: str, block: str) -> None:
     for region in (site.region for site in report.sites):  # as it is stored
         made = {let.name: let.op for let in region.lets}
         assert all(made[r.value] == "bf16" for r in region.reductions if r.of == "max")
+
+
+@each_recipe
+def test_all_products_add_up_fast_where_allowed(recipe: str) -> None:
+    """The same Regions, and a line of the report for each product that asked for slow sums."""
+    model = by(recipe, Mlp())
+    report = near_eagers(model, *drawn(model, 0), numerics="fast")
+    wanted = [line.replace(" fast", "") for line in regions(recipe, "mlp")]
+    assert all(site.region.fast for site in report.sites if "e4m3" in described(site))
+    assert [described(site).replace(" fast", "") for site in report.sites] == wanted
+    slow = (
+        3 if recipe == "rowwise_with_gw_hp" else 6
+    )  # two for each of three layers, but weights' gradients in bfloat16
+    assert Counter(c.what for c in report.casts)[FAST] == slow
 
 
 @each_recipe
