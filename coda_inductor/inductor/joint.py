@@ -263,7 +263,6 @@ def row_blocks(work: Work) -> None:
     """Scores of a head and its loss, or their gradient, are made of some rows at a time."""
     if work.may(BLOCKS) and work.settings.numerics != "strict" and g.is_joint(work.graph):
         work.blocks, left = write_blocks(work.graph, work.settings.chunk, work.before)
-        work.decisions.tune_at(work.graph, {size for done in work.blocks for size in done.rows})
         work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())
 
 
@@ -274,7 +273,8 @@ def eight_bit_maxima(work: Work) -> None:
 
 
 def tables(work: Work) -> None:
-    """Sines and scales that many elements read, and tensors that several products or passes read, are stored once."""
+    """Sines and scales that many elements read, 8-bit tensors that several products read, and what passes read are
+    stored once."""
     work.tables = put_into_memory(work.graph, work.settings)
 
 

@@ -150,8 +150,7 @@ class JointPass(CustomGraphPass):
             tuner = self._tuner(graph, settings, row) if row else None
             decisions = Decisions(legal)
             if tuner:
-                products = PlainTuner(tuner)
-                decisions = Decisions(legal, tuner, products, products.tune_at)
+                decisions = Decisions(legal, tuner, PlainTuner(tuner))
             with free_memory.given_back(tuner.measurements.device) if tuner else contextlib.nullcontext():
                 report = rewrite(graph, settings, row.name if row else "reference", decisions)
             if tuner:

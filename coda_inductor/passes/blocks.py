@@ -39,19 +39,14 @@ TILE = 128
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Scores that are made, or whose gradient is, by blocks: the gradient's node and shape, the rows of each block, why
-    the scores stay whole ("" if they do not), and the user's line."""
+    """Scores that are made, or whose gradient is, by blocks: the gradient's node and shape, how many blocks, why the
+    scores stay whole ("" if they do not), and the user's line."""
 
     node: str
     shape: str
-    rows: tuple[int, ...]
+    count: int
     whole: str
     source: str
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.rows)
 
 
 def write_blocks(graph: fx.Graph, chunk: int, before: Before) -> tuple[tuple[Blocks, ...], dict[fx.Node, str]]:
@@ -76,7 +71,7 @@ def write_blocks(graph: fx.Graph, chunk: int, before: Before) -> tuple[tuple[Blo
         Written(Writing(graph, anchor(graph, program)), program, sizes).write()
         written |= program.forms.keys()
         shape = f"[{', '.join(map(str, value.shape))}]"
-        done.append(Blocks(gradient.name, shape, tuple(sizes), reason, source))
+        done.append(Blocks(gradient.name, shape, len(sizes), reason, source))
     if done:
         sort(graph, before.effects)
     return tuple(done), left

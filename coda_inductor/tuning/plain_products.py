@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +11,11 @@ from torch import Tensor, fx
 
 from coda_inductor.codegen import legality, target
 from coda_inductor.core import blocks
-from coda_inductor.core.region import Region, parse
+from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.measure import free_memory, timing, tune
-from coda_inductor.ops.custom import ADD_PRODUCT_, REGION
+from coda_inductor.ops.custom import ADD_PRODUCT_
 from coda_inductor.passes.plain import Found, Read
 from coda_inductor.tuning.footprint import of_nodes, stored
 from coda_inductor.tuning.group import sample
@@ -60,32 +58,6 @@ class PlainTuner:
                 losers |= dict.fromkeys(nodes, loses)
         return losers
 
-    def tune_at(self, graph: fx.Graph, rows: AbstractSet[int]) -> None:
-        """Chooses the tiles of Regions that blocks of so many rows run: what won at all rows need not win there (scores
-        [2048, 32000] of 2048: 0.420 ms, and 0.386 in another tile; H200). What cannot be measured runs as it did."""
-        if not rows or not self.settings.measures:
-            return
-        known = set[tuple[Region, int]]()
-        for node in graph.find_nodes(op="call_function", target=REGION):
-            region, m = parse(node.args[1]), rows_of(node)
-            if isinstance(m, int) and m in rows and (region, m) not in known:
-                known.add((region, m))
-                self.tuner.loses(node, region.digest, partial(self.tune, region, node.args[0], m))
-
-    def tune(self, region: Region, inputs: Read, rows: int) -> dict[str, Any]:
-        """Tunes the kernel at so many rows, unless it was; nothing is decided by it."""
-        directory, machine = store.open_store(self.settings.cache_dir), self.tuner.measurements.target
-        size = legality.size_class(region, rows, machine)
-        if record.remembered(directory, region, size, hints=False, target=machine) is None:
-            made = [prebuild.Job(region, c, target=machine.name) for c in legality.candidates(region, rows, machine)]
-            self._ahead.begin(made)
-            self._ahead.wait(made)
-            free_memory.require(self.tuner.measurements.device, of_nodes(inputs) + 2 * stored(region, rows))
-            with self.tuner.measurements.real_tensors():
-                given = [sample(n, self.tuner.measurements.device) for n in inputs]
-                tune.tuned(region, given, self.settings.cache_dir, hints=False)
-        return {}
-
     def prove(self, region: Region, inputs: Read) -> None:
         """Where kernels must be proved on the card: raises Unsupported if the Region's may not run here."""
         if not self.tuner.measurements.target.tested:
@@ -107,11 +79,6 @@ class PlainTuner:
             decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731
             times = timing.compared(calls, ROUNDS, decided=decided)
             return {"m": region.m(given), **recorded([region.digest], times)}
-
-
-def rows_of(node: fx.Node) -> Any:
-    """How many rows a Region of the graph makes: a number, or a symbol."""
-    return parse(node.args[1]).m([n.meta["val"] for n in node.args[0]])  # type: ignore[arg-type, union-attr]
 
 
 def key(region: Region, inputs: Read) -> str:

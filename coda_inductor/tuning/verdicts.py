@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.passes import plain
@@ -16,21 +14,17 @@ from coda_inductor.rewrite.limits import NONE, Limits
 
 Legal = Callable[[Region], None]
 Decide = Callable[[Plan, list[Built]], Limits]
-TuneAt = Callable[[fx.Graph, Set[int]], None]
-AS_MEASURED: TuneAt = lambda graph, rows: None  # noqa: E731
 UNTUNED: Decide = lambda plan, builts: NONE  # noqa: E731
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """Those of one graph. `legal` raises Unsupported for what the target cannot run; `decide` says what a measurement
-    found slower of a plan's Regions, `slower_plain` of products that do nothing else; `tune_at` chooses tiles for the
-    Regions of a graph that run at some numbers of rows, at which none was measured."""
+    found slower of a plan's Regions, `slower_plain` of products that do nothing else."""
 
     legal: Legal = lambda record: None
     decide: Decide = UNTUNED
     slower_plain: plain.Slower = plain.NONE_SLOWER
-    tune_at: TuneAt = AS_MEASURED
 
 
 def without_regions(decisions: Decisions, names: Set[str], met: set[str]) -> Decisions:

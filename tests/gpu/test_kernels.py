@@ -45,7 +45,7 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
-from coda_inductor.core.region import Let, Operand, Product, Reduction, Region, Store
+from coda_inductor.core.region import Product, Reduction, Region
 from coda_inductor.kernels import executable, launch, record
 from coda_inductor.kernels.prebuild import Job, prebuild
 from coda_inductor.kernels.proof import FAST_TOLERANCE
@@ -320,26 +320,3 @@ def test_tuning_remembers_the_winner(cache_dir: str) -> None:
     assert record.remembered(Path(kernel.directory), region, 4096) == tuned.config
     assert kernel._ready[4096, False] is kernel._compiled[tuned.config, False]
     assert all(("ms" in row) != ("why" in row) for row in tuned.rows)
-
-
-def added_up(n: int, k: int) -> Region:
-    """A weight's gradient that is added to a float32 matrix."""
-    product, total = Product("acc0", 0, 1, k, "kn", a_layout="km"), Let("sum", "add", ("acc0", "into"))
-    return Region(n, "bf16", (product,), (Operand("into", "tile", "f32"),), (total,), (Store("sum", "f32"),), ())
-
-
-@pytest.mark.parametrize("config", TILES, ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1000, 528), (4096, 1288, 1048), (4104, 2048, 4096)])
-def test_added_up_in_its_memory(m: int, n: int, k: int, config: Config, cache_dir: str) -> None:
-    """The matrix that is added to is the output: a tile is read before it is overwritten, twice running."""
-    region = added_up(n, k)
-    if not legality.is_legal(region, config):
-        pytest.skip("no such tile")
-    rows = -(-m // 8) * 8  # of the matrix [K, M] that is read turned
-    left, right = torch.randn(k, rows, device="cuda").bfloat16()[:, :m], torch.randn(k, n, device="cuda").bfloat16()
-    into = torch.randn(m, n, device="cuda")
-    wanted = into.double() + 2 * (left.t().double() @ right.double())
-    kernel = launch.kernel(region.text, cache_dir)
-    for _ in range(2):
-        kernel.run_in(config, [left, right, into], [into])
-    assert float((into.double() - wanted).norm() / wanted.norm()) < 1e-5

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Let, Operand, Product, Region, Store
-from coda_inductor.kernels import launch, record, store
+from coda_inductor.kernels import launch
 from coda_inductor.measure import timing
 from coda_inductor.ops.custom import ADD_PRODUCT_, ADDED_UP
 from coda_inductor.passes import plain
@@ -84,17 +84,6 @@ def test_a_region_for_each_block(machine: None) -> None:
     added = [site.region for site in report.sites if site.region.accumulates]
     assert len(added) == 2 and len({region.digest for region in added}) == 1
     assert (added[0].n, added[0].depth, added[0].products[0].a_layout) == (WIDTH, CHUNK, "km")
-
-
-def test_tiles_are_chosen_at_a_blocks_rows(machine: None, tmp_path: Path) -> None:
-    """What makes the scores was measured at all rows, and runs at a block's."""
-    ran = run(*drawn(), grad=True, options=OPTIONS)
-    (report,) = ran.reports
-    scores = report.sites[0].region
-    assert (report.blocks[0].rows, scores.n) == ((CHUNK,) * 3, VOCABULARY)
-    directory = store.open_store(str(tmp_path / "kernels"))
-    assert record.remembered(directory, scores, TOKENS) is None  # whole rows: 768 are of the class of 1024
-    assert record.remembered(directory, scores, 1024) and record.remembered(directory, scores, CHUNK)
 
 
 @pytest.mark.parametrize("options", [{"disable": "bare"}, {"tune": "quick"}], ids=["switched off", "slower"])
