@@ -191,15 +191,6 @@ class Region(Keyed):
         return alone and not (self.operands or self.lets or self.reductions)
 
     @property
-    def accumulates(self) -> bool:
-        """Does it only add one product to a matrix, and store the sum in that matrix' dtype?"""
-        if not len(self.products) == len(self.operands) == len(self.lets) == 1 or self.summed or self.reductions:
-            return False
-        (product,), (into,), (total,) = self.products, self.operands, self.lets
-        added = into.extent == "tile" and total.op == "add" and {*total.args} == {product.name, into.name}
-        return added and self.stores == (Store(total.name, into.dtype),)
-
-    @property
     def m_axis(self) -> tuple[int, int]:
         """Which input, and which dimension of it, M is."""
         p = self.products[0]

@@ -163,7 +163,7 @@ def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, se
     stores = sum(rows * width * size[s.dtype] for s in region.stores)
     stores += sum(region.length(r, rows) * size[wide] for r in region.reductions)
     tiles = len(region.products) * rows * n * max(size[region.dtype], size["bf16"])  # 8-bit products leave in 16
-    plain = (region.is_plain or region.accumulates) and not bytes_before  # it stores what the product stored
+    plain = region.is_plain and not bytes_before  # it stores what the product stored
     return {
         "id": site.name,
         "products": [

@@ -93,47 +93,40 @@ AFTER = torch.ops.coda.after.default
 """after(x, others) -> x. Compiled graphs start to compute it when all others are in memory: what was only read for them
 has given its memory back."""
 
-ADDS = 'Tensor left, Tensor right, str region="", str target=""'
-_library.define(f"add_product_(Tensor(a!) into, {ADDS}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(f"added_up(Tensor? into, {ADDS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("add_product_(Tensor(a!) into, Tensor left, Tensor right) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("added_up(Tensor? into, Tensor left, Tensor right) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _add_product(into: Tensor, left: Tensor, right: Tensor, region: str = "", target: str = "") -> None:
-    if region:
-        into.copy_(interpret(parse(region), [left, right, into])[0])
-    elif into.is_cuda and left.dtype != into.dtype:
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    if into.is_cuda and left.dtype != into.dtype:
         torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
     else:
         into.addmm_(left.to(into.dtype), right.to(into.dtype))
 
 
-def _added_up(into: Tensor | None, left: Tensor, right: Tensor, region: str = "", target: str = "") -> Tensor:
+def _added_up(into: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     wide = WIDE.get(left.dtype, left.dtype)
     if into is not None:
-        _add_product(made := into.clone(), left, right, region, target)
+        _add_product(made := into.clone(), left, right)
         return made
     if left.is_cuda and left.dtype != wide:
         return torch.mm(left, right, out_dtype=wide)
     return torch.mm(left.to(wide), right.to(wide))
 
 
-def _fake_added_up(into: Tensor | None, left: Tensor, right: Tensor, region: str = "", target: str = "") -> Tensor:
-    if into is not None:
-        return torch.empty_like(into)
+def _fake_added_up(into: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[1]), dtype=WIDE.get(left.dtype, left.dtype))
 
 
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _library.impl("add_product_", _add_product, "CompositeExplicitAutograd")
 _library.impl("added_up", _added_up, "CompositeExplicitAutograd")
-torch.library.register_fake("coda::add_product_", lambda into, left, right, region="", target="": None, lib=_library)
+torch.library.register_fake("coda::add_product_", lambda into, left, right: None, lib=_library)
 torch.library.register_fake("coda::added_up", _fake_added_up, lib=_library)
 
 ADDED_UP, ADD_PRODUCT_ = torch.ops.coda.added_up.default, torch.ops.coda.add_product_.default
-"""added_up(into, left [M, K], right [K, N], region="", target="") -> into + left @ right [M, N], or the product alone
-if `into` is None: in float32 if the matrices have 16 bits. With `region`, the text of a Region that `accumulates`, left
-and right lie as that reads them. Compiled graphs add in the memory of `into`: by add_product_, or the Region's
-kernel."""
+"""added_up(into, left [M, K], right [K, N]) -> into + left @ right [M, N], or the product alone if `into` is None: in
+float32 if the matrices have 16 bits. Compiled graphs add in the memory of `into`, by add_product_."""
 
 
 @register_flop_formula(torch.ops.coda.added_up)

@@ -141,15 +141,10 @@ class RegionKernel(ir.FallbackKernel):
         """What is called, and with what. Allocates the outputs: all those of one line before it, so that none of them
         lies where an input of the line does."""
         self.written = True
-        return launcher(wrapper, self.text), given(self, wrapper)
-
-
-def launcher(wrapper: Any, text: str) -> str:
-    """What the wrapper calls a Region's launcher, which is made once."""
-    name = f"coda_{parse(text).digest}"
-    wrapper.add_import_once("from coda_inductor.ops.lowering import Launcher as coda_launcher")
-    wrapper.add_import_once(f"{name} = coda_launcher({text!r})")
-    return name
+        text, digest = self.text, self.region.digest
+        wrapper.add_import_once("from coda_inductor.ops.lowering import Launcher as coda_launcher")
+        wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
+        return f"coda_{digest}", given(self, wrapper)
 
 
 FREED = 1 / 8  # (at width 2048 tables of cosines and sines, of heads of 128, are 1/16 of what queries and keys store)
@@ -297,20 +292,7 @@ def alone_in_memory(x: ir.TensorBox) -> ir.TensorBox:
     return x
 
 
-class AddedRegion(ir.FallbackKernel):
-    """The launch of a Region that adds a product to a matrix, in the matrix' memory: what makes a tile reads it first,
-    and nothing else reads it."""
-
-    def codegen(self, wrapper: Any) -> None:
-        """Writes the call."""
-        self.codegen_comment(wrapper)
-        into, left, right = (x.codegen_reference() for x in self.inputs)  # type: ignore[union-attr]
-        wrapper.writeline(f"{launcher(wrapper, self.constant_args[0])}([{left}, {right}, {into}], [{into}])")
-
-
-def _add_up(
-    into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox, region: str = "", target: str = ""
-) -> Any:
+def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) -> Any:
     """The product, added to `into` in its memory; to a copy of it, if that memory is an input's or somebody else's."""
     if into is None:
         return fallback_handler(ADDED_UP, add_to_fallback_set=False)(into, left, right)
@@ -318,10 +300,7 @@ def _add_up(
     assert isinstance(source, fx.Node)
     if source.target is not ADDED_UP or sum(user.target is not AFTER for user in source.users) != 1:
         into = _keep(into)
-    if region and target != "reference":
-        AddedRegion.create(ADD_PRODUCT_, into, *in_memory([left, right]), region, target)
-    else:
-        fallback_handler(ADD_PRODUCT_, add_to_fallback_set=False)(into, left, right, region, target)
+    fallback_handler(ADD_PRODUCT_, add_to_fallback_set=False)(into, left, right)
     return into
 
 

@@ -15,13 +15,14 @@ from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.measure import free_memory, timing, tune
-from coda_inductor.ops.custom import ADD_PRODUCT_
-from coda_inductor.passes.plain import Found, Read
+from coda_inductor.passes.plain import Found
 from coda_inductor.tuning.footprint import of_nodes, stored
 from coda_inductor.tuning.group import sample
 from coda_inductor.tuning.measurements import ROUNDS
 from coda_inductor.tuning.outcome import recorded, sure, timed, wins
 from coda_inductor.tuning.tuner import Tuner
+
+Pair = tuple[fx.Node, fx.Node]
 
 
 class PlainTuner:
@@ -48,7 +49,7 @@ class PlainTuner:
         for name, nodes in alike.items():
             region, inputs = found[nodes[0]]
 
-            def row(name: str = name, region: Region = region, inputs: Read = inputs) -> dict[str, Any]:
+            def row(name: str = name, region: Region = region, inputs: Pair = inputs) -> dict[str, Any]:
                 if (before := known[name]) is not None:
                     self.prove(region, inputs)
                     return before
@@ -58,14 +59,14 @@ class PlainTuner:
                 losers |= dict.fromkeys(nodes, loses)
         return losers
 
-    def prove(self, region: Region, inputs: Read) -> None:
+    def prove(self, region: Region, inputs: Pair) -> None:
         """Where kernels must be proved on the card: raises Unsupported if the Region's may not run here."""
         if not self.tuner.measurements.target.tested:
             with self.tuner.measurements.real_tensors():
                 tokens = int(inputs[0].meta["val"].numel() // region.products[0].k)
                 launch.kernel(region.text, self.settings.cache_dir).build(tokens)
 
-    def measure(self, region: Region, inputs: Read) -> dict[str, Any]:
+    def measure(self, region: Region, inputs: Pair) -> dict[str, Any]:
         """Tunes the kernel, then times both."""
         self._ahead.wait(jobs(region, self.tuner.measurements.target))
         tokens = int(inputs[0].meta["val"].numel() // region.products[0].k)
@@ -73,15 +74,14 @@ class PlainTuner:
         with self.tuner.measurements.real_tensors():
             given = [sample(n, self.tuner.measurements.device) for n in inputs]
             kernel = tune.tuned(region, given, self.settings.cache_dir, hints=False)
-            outs = given[2:] if region.accumulates else blocks.outputs(region, given)
-            theirs = outs[0] if region.accumulates else torch.empty_like(outs[0])
-            calls = [lambda: kernel(given, outs), multiply(region, given, theirs)]
+            outs = blocks.outputs(region, given)
+            calls = [lambda: kernel(given, outs), multiply(region, given, torch.empty_like(outs[0]))]
             decided = lambda turns: not wins(turns) or sure(turns)  # noqa: E731
             times = timing.compared(calls, ROUNDS, decided=decided)
             return {"m": region.m(given), **recorded([region.digest], times)}
 
 
-def key(region: Region, inputs: Read) -> str:
+def key(region: Region, inputs: Pair) -> str:
     """What the outcome depends on."""
     layouts = [(tuple(n.meta["val"].shape), n.meta["val"].stride()) for n in inputs]
     where = record.device_name(), record.sources_digest(), sorted(target.versions().items())
@@ -99,8 +99,6 @@ def multiply(region: Region, inputs: list[Tensor], out: Tensor) -> Callable[[], 
     product = region.products[0]
     a = inputs[0] if product.a_layout == "mk" else inputs[0].t()
     b = inputs[1] if product.b_layout == "kn" else inputs[1].t()
-    if region.accumulates:
-        return lambda: ADD_PRODUCT_(out, a, b)
     if out.dtype == a.dtype:
         return lambda: torch.mm(a, b, out=out)
     return lambda: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)

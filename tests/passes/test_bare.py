@@ -129,6 +129,20 @@ def test_it_can_be_switched_off(machine: None, monkeypatch: pytest.MonkeyPatch, 
     assert sum(r.is_plain for r in regions) == left
 
 
+def test_one_may_read_another(machine: None) -> None:
+    """A chain of three: each Region reads what the one before makes."""
+    torch.manual_seed(0)
+    given = [torch.randn(320, 320, dtype=bf16) for _ in range(4)]
+
+    def chain(x: Tensor, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return x @ u @ v @ w
+
+    ran = run(chain, *given)
+    assert ran == [] and ran.regions == [3]
+    exact = chain(*(x.double() for x in given))
+    assert (ran.output - exact).norm() < 1.1 * (chain(*given) - exact).norm()
+
+
 @pytest.mark.parametrize(("m", "copied"), [(16, 0), (12, 1)])
 def test_a_left_operand_whose_rows_are_not_aligned_is_copied(machine: None, m: int, copied: int) -> None:
     """[K, M] with an M that 8 does not divide, its rows side by side: no kernel can load it, and that is said."""

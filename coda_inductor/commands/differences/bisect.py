@@ -149,7 +149,7 @@ def facts_of(digest: str, tries: Tries, settings: Settings, device: torch.device
 
 def kind_of(region: Region) -> str:
     """As `disable` names it."""
-    return PLAIN if region.is_plain or region.accumulates else kind(region)
+    return PLAIN if region.is_plain else kind(region)
 
 
 def alone(site: Site, settings: Settings, device: torch.device) -> Facts:
