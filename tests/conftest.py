@@ -57,6 +57,16 @@ def uncached() -> Iterator[None]:
 
 
 @pytest.fixture
+def interpreted(uncached: None) -> Iterator[None]:
+    """The graphs that Inductor would compile are interpreted: where a test asks what a rewritten graph computes, C++
+    compilers take most of the time. What Inductor makes of rewritten graphs is tested in tests/effects and others."""
+    from evaluate import interpreting
+
+    with interpreting():
+        yield
+
+
+@pytest.fixture
 def all_are_large(monkeypatch: pytest.MonkeyPatch, uncached: None) -> None:
     """Every output beside a loss counts as large, and every compile is new."""
     from coda_inductor.inductor import undefined

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from typing import Any
@@ -202,15 +202,22 @@ def strict_reference(*, run: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CODA_INDUCTOR_TARGET", "reference")
         patch.setenv("CODA_INDUCTOR_STRICT", "1")
-        if not run:
-            patch.setattr(coda_inductor.inductor.compile, "compile_fx", partial(compile_fx, inner_compile=_interpreted))  # type: ignore[arg-type]
         torch._dynamo.reset()
         with (
+            nullcontext() if run else interpreting(),
             torch._functorch.config.patch(enable_autograd_cache=False),
             torch._inductor.config.patch(fx_graph_cache=False),
         ):
             yield
         torch._dynamo.reset()
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Within, graphs that Inductor would compile are interpreted instead."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coda_inductor.inductor.compile, "compile_fx", partial(compile_fx, inner_compile=_interpreted))  # type: ignore[arg-type]
+        yield
 
 
 def _interpreted(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ from coda_inductor.explain.offline import rewrite_for
 from coda_inductor.schedule.model import partition, saved
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 CASES: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     **{f.__name__: (partial(model, f), LENGTH, 3) for f in (as_transformers, heads_last, permuted, interleaved)},

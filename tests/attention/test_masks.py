@@ -18,7 +18,7 @@ from coda_inductor.patterns.constants import MOST, constant
 B, T, HEADS, SIZE = 2, 128, 4, 16
 aten, prims = torch.ops.aten, torch.ops.prims
 Mask = Callable[[Tensor], Tensor | None]
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 class Attention(nn.Module):

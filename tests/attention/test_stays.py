@@ -26,7 +26,7 @@ from shared_heads import (
 )
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def tiled(x: Tensor) -> Tensor:

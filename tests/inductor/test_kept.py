@@ -23,7 +23,7 @@ from coda_inductor.schedule import model as schedule
 BATCH, LENGTH, HEADS, SIZE = 2, 64, 4, 16
 WIDTH = HEADS * SIZE
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 class Attention(nn.Module):

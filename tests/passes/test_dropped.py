@@ -95,7 +95,7 @@ def test_the_gradients_are_eagers(name: str, biased: bool) -> None:
     model, (x, u) = Mlp((DROPPED | OTHERS)[name], biased).double(), inputs()
     with torch.no_grad():
         model.up.weight[:2] = 0.0  # at 0 itself
-    with strict_reference():
+    with strict_reference(run=False):
         REPORTS.clear()
         found = gradients(torch.compile(model, backend="coda"), model, x, u)
     (report,) = REPORTS

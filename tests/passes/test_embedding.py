@@ -17,6 +17,7 @@ ROWS, WIDTH, TOKENS = 512, 24, 40
 STRICT = REFERENCE | {"strict": True}
 
 pytestmark = pytest.mark.usefixtures("uncached")
+values_alone = pytest.mark.usefixtures("interpreted")
 
 
 class Model(nn.Module):
@@ -79,6 +80,7 @@ DRAWN = {
 CASES = [(drawn, tied, 3) for drawn in DRAWN for tied in (True, False)] + [("few", True, None), ("few", True, -1)]
 
 
+@values_alone
 @pytest.mark.parametrize(("drawn", "tied", "padding"), CASES)
 def test_it_is_the_sum_over_the_tokens_of_each_row(
     written: list[int], drawn: str, tied: bool, padding: int | None
@@ -117,6 +119,7 @@ class Read(nn.Module):
 OTHERS = {"twice": 0, "beside a sum of itself": 1, "columns": 0, "elements": 0}
 
 
+@values_alone
 @pytest.mark.parametrize(("how", "count"), OTHERS.items())
 def test_other_readers(written: list[int], how: str, count: int) -> None:
     torch.manual_seed(0)
@@ -126,6 +129,7 @@ def test_other_readers(written: list[int], how: str, count: int) -> None:
     close(mine, gradients(model, ids, disable="embedding"), exact(model, ids))
 
 
+@values_alone
 def test_what_is_left_as_it_is(written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are many tokens for the rows, where nothing is rounded, where the tokens are not counted."""
     torch.manual_seed(0)
@@ -157,6 +161,7 @@ class Regularised(nn.Module):
         return total
 
 
+@values_alone
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("over", [None, 0, 1])
 def test_beside_a_gradient_that_is_one_row_for_all(written: list[int], over: int | None, strict: bool) -> None:
@@ -180,6 +185,7 @@ def test_through_inductor(written: list[int]) -> None:
         assert written == [1], drawn
 
 
+@values_alone
 @pytest.mark.parametrize("how", ["one row", "a number", "a mask", "negative", "int32"])
 def test_indices_and_values_of_other_kinds(written: list[int], how: str) -> None:
     """What is broadcast, or no list of rows, is left; rows may be counted from the end."""
@@ -199,6 +205,7 @@ def test_indices_and_values_of_other_kinds(written: list[int], how: str) -> None
     assert torch.allclose(found.float(), f(rows, index).float(), rtol=1e-2, atol=1e-2)
 
 
+@values_alone
 def test_what_is_added_to_is_zero(written: list[int]) -> None:
     """Rows of a program's own, added up in zeros, and in ones."""
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ WIDTH = HEADS * SIZE
 STRICT = REFERENCE | {"strict": True}
 
 pytestmark = pytest.mark.usefixtures("uncached")
+values_alone = pytest.mark.usefixtures("interpreted")
 
 
 def angles(rows: int) -> Tensor:
@@ -191,6 +192,7 @@ def drawn() -> Tensor:
     return torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64)
 
 
+@values_alone
 @pytest.mark.parametrize("name", TAKEN)
 def test_values_and_gradients(name: str, counted: list[int]) -> None:
     torch._dynamo.reset()
@@ -206,6 +208,7 @@ def test_values_and_gradients(name: str, counted: list[int]) -> None:
     assert counted[0] >= 4 and counted[1] == 0, counted  # of queries and keys, forward and backward
 
 
+@values_alone
 @pytest.mark.parametrize("name", ["behind", "one beside"])
 def test_an_epilogue_makes_it(name: str) -> None:
     torch._dynamo.reset()
@@ -217,6 +220,7 @@ def test_an_epilogue_makes_it(name: str) -> None:
     assert sum(r.half > 0 for r in regions) == 2
 
 
+@values_alone
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left(name: str, counted: list[int]) -> None:
     torch._dynamo.reset()
@@ -228,6 +232,7 @@ def test_what_is_left(name: str, counted: list[int]) -> None:
     assert counted == [2, 2]
 
 
+@values_alone
 def test_sizes_that_are_symbols_are_left(counted: list[int]) -> None:
     torch._dynamo.reset()
     model, x = Attention(behind).double(), drawn()
@@ -268,6 +273,7 @@ def test_what_is_overwritten_is_left(counted: list[int]) -> None:
     assert counted == [1, 1]
 
 
+@values_alone
 def test_it_can_be_switched_off(counted: list[int]) -> None:
     torch._dynamo.reset()
     with torch.no_grad():
@@ -332,6 +338,7 @@ def many_turns(x: Tensor) -> Tensor:
     return x * cos + turn * sin
 
 
+@values_alone
 @pytest.mark.parametrize("f", [many_factors, many_turns])
 def test_long_chains_end(f: Callable[[Tensor], Tensor]) -> None:
     torch._dynamo.reset()
@@ -340,6 +347,7 @@ def test_long_chains_end(f: Callable[[Tensor], Tensor]) -> None:
         close(run(model, drawn(), options=STRICT).output, model(drawn()))
 
 
+@values_alone
 def test_of_packed_queries_keys_and_values(counted: list[int]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -365,6 +373,7 @@ CUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@values_alone
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", CUT)
 def test_symbols_of_rows_are_not_compared(name: str, train: bool) -> None:

@@ -16,7 +16,7 @@ from coda_inductor.explain import explain
 TOKENS, HEADS, SIZE = 5, 3, 8
 STRICT = REFERENCE | {"strict": True}
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def in_halves(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

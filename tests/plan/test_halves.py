@@ -38,7 +38,7 @@ WIDTH = HEADS * SIZE
 HALF = SIZE // 2
 STRICT = REFERENCE | {"strict": True}
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

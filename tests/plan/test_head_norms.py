@@ -29,7 +29,7 @@ WIDTH = HEADS * SIZE
 STRICT = REFERENCE | {"strict": True}
 Inputs = dict[str, Tensor]
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def inputs() -> Inputs:

@@ -24,7 +24,7 @@ BATCH, LENGTH, HEADS, SIZE = 2, 6, 3, 8
 WIDTH, HALF = HEADS * SIZE, SIZE // 2
 STRICT = REFERENCE | {"strict": True}
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 Inputs = dict[str, Tensor]
 

@@ -35,7 +35,7 @@ from coda_inductor.tuning.verdicts import Decisions, Legal
 STRICT = REFERENCE | {"strict": True}
 TILE = Config(128, 128, 1, 2, True)
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def drawn(*shape: int) -> Tensor:

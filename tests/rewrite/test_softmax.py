@@ -27,7 +27,7 @@ from coda_inductor.tuning.verdicts import Decisions
 TOKENS, WIDTH, WORDS = 320, 64, 152
 LSE = aten.logsumexp.default
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 class Classifier(nn.Module):

@@ -198,7 +198,7 @@ def test_the_adjoint_keeps_no_tensor_for_a_statistic() -> None:
     model, x = Decoder().double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
     wanted, kept, laws = steps(model, model, [x], True), [], []
     for off in ("", "adjoint"):
-        with strict_reference():
+        with strict_reference(run=False):
             REPORTS.clear()
             with (saved := Saved()):
                 found = steps(torch.compile(model, backend="coda", options={"disable": off}), model, [x], True)
@@ -218,7 +218,7 @@ def test_what_attention_reads_is_all_that_is_kept_for_a_statistic() -> None:
     for apart in (False, True):
         model = Biased(apart).double()
         wanted = steps(model, model, [x], True)
-        with strict_reference():
+        with strict_reference(run=False):
             REPORTS.clear()
             with (saved := Saved()):
                 found = steps(torch.compile(model, backend="coda"), model, [x], True)

@@ -31,7 +31,7 @@ from coda_inductor.tuning.key import key_of
 from coda_inductor.tuning.measurements import Measurements, deferred
 from coda_inductor.tuning.outcome import FREE, SLOW, Outcome
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 Measure = Callable[[Measurements, Group, Plan], dict[str, Any]]
 
 

@@ -26,7 +26,7 @@ from coda_inductor.tuning.extract import goes_on_with, subgraph
 from coda_inductor.tuning.measurements import Measurements
 from coda_inductor.tuning.outcome import Outcome
 
-pytestmark = pytest.mark.usefixtures("uncached")
+pytestmark = pytest.mark.usefixtures("interpreted")
 STATISTICS = (aten.var_mean.correction, aten.mean.dim)
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
