@@ -153,11 +153,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     packages = ("torch", "torchao", "triton", "nvidia-cutlass-dsl", "quack-kernels")
+    switched = "" if chosen.numerics == "default" else f", numerics={chosen.numerics}"
     ours: Backend = {"backend": "coda", "options": {"numerics": chosen.numerics}}
     for recipe in chosen.recipes:
         row = {
-            "case": f"{chosen.layers} layers of Llama, {recipe}", "d": chosen.width, "ffn": chosen.ffn,
-            "tokens": TOKENS * chosen.batch, "numerics": chosen.numerics, "machine": torch.cuda.get_device_name(),
+            "case": f"{chosen.layers} layers of Llama, {recipe}{switched}", "d": chosen.width, "ffn": chosen.ffn,
+            "tokens": TOKENS * chosen.batch, "machine": torch.cuda.get_device_name(),
             "versions": {name: version(name) for name in packages},
         }  # fmt: skip
         line = json.dumps(row | measured(recipe, chosen.layers, chosen.batch, chosen.width, chosen.ffn, ours))

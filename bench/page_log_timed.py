@@ -81,6 +81,15 @@ TIMED: dict[str, Dated] = {
             )
         ),
     ),
+    "added in place": Dated(
+        ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "blocks of 2048, ms",
+         "added in place, ms", "blocks of 4096, ms", "added in place, ms"),
+        tuple(
+            (f"vocabulary {case}", *(cell for way in ("inductor", "null", "coda-2048", "in-place-2048", "coda-4096",
+             "in-place-4096") for cell in cells("heads.jsonl", "22f89b9", f"ms/{way}", "ms", case=case)))
+            for case in ("32000", "128256")
+        ),
+    ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
         tuple(

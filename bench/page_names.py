@@ -112,6 +112,7 @@ FLOAT8 = {
     "2 layers of Llama, per_row": "PerRow",
     "2 layers of Llama, per_tensor": "PerTensor",
 }
+FLOAT8_FAST = {f"{case}, numerics=fast": name for case, name in [*FLOAT8.items()][:3]}
 LLAMA_1B = "llama 16 x 2048, 8192 tokens, vocabulary 128256"
 COMPILED = {
     "llama 16 x 2048, 2048 tokens, vocabulary 128256": "Llama-1B, 16 layers and head, 2048 tokens",

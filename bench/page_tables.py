@@ -32,8 +32,12 @@ FLOAT8_STEP = Source(
     gib="rows/coda, rowwise/gib", baseline_gib="rows/inductor, rowwise/gib",
 )  # fmt: skip
 FLOAT8_TRAINING = Source(
-    "float8.jsonl", lambda r: "d" in r and r["case"] not in PER_TENSOR_OR_ROW, BY_WIDTH, names.FLOAT8, alone=True,
-    numbers="FP8", kind="training",
+    "float8.jsonl", lambda r: "d" in r and r["case"] not in {*PER_TENSOR_OR_ROW, *names.FLOAT8_FAST}, BY_WIDTH,
+    names.FLOAT8, alone=True, numbers="FP8", kind="training",
+)  # fmt: skip
+FLOAT8_FAST = Source(
+    "float8.jsonl", lambda r: r["case"] in names.FLOAT8_FAST, BY_WIDTH, names.FLOAT8_FAST, alone=True, numbers="FP8",
+    kind="training",
 )  # fmt: skip
 FLOAT8_INFERENCE = Source(
     "float8.jsonl", lambda r: r["case"] in PER_TENSOR_OR_ROW, BY_WIDTH, names.FLOAT8, alone=True, numbers="FP8",
@@ -194,6 +198,15 @@ TABLES = (
         (
             Column("recipe", "what"), KIND, Column("width", "d"), Column("feed-forward", "ffn"),
             Column("tokens", "tokens"), *ALONE, Column("null", "null", "ratio"), MEMORY,
+        ),
+    ),
+    Table(
+        "float8-fast",
+        "`python bench/float8.py WIDTH FEED-FORWARD RECIPE --numerics fast`",
+        (FLOAT8_FAST,),
+        (
+            Column("recipe", "what"), Column("width", "d"), Column("feed-forward", "ffn"), Column("tokens", "tokens"),
+            *ALONE, Column("null", "null", "ratio"), MEMORY, Column("difference", "difference", "error"),
         ),
     ),
     Table(

@@ -18,7 +18,7 @@ from coda_inductor.rewrite.laws import BILINEARITY, LAWS, Law
 def test_every_law_is_listed_and_proved(law: Law) -> None:
     facts = rules.law_facts(law, Settings(), prove=True)
     assert facts["proof"]["verdict"] == "proved" and facts["used"]
-    assert facts["before"] and facts["after"] and facts["default"] == {"strict": False, "default": True}
+    assert facts["before"] and facts["after"] and facts["default"] == {"strict": False, "default": True, "fast": True}
 
 
 def test_a_false_law_and_a_loose_one_are_noticed() -> None:

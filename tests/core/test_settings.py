@@ -113,7 +113,7 @@ ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"CODA_INDUCTOR_CHUNK": "many"}, {}, "allowed: a whole number, 1 or more"),
     ({}, {"cache_limit": -1}, "allowed: a whole number, 0 or more"),
     ({}, {"cache_limit": 1.5}, "allowed: a whole number, 0 or more"),
-    ({}, {"numerics": None}, "allowed: strict, default"),
+    ({}, {"numerics": None}, "allowed: strict, default, fast"),
     ({}, {"target": "sm_70"}, "allowed: auto, sm_90a, sm_100a, sm_103a, sm_120a, reference"),
     ({}, {"disable": 3}, "allowed: names separated by commas"),
     ({}, {"only": [3]}, "allowed: names separated by commas"),
