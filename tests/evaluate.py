@@ -194,14 +194,15 @@ def flat(x: Any) -> list[Tensor]:
 
 @contextmanager
 def strict_reference(*, run: bool = True) -> Iterator[None]:
-    """Regions on torch, failures raised, no cache of Inductor's in the way. Without `run` the graph that Inductor would
-    compile is interpreted instead, which is what most of a test's time would go to."""
+    """Regions on torch, failures raised, no cache of Inductor's in the way. With `run` Inductor compiles, also under
+    `interpreted`; without, the graph is interpreted, as most of a test's time would go to that."""
     import torch._functorch.config
     import torch._inductor.config
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CODA_INDUCTOR_TARGET", "reference")
         patch.setenv("CODA_INDUCTOR_STRICT", "1")
+        patch.setattr(coda_inductor.inductor.compile, "compile_fx", compile_fx)
         torch._dynamo.reset()
         with (
             nullcontext() if run else interpreting(),

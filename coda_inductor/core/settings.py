@@ -45,8 +45,8 @@ class Settings:
     only: frozenset[str] = frozenset()
     """If not empty: the only laws, region kinds, "casts", "layouts" and "tables" that are used."""
     numerics: Numerics = "default"
-    """strict: rounds where the original does. default: fewer or moved roundings. fast: and 8-bit products
-    add up fast."""
+    """strict: rounds where the original does. default: fewer or moved roundings. fast: as default, and 8-bit products
+    add up in the tensor cores' own accumulators."""
     tune: Tune = "quick"
     """How much is measured before a Region is kept: nothing (the cost model decides), or each once."""
     target: Target = "auto"

@@ -213,9 +213,10 @@ def joined_operands(work: Work) -> None:
 
 def eight_bit_products(work: Work) -> None:
     """Of 8-bit products: what is computed twice is computed once, also what both sides of the graph compute of few
-    values; right matrices are transposed views of [N, K]; scales are in memory; if fast, they add up fast."""
+    values; right matrices are transposed views of [N, K]; scales are in memory; if allowed, they add up fast."""
     if any(node.target in g.SCALED for node in work.graph.nodes):
-        work.casts += add_up_fast(work.graph) if work.settings.numerics == "fast" else ()
+        if work.settings.numerics == "fast":
+            work.casts += add_up_fast(work.graph)
         share(work.graph)
         in_rows(work.graph)
         largest_of_rows(work.graph)
@@ -273,8 +274,7 @@ def eight_bit_maxima(work: Work) -> None:
 
 
 def tables(work: Work) -> None:
-    """Sines and scales that many elements read, 8-bit tensors that several products read, and what passes read are
-    stored once."""
+    """Sines and scales that many elements read, and tensors that several products or passes read, are stored once."""
     work.tables = put_into_memory(work.graph, work.settings)
 
 

@@ -49,9 +49,10 @@ def share(graph: fx.Graph) -> None:
 
 
 def add_up_fast(graph: fx.Graph) -> tuple[Cast, ...]:
-    """Lets 8-bit products add up in the tensor core's own accumulator, in place, where they ask for float32 sums of
-    every 128 of K. That accumulator keeps fewer bits; `numerics="fast"` allows it."""
-    slow = [n for n in graph.nodes if n.target in g.SCALED and not g.operands(n).fast]
+    """Lets 8-bit products with one scale for each tensor or row add up in the tensor core's own accumulator, in place,
+    where they ask for float32 sums now and then. That accumulator keeps fewer bits; `numerics="fast"` allows it."""
+    products = {n: g.operands(n) for n in graph.nodes if n.target in g.SCALED}
+    slow = [n for n, read in products.items() if read.understood and not read.fast]
     for node in slow:
         place = [a.name for a in node.target._schema.arguments].index(ACCUMULATION)  # the last one
         node.args, node.kwargs = node.args[:place], {**node.kwargs, ACCUMULATION: True}

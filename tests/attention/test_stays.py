@@ -26,7 +26,8 @@ from shared_heads import (
 )
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("uncached")
+values_alone = pytest.mark.usefixtures("interpreted")
 
 
 def tiled(x: Tensor) -> Tensor:
@@ -133,6 +134,7 @@ STAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@values_alone
 @pytest.mark.parametrize("name", STAYS)
 def test_what_is_something_else_stays(name: str) -> None:
     plain, x = STAYS[name](), inputs()
@@ -197,6 +199,7 @@ def test_gradients_that_share_memory() -> None:
         assert float((mine - eager).norm() / eager.norm()) < 1e-10 and mine.stride() == eager.stride()
 
 
+@values_alone
 def test_switched_off_it_stays() -> None:
     plain, x = model(as_transformers), inputs()
     for options, count in (

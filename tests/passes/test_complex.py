@@ -12,7 +12,7 @@ from torch import Tensor
 from coda_inductor.inductor import joint
 from coda_inductor.passes.complex import as_real
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("uncached")
 
 T, HEADS, HEAD = 6, 2, 8
 

@@ -161,10 +161,10 @@ class Regularised(nn.Module):
         return total
 
 
-@values_alone
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("over", [None, 0, 1])
 def test_beside_a_gradient_that_is_one_row_for_all(written: list[int], over: int | None, strict: bool) -> None:
+    """Through Inductor, which would write the rows into that one."""
     torch.manual_seed(0)
     model, ids = Regularised(over).bfloat16(), DRAWN["few"].clone()
     mine = gradients(model, ids, strict=strict)

@@ -21,7 +21,7 @@ from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.passes.joined import fits, rejoined, split_joined
 from coda_inductor.patterns import graph as g
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("uncached")
 D, N = 32, 64
 Join = Callable[[Tensor, Tensor], Tensor]
 

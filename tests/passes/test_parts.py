@@ -21,7 +21,7 @@ from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.passes.parts import split_products
 from coda_inductor.passes.switches import kind
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("uncached")
 D, N = 32, 64
 Act = Callable[[Tensor], Tensor]
 

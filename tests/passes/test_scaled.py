@@ -235,3 +235,14 @@ def test_all_products_add_up_fast() -> None:
     assert all(g.operands(n).fast for n in products) and not any(c.absorbed for c in told)
     assert add_up_fast(module.graph) == ()
     same(module, in_both_forms, *inputs()[:2])
+
+
+def test_other_scales_add_up_as_they_ask() -> None:
+    """Of a product whose scales are of blocks, or are scaled again, nothing is known."""
+    module = traced(in_both_forms, *inputs()[:2])
+    first, *others = [n for n in module.graph.nodes if n.target in g.SCALED]
+    first.args = (*first.args[:5], first.args[2], *first.args[6:])  # scale_result
+    others[-1].args = (*others[-1].args[:3], [99], *others[-1].args[4:])  # recipe_a
+    told = add_up_fast(module.graph)
+    assert [c.node for c in told] == [n.name for n in others[1:-1]]
+    assert [g.operands(n).fast for n in (first, *others)] == [False, True, True, True, False]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import strict_reference
-from float8_layers import BLOCKS, INNER, RECIPES, WIDTH, Linear, Mlp, by, by_row, errors, exact, step
+from float8_layers import BLOCKS, E4M3, INNER, RECIPES, WIDTH, Linear, Mlp, by, by_row, errors, exact, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +24,7 @@ from coda_inductor.passes.casts import FAST
 
 BATCH, LENGTH = 2, 56
 OPTIONS: dict[str, Any] = {"target": "reference", "strict": True}
+ALONE = {"only": "tables"}
 
 # The one place to change when more is derived: M x N x K of each product, dtypes, reductions.
 REGIONS = {
@@ -178,6 +179,23 @@ def test_all_products_add_up_fast_where_allowed(recipe: str) -> None:
         3 if recipe == "rowwise_with_gw_hp" else 6
     )  # two for each of three layers, but weights' gradients in bfloat16
     assert Counter(c.what for c in report.casts)[FAST] == slow
+
+
+def test_a_graph_of_which_only_the_sums_change_is_rewritten() -> None:
+    """No Region is asked for, and Inductor calls the product."""
+
+    def product(a: Tensor, b: Tensor, one: Tensor) -> Tensor:
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    a, b = (torch.randn(320, 64).to(E4M3) for _ in range(2))
+    for numerics, changed in (("default", False), ("fast", True), ("strict", False)):
+        with strict_reference(run=False):
+            REPORTS.clear()
+            torch.compile(product, backend="coda", options=OPTIONS | ALONE | {"numerics": numerics})(
+                a, b, torch.ones(())
+            )
+        (report,) = REPORTS
+        assert (report.rewrote, len(report.casts), len(report.sites)) == (changed, int(changed), 0)
 
 
 @each_recipe
