@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ SLOW = (
     "test_compiled_cases.py::test_the_stage_model_is_quacks[all]",
     "test_compiled_cases.py::test_gradients_spill_nothing_in_the_tile_tried_first[all]",
     "test_compiled_cases.py::test_other_extents_share_the_kernel[all]",
+    "test_distributed.py::test_losses_and_gradients_are_eagers[all]",
     "test_targets.py::test_cases_compile_and_fit[sm_103a]",
+    "test_cancelling.py::test_eagers_are_inductors",
     "test_cli_check.py::test_the_compiler_makes_them_for_any_target",
     "test_cli_kernels.py::test_kernels_of_two_targets_are_kept_apart",
     "test_cli_diff.py::test_a_wrong_law_is_named",
@@ -108,6 +111,7 @@ SLOW = (
     "test_compiling_process.py::test_what_is_printed_is_no_answer",
     "test_compiling_process.py::test_a_worker_may_die",
     "test_compiling_process.py::test_workers_fill_the_store",
+    "test_caches.py::test_kernels_are_called_from_a_warm_cache",
     "test_caches.py::test_kernel_compiled_by_two_processes_and_broken",
     "test_explain_models.py::test_llama_of_16_layers",
     "test_contest.py::test_a_deeper_model",
@@ -158,9 +162,24 @@ SLOW = (
     "test_using.py::test_a_snippet[Dynamic shapes]",
 )
 """Tests of 3 to 120 seconds of which others are the short form: `-m slow` runs them, for who changes what they are
-about and before a release. Without it they are left out, so that the suite stays short."""
+about and before a release. Without it they are left out, so that the suite stays short: so are most cases of tests that
+are marked as sampled."""
 
 
+def sample(items: list[pytest.Item]) -> None:
+    """Of a sampled test's cases the suite runs one in five, and one of fewer; they are chosen by their names' digests,
+    so that no parameter keeps one value. The others are slow."""
+    cases = dict[tuple[Path, str], list[pytest.Item]]()
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, item.name.split("[")[0]), []).append(item)
+    for found in cases.values():
+        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in found[-(-len(found) // SAMPLED) :]:
+            item.add_marker("slow")
+
+
+SAMPLED = 5
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 NOT_BY_OLD = {
     "test_distributed.py::test_losses_and_gradients": "tensors without data reach kernels, and as below",
@@ -191,6 +210,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if f"{item.path.name}::{item.name}".startswith(SLOW):
             item.add_marker("slow")
+    sample(items)
     for item in items if OLD else []:
         for name, why in NOT_BY_OLD.items():
             if f"{item.path.name}::{item.name}".startswith(name):

@@ -89,12 +89,12 @@ def _script(code: str, arguments: tuple[str, ...], environment: dict[str, str], 
     exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
 
 
-def said_by_ranks(module: str, ranks: int, place: Path) -> list[dict[str, Any]]:
-    """The lines of JSON that `main(rank, place)` of a module beside this one prints, of each rank, at the same time, on
-    the reference target; what it says of itself is printed here."""
-    code = f"import sys, {module}; {module}.main(int(sys.argv[1]), sys.argv[2])"
+def said_by_ranks(module: str, ranks: int, place: Path, *more: str) -> list[dict[str, Any]]:
+    """The lines of JSON that `main(rank, place, *more)` of a module beside this one prints, of each rank, at the same
+    time, on the reference target; what it says of itself is printed here."""
+    code = f"import sys, {module}; {module}.main(int(sys.argv[1]), *sys.argv[2:])"
     settings = {"CODA_INDUCTOR_TARGET": "reference", "CODA_INDUCTOR_STRICT": "1"}
-    scripts = [Script(code, str(rank), str(place), environment=settings) for rank in range(ranks)]
+    scripts = [Script(code, str(rank), str(place), *more, environment=settings) for rank in range(ranks)]
     found = list[dict[str, Any]]()
     for script in scripts:
         ended = script.done()

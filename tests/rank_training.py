@@ -118,9 +118,9 @@ def train(rank: int, kind: str) -> dict[str, Any]:
     return {"error": max(errors), "regions": [len(report.sites) for report in REPORTS]}
 
 
-def main(rank: int, place: str) -> None:
-    """Prints a line for each kind. Garbage is collected at the worst of times, while a bucket is compiled: see
-    test_frames. (Stock Inductor of torch 2.15 does not survive that itself: a bucket runs on tensors without
+def main(rank: int, place: str, *kinds: str) -> None:
+    """Prints a line for each of these kinds. Garbage is collected at the worst of times, while a bucket is compiled:
+    see test_frames. (Stock Inductor of torch 2.15 does not survive that itself: a bucket runs on tensors without
     data. The collector is not switched off there.)"""
     import torch._functorch.config
     import torch._inductor.config
@@ -140,5 +140,5 @@ def main(rank: int, place: str) -> None:
         vars(joint_pass)["rewrite"] = rewritten
     off = torch._functorch.config.patch(enable_autograd_cache=False)
     with a_rank(rank, place), torch._inductor.config.patch(fx_graph_cache=False), off:
-        for kind in KINDS:
+        for kind in kinds:
             print(json.dumps({"kind": kind, **train(rank, kind)}), flush=True)

@@ -169,6 +169,7 @@ def compared(model: nn.Module, *, grad: bool, overwrite: bool = False) -> int:
     return gone(ran)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("how", ["contiguous", "clone"])
 def test_nothing_is_copied_for_attention(how: str, grad: bool) -> None:
@@ -188,6 +189,7 @@ def test_dense_parts_of_products() -> None:
     assert compared(Parts(), grad=True) == 0 and compared(Parts(), grad=False) == 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("how", ["itself", "behind", "drawn"])
 def test_what_is_read_by_its_place_in_memory(how: str, grad: bool) -> None:
@@ -200,6 +202,7 @@ def test_a_copy_that_is_read_elsewhere_stays(grad: bool) -> None:
     assert compared(Read(), grad=grad) == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["odd", "columns", "apart", "one"])
 def test_rows_that_kernels_cannot_read_are_copied(how: str) -> None:
     assert compared(Ragged(how), grad=False) == 0

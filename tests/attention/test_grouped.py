@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
 """Models, their tokens, and how many of their three attentions read keys once."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradients_are_eagers(name: str) -> None:
     """STRICT, float64; the joint graph interpreted."""
@@ -58,6 +59,7 @@ def test_the_gradients_are_eagers(name: str) -> None:
     assert equals_eager(make(), inputs(length), run=False) == count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_gradients_are_eagers(dynamic: bool) -> None:
     assert equals_eager(model(as_transformers), inputs(), run=True, dynamic=dynamic) == 3

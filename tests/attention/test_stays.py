@@ -134,6 +134,7 @@ STAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled
 @values_alone
 @pytest.mark.parametrize("name", STAYS)
 def test_what_is_something_else_stays(name: str) -> None:
@@ -146,6 +147,7 @@ def test_what_is_something_else_stays(name: str) -> None:
     assert float((ran.output - wanted).norm() / wanted.norm()) < 1e-10
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", COPIES)
 def test_keys_that_are_returned_are_not_read_again(name: str) -> None:
     """The caller may overwrite them before the backward. The copies for every head were kept for that."""
@@ -153,6 +155,7 @@ def test_keys_that_are_returned_are_not_read_again(name: str) -> None:
     overwritten_in_between(plain, x, plain.q.weight)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", COPIES)
 def test_keys_that_are_inputs_are_not_read_again(name: str) -> None:
     plain, x = Attention(as_transformers).double(), inputs()

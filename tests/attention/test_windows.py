@@ -92,6 +92,7 @@ def compared(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | Non
     return ran
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("left", [0, 1, 17, None])
 @pytest.mark.parametrize("right", [0, 5, 40, None])
@@ -165,6 +166,7 @@ class Twice(Attention):
         return self.o(F.gelu((first + second).transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("other", [Window(9, 3), Window(4, 0), LATER])
 @pytest.mark.parametrize("first", [Window(9, 3), LATER])

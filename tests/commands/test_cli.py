@@ -249,6 +249,7 @@ def command(here: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mode", "kind"), [("infer", "inference"), ("train", "joint")])
 def test_explain_a_real_model(command: Callable[..., str], mode: str, kind: str) -> None:
     report = json.loads(command("explain", "their_model:build", "--mode", mode, "--json"))

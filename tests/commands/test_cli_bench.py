@@ -50,6 +50,7 @@ def models(folder: Path) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["infer", "step"])
 def test_a_model_is_measured_on_both_sides(ask: Ask, folder: Path, mode: str) -> None:
     out = folder.with_name("rows.jsonl")

@@ -87,6 +87,7 @@ def says(text: str, unit: str) -> None:
     assert f"{unit}/s" in text and re.search(rf"^coda: {NUMBER} times as fast as inductor$", text, re.MULTILINE), text
 
 
+@pytest.mark.sampled
 @each
 def test_it_runs(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -52,6 +52,7 @@ def prepare(snippet: Snippet, monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
     quick()
 
 
+@pytest.mark.sampled
 @on_cpu
 def test_a_snippet(snippet: Snippet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prepare(snippet, monkeypatch, tmp_path)

@@ -38,6 +38,7 @@ def agree(found: list[Tensor], theirs: list[Tensor]) -> None:
         assert torch.allclose(mine, its, rtol=1e-5, atol=least), f"output {i} is off by {(mine - its).abs().max():.1e}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [DEFAULT, STRICT], ids=["default", "strict"])
 @pytest.mark.parametrize("name", CANCELLING)
 def test_what_cancels_is_eagers(name: str, options: dict[str, Any]) -> None:

@@ -26,16 +26,19 @@ MATRIX = matrix()
 ALL = MATRIX | EFFECTS | DRAWS | LATE | REINPLACED
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "train"), rows(ALL, inductor_is_right))
 def test_reads_see_what_was_there(name: str, train: bool) -> None:
     check(ALL[name], train)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "train"), rows(ALL, inductor_is_wrong))
 def test_also_where_inductor_is_wrong(name: str, train: bool) -> None:
     check(ALL[name], train)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "train"), rows(ALL, of_way("inductor")))
 def test_through_inductor(name: str, train: bool) -> None:
     """Compiled to the end."""

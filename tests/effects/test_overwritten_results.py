@@ -72,6 +72,7 @@ def gradients(model: End, compiled: Callable[..., tuple[Tensor, ...]], *lead: in
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("centred", [False, True], ids=["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("lead", [(5, 6), (30,)], ids=["sequences", "tokens"])
 @pytest.mark.parametrize("name", WAYS)
@@ -102,6 +103,7 @@ IN_16_BITS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", IN_16_BITS)
 def test_in_16_bits_behind_inductor(name: str) -> None:
     """What is wider may be made again of what is narrow, and Inductor drops copies."""

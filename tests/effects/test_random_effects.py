@@ -22,6 +22,7 @@ def regions(seed: int) -> int:
     return count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_a_random_program_is_eagers(seed: int) -> None:
     regions(seed)

@@ -39,6 +39,7 @@ CASES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_what_is_left_stands_outside_the_layers(case: Case) -> None:
     for layers in (2, 3):

@@ -43,6 +43,7 @@ def test_llama_at_real_widths(llama: tuple[nn.Module, Tensor], settings: Setting
     assert "transformers/models/llama/modeling_llama.py" in text and "site-packages" not in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name, row in TARGETS.items() if not row.tested])
 def test_llama_for_a_target_that_no_kernel_was_run_on(llama: tuple[nn.Module, Tensor], name: Any) -> None:
     """What is derived is the same, as far as its tiles hold it; the text says what is not known."""

@@ -92,6 +92,7 @@ def unloadable(monkeypatch: pytest.MonkeyPatch, directory: Path, error: Exceptio
     monkeypatch.setattr(launch, "importlib", types.SimpleNamespace(import_module=import_module))
 
 
+@pytest.mark.sampled
 @UNLOADABLE
 @pytest.mark.parametrize("tuned", ["off", "quick"])
 def test_compiler_that_cannot_be_loaded(
@@ -204,6 +205,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int, i
     gc.enable()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", [in_timing, in_a_sample, in_outputs, in_inductors_program, in_inductors_compile])
 def test_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,

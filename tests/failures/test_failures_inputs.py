@@ -56,6 +56,7 @@ def test_strides_of_inputs(
     assert all("an input was copied" in text for text in ran) and len(ran) <= 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("view", [v for _, v in VIEWS], ids=[name for name, _ in VIEWS])
 def test_strides_of_weights(view: Callable[[Tensor], Tensor], pretended: None) -> None:
     model, x = half(BF16), streams(BF16)

@@ -18,6 +18,7 @@ BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("uncached")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("build", "tune_", "said"),
     [

@@ -34,6 +34,7 @@ STAGES: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "module", "name"), STAGES, ids=lambda x: x if isinstance(x, str) else "")
 @pytest.mark.parametrize("error", [RuntimeError("provoked"), BrokenInvariant("provoked"), RecursionError("provoked")])
 def test_exception_inside_the_pass(

@@ -74,6 +74,7 @@ class Part(nn.Module):
         return h, self.second(h)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [lambda: half(), lambda: Part(64).double()], ids=["half", "part"])
 def test_a_compile_in_which_nothing_fails(make: Callable[[], nn.Module]) -> None:
     caller = Caller()
@@ -108,6 +109,7 @@ WARNED: list[tuple[Any, str, int]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("build", "tune", "warnings"), WARNED)
 def test_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Any, tune: str, warnings: int) -> None:
     pretend(monkeypatch, tmp_path, build)

@@ -58,6 +58,7 @@ def test_right_kernels_are_used_where_they_are_asked_for(
     assert len(kept) >= ran.regions[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tune", ["quick", "off"])
 @pytest.mark.parametrize("build", [LastRow, At37, At1, Unwritten, Everywhere])
 def test_a_wrong_kernel_comes_into_no_graph(

@@ -77,6 +77,7 @@ def counted(turned: bool) -> tuple[int, int, Report]:
     return before, after, report
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("turned", [False, True])
 def test_no_product_is_kept_for_a_sum_alone(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads copies of the parts. By the triangle law the norm's backward would read the product itself."""
@@ -101,6 +102,7 @@ def test_where_torch_cannot_say_what_is_kept_the_sum_is_taken(monkeypatch: pytes
     assert any("triangle" in site.laws for site in reports[0].sites)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("more", [kept.MORE, 2.0])
 def test_the_gradients_are_eagers(turned: bool, more: float, monkeypatch: pytest.MonkeyPatch) -> None:

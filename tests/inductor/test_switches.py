@@ -32,6 +32,7 @@ def gradients(model: nn.Module, x: tuple[Tensor, ...], **compile_with: Any) -> l
     return [t.detach().clone() for t in found if t is not None]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "how"), [(torch.bfloat16, "environment"), (torch.float32, "option"), (torch.float64, "environment")]
 )
@@ -189,6 +190,7 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
 """Half's Regions under a switch. _ONLY restricts the laws if it names one, and the kinds if it names one."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("how", "names"), EXPECTED)
 def test_law_or_kind_switched(how: str, names: str) -> None:
     found, laws, _ = kinds(half(), *streams(), **{how: names})

@@ -25,6 +25,7 @@ from coda_inductor.ops.gradients import ADD_GRADIENT_OF, GRADIENT_OF, SLOTS
 pytestmark = pytest.mark.usefixtures("all_are_large")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["", "two"])
 @pytest.mark.parametrize("use", USES)
 def test_gradients_are_those_of_eager(use: str, kind: str) -> None:

@@ -35,6 +35,7 @@ needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)}
 each_target = pytest.mark.parametrize("row", TARGETS.values(), ids=TARGETS)
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("name", CASES_OF)
 def test_cases_compile_and_fit(name: str) -> None:

@@ -89,6 +89,7 @@ def gradients(run: Callable[..., Tensor], model: nn.Module, x: Tensor, u: Tensor
     return [out, *torch.autograd.grad((out * weight).sum(), [x, *model.parameters()])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("name", [name for name in (*DROPPED, *OTHERS) if name != "dropout"])
 def test_the_gradients_are_eagers(name: str, biased: bool) -> None:

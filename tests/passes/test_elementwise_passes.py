@@ -220,6 +220,7 @@ def of_largest(made: Pass) -> bool:
     return all(out.largest_over for out in made.record.outputs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("odd", [False, True], ids=["finite", "odd"])
 @pytest.mark.parametrize("f", CASES, ids=lambda f: f.__name__)
 def test_bits_are_eagers(f: Callable[..., Found], odd: bool) -> None:

@@ -80,6 +80,7 @@ DRAWN = {
 CASES = [(drawn, tied, 3) for drawn in DRAWN for tied in (True, False)] + [("few", True, None), ("few", True, -1)]
 
 
+@pytest.mark.sampled
 @values_alone
 @pytest.mark.parametrize(("drawn", "tied", "padding"), CASES)
 def test_it_is_the_sum_over_the_tokens_of_each_row(
@@ -161,6 +162,7 @@ class Regularised(nn.Module):
         return total
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("over", [None, 0, 1])
 def test_beside_a_gradient_that_is_one_row_for_all(written: list[int], over: int | None, strict: bool) -> None:

@@ -80,6 +80,7 @@ def inputs(*widths: int) -> list[Tensor]:
     return [torch.randn(2, TOKENS // 2, width, dtype=torch.float64) for width in widths]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [2.0, -1.5])
 @pytest.mark.parametrize("norm", [plain, rms, layer])
 @pytest.mark.parametrize(("bias", "frozen"), [(False, True), (True, False)])
@@ -207,6 +208,7 @@ PROGRAMS: list[Callable[..., Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_other_programs_are_eagers(program: Callable[..., Any], dynamic: bool) -> None:

@@ -112,6 +112,7 @@ def unlike(model: nn.Module, *inputs: Tensor, inductor: bool = False) -> list[bo
     return [site.region.unlike for site in report.sites if site.region.summed]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("join", ONE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inductor", [False, True], ids=["interpreted", "inductor"])
@@ -175,6 +176,7 @@ def test_no_epilogue_makes_a_piece() -> None:
     assert unlike(Attended().double(), given(), given()) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradients(frozen: bool) -> None:
     """A weight's gradient reads the copy, so it stays; without one it goes, and the gradients of both are slices."""

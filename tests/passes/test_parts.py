@@ -109,6 +109,7 @@ def products(act: Act, mode: Any = "train", bias: bool = False, **settings: Any)
     return found[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("act", [swiglu, up_first], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("inductor", [False, True], ids=["interpreted", "inductor"])
@@ -125,6 +126,7 @@ def test_gate_and_up_of_one_weight(act: Act, bias: bool, inductor: bool) -> None
         assert mine.stride() == theirs.stride() and error(mine, theirs) < 1e-10
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "act", [three, by_slices, turned, read_twice, overlapping, plain_part], ids=lambda f: f.__name__
 )

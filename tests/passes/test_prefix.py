@@ -220,6 +220,7 @@ def test_an_epilogue_makes_it(name: str) -> None:
     assert sum(r.half > 0 for r in regions) == 2
 
 
+@pytest.mark.sampled
 @values_alone
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left(name: str, counted: list[int]) -> None:
@@ -373,6 +374,7 @@ CUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @values_alone
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", CUT)

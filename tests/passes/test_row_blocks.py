@@ -159,6 +159,7 @@ def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
 BY_INDUCTOR = {("mean", "bias"), ("capped", ""), ("returned", ""), ("smoothed", "learned")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("more", ("", "bias", "learned"))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_the_whole(done: Done, name: str, more: str) -> None:

@@ -66,6 +66,7 @@ def gradients(model: Callable[[Tensor], Tensor], parameters: list[nn.Parameter],
     return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_forward_and_backward_compute_each_once(checkpointed: bool) -> None:
     model = Rotary().double()

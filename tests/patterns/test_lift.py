@@ -28,6 +28,7 @@ def untrue(r: Read, tolerance: float = 1e-10) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "name"), [n for n in NAMES if n[1] not in OVERFLOWS])
 def test_every_term_is_its_nodes_value(kind: str, name: str | int) -> None:
     reads = read(kind, name)

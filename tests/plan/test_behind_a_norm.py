@@ -61,6 +61,7 @@ class Layer(nn.Module):
         return torch.cat([(q.cumsum(-1) * k.cumsum(-1)).sum(1), x], -1)  # opaque, as attention is
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("turn", [in_halves, in_neighbours])

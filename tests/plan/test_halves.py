@@ -239,6 +239,7 @@ class Grouped(Layer):
         return h, q, *(t[:, :, None].expand(-1, -1, self.group, -1, -1).flatten(1, 2) for t in keys_and_values)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("group", [1, HEADS])
 def test_gradients(dynamic: bool, group: int) -> None:

@@ -158,6 +158,7 @@ def test_what_is_left_has_a_reason(reason: str) -> None:
     assert any(reason in r.reason for r in made.refused), [r.reason for r in made.refused]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ODD)
 def test_planning_settles_and_is_well_formed(name: str) -> None:
     """Every Region of every odd graph verifies, and no node is supplied twice."""

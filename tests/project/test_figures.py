@@ -83,7 +83,6 @@ def bound(test: str, pattern: str) -> str:
 
 
 KEPT = (
-    Kept("CONTRIBUTING.md", "those of 3 to 120 s", "what SLOW in tests/conftest.py says of its tests"),
     Kept("docs/compile-time.md", "at least 2 % above ours", "a threshold",
          lambda: f"at least {percent(outcome.WIN - 1)} above ours"),
     Kept("docs/compile-time.md", "0.5 % is enough", "a threshold",

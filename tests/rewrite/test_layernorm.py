@@ -36,6 +36,7 @@ def measure(kind: str, sigmas: float) -> tuple[float, float, Report]:
     return error(found - x, exact), error(eager, exact), report
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sigmas", [0, 3, 30, 100])
 @pytest.mark.parametrize("kind", ["pre", "parallel"])
 def test_bf16_error_is_no_larger_than_eagers(kind: str, sigmas: float) -> None:

@@ -26,6 +26,7 @@ STEPS: dict[str, Step] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_chains_end(name: str, train: bool) -> None:

@@ -130,6 +130,7 @@ SINCE_2_14 = {"norm_behind_windows": 1, "norm_before_windows": 1}
 """Of symbolic sizes: torch 2.15 writes those of windows as quotients of quotients, of which we see no two as equal."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [(), (0, 1, 2)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_another_order(name: str, sizes: tuple[int, ...]) -> None:

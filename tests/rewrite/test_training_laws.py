@@ -147,6 +147,7 @@ def read(name: str) -> Read:
     return Read(joint(MODELS[name][0]().double(), torch.randn(2, 6, width, dtype=torch.float64)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_each_firing_is_an_equality(name: str) -> None:
     graph = read(name)
@@ -318,6 +319,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("i", range(len(MUTATIONS)), ids=lambda i: MUTATIONS[i][0].__name__)
 def test_a_broken_guard_is_seen(i: int) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, BackendCompilerFailed)):

@@ -182,6 +182,7 @@ def test_loops_run_as_memory_lies(bench: ModuleType, name: str) -> None:
     assert len(own) == 1 + ("each head" in name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2", "rms-4096", "rms-16384"])
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_agrees_with_inductors_own_schedule(bench: ModuleType, name: str, mode: Literal["infer", "train"]) -> None:
@@ -223,6 +224,7 @@ NORMS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NORMS)
 def test_agrees_on_a_norm_between_products(bench: ModuleType, name: str) -> None:
     """In training, where its gain's gradient is a sum over the tokens, beside the statistics of the rows."""

@@ -135,6 +135,7 @@ def judged(
     return found[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("readers_win", "kept"), [(2.0, True), (1.03, False)])
 def test_a_maker_of_sums_that_loses_narrowly(
     readers_win: float, kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -207,6 +208,7 @@ def test_a_sum_that_a_loop_takes_costs_what_it_reads_beside(
     assert not seen & {"aten.cos.default", "aten.sin.default"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["plain", "gate", "norms", "parallel"])
 def test_which_loops_take_sums(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """None that an epilogue stands for, and none that runs before what is summed is there; parts of a split may go to

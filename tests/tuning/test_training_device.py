@@ -16,6 +16,7 @@ from coda_inductor.measure import timing
 pytestmark = pytest.mark.usefixtures("uncached")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_derived_is_launched(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path)

@@ -20,6 +20,7 @@ from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import Decisions
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "norm", "gated"), KINDS)
 def test_any_verdict_leaves_a_right_program(kind: str, norm: str, gated: bool) -> None:
     """Each round bans or undefers a third of what the plan holds, until a round decides nothing more."""

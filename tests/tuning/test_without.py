@@ -139,6 +139,7 @@ def checked(without: WithoutLaw, programs: Programs, made: list[Callable[[], obj
     return len(rest)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STEPS)
 def test_it_makes_what_the_group_stands_for(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """(BERT's Regions make a normalised stream again from sums that are random here, where the user's graph reads

@@ -124,6 +124,7 @@ def by_inductor(recipe: str, block: str) -> list[list[float]]:
     return [off(torch.compile(model, backend="inductor"), model, *drawn(model, seed)) for seed in range(5)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("numerics", ["", "strict"])
 @each_block
 @each_recipe
@@ -153,6 +154,7 @@ def near_eagers(model: nn.Module, x: Tensor, grad: Tensor, **options: Any) -> Re
     return report
 
 
+@pytest.mark.sampled
 @each_block
 @each_recipe
 def test_regions_and_passes(recipe: str, block: str) -> None:
@@ -284,6 +286,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.sampled
 @each_recipe
 def test_checkpointed_blocks(recipe: str) -> None:
     model = by(recipe, Checkpointed())

@@ -91,6 +91,7 @@ def ours(model: nn.Module, x: Tensor, block: str, **options: Any) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled
 @each_block
 @each_granularity
 def test_outputs_are_about_as_exact_as_inductors(by: str, block: str) -> None:

@@ -89,6 +89,7 @@ WAYS: list[tuple[Callable[[Any], dict[str, Any]], list[int]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("way", "regions"), WAYS, ids=[way.__name__ for way, _ in WAYS])
 def test_generate(way: Callable[[Any], dict[str, Any]], regions: list[int]) -> None:
     check(way, regions, run=False)

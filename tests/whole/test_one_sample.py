@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coda_inductor.inductor.joint_pass import REPORTS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("of_text", [False, True])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
 def test_one_image_is_eagers(block: Callable[[], nn.Module], of_text: bool) -> None:
@@ -42,6 +43,7 @@ def test_several_images_of_few_tokens_are_eagers(block: Callable[[], nn.Module])
     assert not any("bilinearity" in site.laws for site in report.sites)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("of_text", [False, True])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
 def test_its_gradients_are_eagers(block: Callable[[], nn.Module], of_text: bool) -> None:

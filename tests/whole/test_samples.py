@@ -28,6 +28,7 @@ def summed(report: Report) -> list[int]:
     return [r.tokens for site in report.sites for r in site.region.reductions if r.tokens]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("of_text", [False, True])
 @pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
@@ -69,6 +70,7 @@ def test_a_symbol_of_images_is_eagers() -> None:
             assert len(REPORTS) == 1 and bool(tokens(REPORTS[0])) is read, dim
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("block", [Chunks, Table, Apart])
 def test_their_gradients_are_eagers(block: Callable[[], nn.Module], batch: int) -> None:

@@ -65,6 +65,7 @@ def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, weig
     return [out, *torch.autograd.grad((out * weight).sum(), [x, *model.parameters()])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("inductor", [False, True], ids=["interpreted", "inductor"])
 def test_signs_are_chosen_in_epilogues(name: str, inductor: bool) -> None:

@@ -60,6 +60,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], bool, int]] = {
 BY_INDUCTOR = ("pre-rms-True", "post-layer-False", "checkpointed")  # the others' graphs are interpreted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_eagers(name: str) -> None:
     """Two steps of accumulation, so that gradients are added to."""

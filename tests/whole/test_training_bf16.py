@@ -131,6 +131,7 @@ def test_gradients_are_about_as_exact_as_eagers(name: str) -> None:
     assert sum(ratios.values()) / len(ratios) <= 1.1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_under_autocast_are_about_as_exact_as_eagers(name: str) -> None:
     """The output and all gradients of float32 weights, against float64: autocast keeps the streams in float32, also

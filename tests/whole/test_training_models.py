@@ -251,6 +251,7 @@ def check(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
             assert float((mine - theirs).abs().max()) < EXACT * max(float(theirs.abs().max()), floor)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_eagers(name: str, made: Made) -> None:
     model, batches = made(name)

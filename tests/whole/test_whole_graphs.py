@@ -49,6 +49,7 @@ def regions(reports: list[Report]) -> tuple[int, int]:
 BY_INDUCTOR = [c for c in CASES if c.shape.norm != "hf" or c.name.startswith(("mlp", "grouped", "activation: "))][:16]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_table(case: Case) -> None:
     model, args = case.build()
@@ -110,6 +111,7 @@ def exact_module(name: str, directory: Path) -> Any:
     return made
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "cls", "config", "count", "deferred"), TRANSFORMERS)
 def test_transformers(name: str, cls: str, config: dict[str, Any], count: int, deferred: int, tmp_path: Path) -> None:
     import transformers
@@ -162,6 +164,7 @@ def first(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ODD)
 def test_odd_graphs(name: str) -> None:
     function, inputs = ODD[name]
@@ -296,6 +299,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_eagers(name: str) -> None:
     """The loss stands outside: the gradient of the logits is an input, which nothing of the forward may read."""
@@ -317,6 +321,7 @@ def test_gradients_are_eagers(name: str) -> None:
             assert float((p.grad - wanted[name]).abs().max()) < EXACT * largest  # type: ignore[operator]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(60, 72))
 def test_gradients_of_random_programs(seed: int) -> None:
     function, (x, weights, gain, token) = random_program(seed)
@@ -334,6 +339,7 @@ def test_gradients_of_random_programs(seed: int) -> None:
     assert all(float((f - w).abs().max()) < EXACT * largest for f, w in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("disable", ["bilinearity", "gauge", "pair", "statistic", "pointwise"])
 def test_any_part_may_be_switched_off(disable: str) -> None:
     model = Decoder(Shape(norm="LayerNorm", bias=True)).double().eval()

@@ -75,12 +75,14 @@ def copies(
     return sum(made)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", FIRES)
 def test_what_is_normalised_is_copied_once(name: str, grad: bool) -> None:
     assert copies(FIRES[name], grad=grad) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", STAYS)
 def test_what_stays(name: str, grad: bool) -> None:

@@ -50,6 +50,7 @@ def gradients(model: Head, compiled: object, ids: Tensor, targets: Tensor, *, sc
     return [loss, *([found] if scores else []), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("vocabulary", "bias", "tied"), [(1021, False, True), (1022, True, False), (603, True, True)])
 @pytest.mark.parametrize("scores", [False, True])
 def test_float64(vocabulary: int, bias: bool, tied: bool, scores: bool) -> None:
@@ -61,6 +62,7 @@ def test_float64(vocabulary: int, bias: bool, tied: bool, scores: bool) -> None:
         assert found.stride() == right.stride() and (found - right).norm() <= 1e-10 * right.norm()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("vocabulary", "bias"), [(2045, False), (2046, True)])
 def test_kernels_get_rows_that_they_can_read(
     vocabulary: int, bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -96,6 +98,7 @@ torch.library.impl("mine::flat", "CompositeExplicitAutograd", lambda x: x.as_str
 torch.library.register_fake("mine::flat", lambda x: x.new_empty(x.numel()))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SEEN)
 @pytest.mark.parametrize("numbers", ["float64", "pretended"])
 def test_nobody_sees_the_gaps(name: str, numbers: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -141,6 +144,7 @@ def all_of(model: nn.Module, compiled: Callable[[Tensor], Tensor], x: Tensor) ->
     return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in model.parameters())) if t is not None]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("width", "bias", "normed"), [(2046, False, False), (2046, True, True), (2045, False, False)])
 @pytest.mark.parametrize("numbers", ["float64", "pretended"])
 def test_weights_whose_rows_do_not_begin_at_multiples_of_16_bytes(

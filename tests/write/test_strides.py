@@ -52,6 +52,7 @@ RESIDUALS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layouts", RESIDUALS)
 @pytest.mark.parametrize("f", FUNCTIONS)
 @pytest.mark.parametrize("dynamic", [False, True])
