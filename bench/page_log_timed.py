@@ -90,6 +90,26 @@ TIMED: dict[str, Dated] = {
             for case in ("32000", "128256")
         ),
     ),
+    "kinds of kernels": Dated(
+        ("a step on an H200", "all, ms", "products", "attention", "loops", "optimizer", "rest"),
+        tuple(
+            (f"{label}, {side}",
+             *(cell for kind in ("step", "products", "attention", "loops", "optimizer", "rest")
+               for cell in cells("profile.jsonl", "45230e9", f"{kind}_us", "ms of us", case=case, backend=backend)))
+            for label, case in (("FP8 rowwise, width 2048", names.FLOAT8_PROFILED),
+                                ("TorchTitan's Llama-1B", names.TITAN), ("nanochat-like", names.NANO))
+            for side, backend in (("`torch.compile`", "inductor"), ("coda", "coda"))
+        ),
+    ),
+    "pairs": Dated(
+        ("pairs of neighbours [4, 4096, 16, 128], turned by a complex table", "rounded behind the `cat`, us",
+         "before, us", "read and written once, us"),
+        tuple(
+            (lies, *(cell for what in names.ROUNDED
+                     for cell in cells("rotary.jsonl", "on the way", "us", "us", case=names.TURNED + lies, what=what)))
+            for lies in ("as it lies", "transposed")
+        ),
+    ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
         tuple(

@@ -99,6 +99,9 @@ DISTRIBUTED = {
     "tp-llama-1b": "tensor parallel, 2 layers",
     "fsdp2-llama-1b": "FSDP2, each layer compiled by itself, 2 layers",
 }
+TURNED = "neighbours of [4, 4096, 16, 128] turned by a complex table, "
+ROUNDED = ("rounded behind the cat", "rounded before the cat", "written once and read once")
+FLOAT8_PROFILED = "two Llama layers of width 2048, FP8 rowwise, 4 x 4096 tokens, forward and backward"
 TITAN_FSDP2 = "Llama as TorchTitan compiles it, FSDP2, width 2048, 8 layers, 16384 tokens"
 TITAN_ALONE = TITAN_FSDP2.replace("16384", "8192")
 FSDP2_NAMES = {

@@ -18,6 +18,7 @@ from coda_inductor.patterns.graph import aten
 from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.writing import Writing
 
+Pair = tuple[fx.Node, fx.Node]
 COMPUTED = frozenset({aten.mul.Tensor, aten._conj.default})
 
 
@@ -37,7 +38,9 @@ def as_real(graph: fx.Graph) -> None:
     fixed = layouts.fixed()
     for product, found in products.items():
         if fixed.isdisjoint(found):
-            real = _parts(Writing(graph, product), product, {})
+            writing = Writing(graph, product)
+            pair = [writing.instead(product, aten.unsqueeze.default, p, -1) for p in _parts(writing, product, {})]
+            real = writing.instead(product, aten.cat.default, pair, -1)
             for node in found:
                 node.replace_all_uses_with(real)
     layouts.restore(Writing(graph, graph.output_node()).call)
@@ -53,29 +56,27 @@ def _is_complex(node: fx.Node) -> bool:
     return node.target is aten._conj.default or not value.is_conj()
 
 
-def _parts(writing: Writing, node: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A complex node as real numbers [.., 2]."""
+def _parts(writing: Writing, node: fx.Node, done: dict[fx.Node, Pair]) -> Pair:
+    """The real and the imaginary part of a complex node."""
     if node not in done:
         done[node] = _new(writing, node, done)
     return done[node]
 
 
-def _new(writing: Writing, node: fx.Node, done: dict[fx.Node, fx.Node]) -> fx.Node:
+def _new(writing: Writing, node: fx.Node, done: dict[fx.Node, Pair]) -> Pair:
     source = node.args[0] if node.args else None
-    if node.target is aten.view_as_complex.default:
-        return source  # type: ignore[return-value]
+    call, times = writing.instead, partial(writing.instead, node, aten.mul.Tensor)
     if node.target is aten.clone.default and isinstance(source, fx.Node) and source.target in COMPUTED:
         return _parts(writing, source, done)
     if node.target not in COMPUTED or not all(isinstance(a, fx.Node) and _is_complex(a) for a in node.args):
-        return writing.call(node, aten.view_as_real.default, node)
-    call, times = writing.instead, partial(writing.instead, node, aten.mul.Tensor)
-    pairs = [[call(node, aten.select.int, _parts(writing, a, done), -1, i) for i in (0, 1)] for a in node.args]  # type: ignore[arg-type]
-    (a, b), *rest = pairs
-    if rest:
-        ((c, d),) = rest
-        first = call(node, aten.sub.Tensor, times(a, c), times(b, d))
-        second = call(node, aten.add.Tensor, times(a, d), times(b, c))
-    else:
-        first, second = a, call(node, aten.neg.default, b)
-    parts = [call(node, aten.unsqueeze.default, part, -1) for part in (first, second)]
-    return call(node, aten.cat.default, parts, -1)
+        viewed = node.target is aten.view_as_complex.default
+        real = source if viewed else writing.call(node, aten.view_as_real.default, node)
+        return call(node, aten.select.int, real, -1, 0), call(node, aten.select.int, real, -1, 1)
+    (a, b), *rest = (_parts(writing, factor, done) for factor in node.args)  # type: ignore[arg-type]
+    if not rest:
+        return a, call(node, aten.neg.default, b)
+    ((c, d),) = rest
+    return (
+        call(node, aten.sub.Tensor, times(a, c), times(b, d)),
+        call(node, aten.add.Tensor, times(a, d), times(b, c)),
+    )

@@ -1,4 +1,4 @@
-"""What is widened to float32 and then copied is copied first."""
+"""What is widened and then copied is copied first; what is put together and then rounded is rounded first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_inductor.passes.casts import widen_last
+from coda_inductor.passes.casts import round_first, widen_last
 
 aten, prims, bf16 = torch.ops.aten, torch.ops.prims, torch.bfloat16
 
@@ -75,3 +75,51 @@ def test_what_is_overwritten_before_it_is_copied_was_widened_before() -> None:
     before = str(graph)
     widen_last(graph)
     assert str(graph) == before
+
+
+TOGETHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "pairs": lambda x: torch.stack([x.cos(), x.sin()], -1).flatten(-2).bfloat16(),
+    "in the order of x": lambda x: torch.cat([x.t().cos(), x.t().sin()]).bfloat16(),
+    "one twice": lambda x: torch.cat([y := x.cos(), x.sin(), y], 1).bfloat16(),
+    "beside what was widened": lambda x: torch.cat([x.bfloat16().float(), x.sin()]).bfloat16(),
+    "not finite": lambda x: torch.cat([x / 0.0, (x - x) / 0.0, x * 1e38]).half(),
+    "viewed": lambda x: torch.cat([x.cos(), x.sin()]).view(2, 16, 32).transpose(0, 1).half(),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_is_put_together_and_rounded_is_rounded_first(name: str) -> None:
+    """The same numbers, lying as they did; what is put together has 16 bits."""
+    x = torch.randn(16, 32)
+    module = make_fx(TOGETHER[name], select_decomp_table())(x)
+    wanted = module(x)
+    fake_values(module.graph)
+    assert len(round_first(module.graph)) == 1
+    module.graph.lint()
+    module.recompile()
+    (cat,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    found = module(x)
+    assert {n.meta["val"].dtype for n in (cat, *cat.all_input_nodes)} == {wanted.dtype} == {found.dtype}
+    assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    assert found.stride() == wanted.stride()
+
+
+APART: dict[str, Callable[[Tensor], object]] = {
+    "read in float32, too": lambda x: [(y := torch.cat([x.cos(), x.sin()])).bfloat16(), y],
+    "a view that is read": lambda x: [(y := torch.cat([x.cos(), x.sin()]).view(-1)).bfloat16(), y.exp()],
+    "to float64": lambda x: torch.cat([x.cos(), x.sin()]).double(),
+    "of float64": lambda x: torch.cat([x.double().cos(), x.double()]).bfloat16(),
+    "with a part of another dtype": lambda x: torch.cat([x.bfloat16().cos(), x]).bfloat16(),
+    "with a part that has gaps": lambda x: torch.cat([x[:, :3], x[:, 5:8]]).bfloat16(),
+    "a part": lambda x: torch.cat([x.cos(), x.sin()])[:, 3:].bfloat16(),
+    "repeated": lambda x: torch.cat([x.cos(), x.sin()]).unsqueeze(1).expand(32, 3, 32).bfloat16(),
+    "computed on": lambda x: torch.cat([x.cos(), x.sin()]).exp().bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_other_casts_of_what_is_put_together_stay(name: str) -> None:
+    with FakeTensorMode():
+        graph = make_fx(APART[name], select_decomp_table())(torch.randn(16, 32)).graph
+    before = str(graph)
+    assert round_first(graph) == () and str(graph) == before
