@@ -212,7 +212,7 @@ def a_measurement(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts (default: %(default)s)")
     parser.add_argument("--out", metavar="FILE", help="append the row to a file of JSON lines")
-    parser.add_argument("--plot", metavar="FILE", help="draw the times into FILE.svg or FILE.png")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times into FILE.svg, .png or .pdf")
 
 
 def a_depth(parser: ArgumentParser) -> None:

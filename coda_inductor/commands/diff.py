@@ -32,6 +32,7 @@ from coda_inductor.commands.words import table
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
+from coda_inductor.explain.capture import NO_GRAPH, WHERE
 from coda_inductor.explain.report import plural
 
 Facts = dict[str, Any]
@@ -179,6 +180,7 @@ def judged(compared: Compared, ours: Run) -> Facts:
         "factor": FACTOR,
         "loss": ours.loss,
         "regions": sum(len(report.sites) for report in ours.reports),
+        "graphs": ours.graphs,
         "warnings": ours.warnings,
         "tensors": [{**row, "rank": number(row["rank"])} for row in rows],
         "not_compared": list(dict.fromkeys([*unjudged, *wanted.unseen, *inductor.unseen, *ours.unseen])),
@@ -231,6 +233,7 @@ def render(facts: Facts) -> str:
     against = {"inductor": "Inductor alone", "eager": "eager in the model's own dtypes"}
     right = against.get(facts["reference"], facts["reference"])
     kept = plural(facts["regions"], "Region") if facts["regions"] else "no Region: everything was left to Inductor"
+    kept = kept if facts["graphs"] else f"{NO_GRAPH} ({WHERE})"
     lines = [f"{facts['mode']} on {facts['device']}, target {facts['target']}, against {right}; {kept}"]
     lines += [facts["why"]] if facts["why"] else []
     lines += [f"loss: {facts['loss']}"] if facts["loss"] else []
@@ -247,7 +250,9 @@ def render(facts: Facts) -> str:
         lines.append(f"{plural(len(problems), 'problem')}; coda's error may be {facts['factor']} times Inductor's")
     else:
         said = "nothing that was compared is wrong" if facts["not_compared"] else "nothing is wrong"
-        lines.append(f"{said}: every error is at most {facts['factor']} times Inductor's, or below the floor")
+        most = f"error is at most {facts['factor']} times Inductor's, or"
+        least = "difference from Inductor is" if facts["reference"] == "inductor" else most
+        lines.append(f"{said}: every {least} below the floor")
     if "bisect" in facts:
         lines += ["", *say_culprit(facts["bisect"])]
     return "\n".join(lines)

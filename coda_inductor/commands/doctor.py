@@ -93,7 +93,8 @@ def doctor(settings: Settings) -> Facts:
         "inductor": inductor(),
     }
     facts["sample"] = sample(capability == target.SM_90A.capability) if facts["compiler"]["works"] else None
-    facts["problems"] = problems(facts) if capability == target.SM_90A.capability or asked else []
+    card = capability == target.SM_90A.capability or bool(asked)
+    facts["problems"] = problems(facts) if card else [] if facts["cache"]["works"] else [said(facts["cache"])]
     return facts
 
 

@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
@@ -84,7 +84,9 @@ class Settings:
         values: dict[str, Any] = {}
         for variable, text in environ.items():
             if variable == PREFIX or variable.startswith(f"{PREFIX}_"):
-                name = VARIABLES.get(variable) or unknown("environment variable", variable, VARIABLES)
+                name = VARIABLES.get(variable) or unknown(
+                    "environment variable", variable, VARIABLES, meant=meant(variable)
+                )
                 if text:  # an empty variable is an unset one
                     values[name] = _value(variable, name, text)
             elif variable.startswith("CODA_") and difflib.get_close_matches(variable, VARIABLES, 1, 0.85):
@@ -122,7 +124,8 @@ class Settings:
             if kind in RETIRED_KINDS:
                 warn(f"disable and only: there are no {kind} any more")
             elif kind not in known:
-                unknown("law, region kind or pass", kind, known)
+                option = "disable" if kind in self.disable else "only"
+                unknown("law, region kind or pass", kind, known, where=f"option {option!r}")
 
 
 def default_cache(environ: Mapping[str, str] = os.environ) -> str:
@@ -227,11 +230,21 @@ def _value(where: str, name: str, value: object) -> Any:
         raise SettingError(f"{value!r} is not allowed", where=where, hint=f"allowed: {KINDS[name].allowed}") from None
 
 
-def unknown(what: str, name: str, known: Iterable[str], inductor: str = "") -> NoReturn:
-    """Raises; suggests the nearest of `known`, or lists them, and says how Inductor's own options are written."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+def meant(variable: str) -> list[str]:
+    """The variable of the option that this one is named after."""
+    option = variable.removeprefix(f"{PREFIX}_").lower()
+    return [known for known, name in VARIABLES.items() if name == option]
+
+
+def unknown(
+    what: str, name: str, known: Collection[str], inductor: str = "", meant: Sequence[str] = (), where: str = ""
+) -> NoReturn:
+    """Raises; suggests what is `meant`, or the nearest of `known`, or one that has the name in it, or lists them, and
+    says how Inductor's own options are written. `where` the name stood."""
+    longer = sorted((k for k in known if len(name) > 3 and name in k), key=len)
+    near = [*meant, *difflib.get_close_matches(name, known, n=1, cutoff=0.6), *longer]
     every = ", ".join(sorted(known))
     hint = f"did you mean {near[0]!r}?" if near else f"known: {every}" if len(every) < 1000 else "nothing is like it"
     if inductor:
         hint += f"; for Inductor, write {inductor!r}"
-    raise SettingError(f"unknown {what} {name!r}", hint=hint)
+    raise SettingError(f"unknown {what} {name!r}", where=where, hint=hint)

@@ -8,6 +8,7 @@ a stub that returns tensors of the right shape, so what follows a graph break is
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 import re
@@ -38,6 +39,8 @@ from coda_inductor.inductor.undefined import detach_large
 from coda_inductor.patterns.graph import copied
 from coda_inductor.patterns.sizes import assumed
 
+NO_GRAPH = "torch.compile captures no graph of this model: all of it runs eagerly"
+WHERE = "TORCH_LOGS=graph_breaks says where it gives up"
 LARGE = 1 << 20
 """Elements from which on a tensor's values are neither computed nor stored."""
 
@@ -54,10 +57,12 @@ def capture(
 
     "train" gives joint graphs, forward and backward in one; "infer" runs in eval mode under no_grad. What Dynamo leaves
     to eager between two graphs is executed, on uninitialised values. meta["name"] of a placeholder is the user's name.
-    Raises Unsupported with a torch that was not tested, with which nothing is compiled our way.
+    Raises Unsupported with a torch that was not tested, with which nothing is compiled our way, and of a model of which
+    torch.compile captures no graph.
     """
     check_torch()
     names: list[str] = []
+    captured: list[str] = []
 
     def hand_over(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:
         canonicalize_aten_ir_passes(gm)
@@ -67,6 +72,7 @@ def capture(
         for node in graph.find_nodes(op="placeholder"):
             place = getattr(node.meta.get("desc"), "idx", None)
             node.meta["name"] = names[place] if isinstance(place, int) and place < len(names) else str(node.target)
+        captured.append(mode)
         on_graph(graph)
         return gm
 
@@ -96,6 +102,8 @@ def capture(
             stack.callback(model.train, was_training)
         stack.callback(torch._dynamo.reset)
         torch.compile(model, backend=backend)(*args, **kwargs)
+    if not captured:
+        raise Unsupported(NO_GRAPH, hint=WHERE)
 
 
 def user_name(node: fx.Node) -> str:
@@ -130,14 +138,16 @@ def load(spec: str, *, valued: bool = False) -> tuple[Callable[..., Any], tuple[
     module, _, name = spec.partition(":")
     if not module or not name:
         raise Unsupported(f"{spec!r} names no function", hint="write MODULE:FUNCTION, as in my_model:build")
-    if module.endswith(".py"):
-        plain = module.removeprefix("./").removesuffix(".py").replace("/", ".")
-        raise Unsupported(f"{module!r} is a file, not a module", hint=f"drop the .py: {plain}:{name}")
+    if module.endswith(".py") or "/" in module or module.startswith("."):
+        plain = module.removesuffix(".py").strip("./").replace("/", ".")
+        drop = "drop the .py: " if module.endswith(".py") else "write "
+        raise Unsupported(f"{module!r} is a file, not a module", hint=f"{drop}{plain}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise Unsupported(f"module {module!r} has no function {name!r}", where=spec)
+    fits(function, (), {}, f"{spec} takes arguments", "name a function that takes none")
     if valued:
         torch.manual_seed(0)
     with ExitStack() as stack:
@@ -152,11 +162,27 @@ def load(spec: str, *, valued: bool = False) -> tuple[Callable[..., Any], tuple[
         hint = "return (model, args) or (model, args, kwargs)"
         raise Unsupported(f"{spec} returned {type(made).__name__}", hint=hint)
     model, args, kwargs = made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+    called = model.forward if isinstance(model, torch.nn.Module) else model
+    fits(
+        called, args, kwargs, f"the arguments that {spec} returned do not fit its model", "compare them with forward's"
+    )
     if valued:
         return model, args, kwargs
     if isinstance(model, torch.nn.Module):
         without_meta(model)
     return model, *tree_map_only(Tensor, lambda t: _empty(t) if t.is_meta else t, (args, kwargs))
+
+
+def fits(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str, hint: str) -> None:
+    """Raises Unsupported if the function cannot be called so. One whose parameters Python does not know is taken to."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise Unsupported(f"{what}: {error}", hint=hint) from None
 
 
 def without_meta(model: torch.nn.Module) -> None:

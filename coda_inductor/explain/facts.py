@@ -30,6 +30,7 @@ from coda_inductor.explain.units import PRODUCTS, Facts, kernel_facts, operation
 from coda_inductor.inductor.records import Refusal, Report, Site
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.patterns.graph import is_backward, is_row
+from coda_inductor.rewrite.state import BATCHED
 from coda_inductor.schedule.kinds import elements, kind_of, owner
 from coda_inductor.schedule.model import Kernel, kept_bytes, kernels, partition
 
@@ -225,6 +226,8 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
         return {"node": opaque[0].node, "reason": opaque[0].reason, "source": opaque[0].source}
     elif all(operation(n) in ("clone", "cat", "stack", "_to_copy") for n in kernel.nodes if kind_of(n) != "view"):
         why = "it only copies, into the layout that its reader asks for"
+    elif feeds & {"bmm", "baddbmm"} and not feeds & {*PRODUCTS, "region"}:
+        why = BATCHED
     else:
         why = "nothing of it could be made in an epilogue"
     return {**last, "reason": why}

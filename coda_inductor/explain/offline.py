@@ -23,6 +23,12 @@ from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.group import without_sizes
 from coda_inductor.tuning.verdicts import UNTUNED, Decide, Decisions
 
+FAST_PATHS = frozenset({
+    torch.ops.aten._transformer_encoder_layer_fwd.default,
+    torch.ops.aten._native_multi_head_attention.default,
+})  # fmt: skip
+"""What torch calls in inference for a whole layer of nn.TransformerEncoder."""
+
 
 def target_of(settings: Settings) -> str:
     """The target that is spoken of: without a choice, the one that was tested."""
@@ -39,6 +45,9 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
     a compile leaves the graph to Inductor."""
     if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
         integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
+        if any(node.target in FAST_PATHS for node in graph.nodes):
+            hint = "torch.backends.mha.set_fastpath_enabled(False) opens them"
+            raise Unsupported("its products are inside of torch's fast path for nn.TransformerEncoder", hint=hint)
         raise Unsupported("it has no matrix product" + " but of integers (aten._int_mm)" * integers)
     require_options(settings)
     if settings.target == "reference":

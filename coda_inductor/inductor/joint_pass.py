@@ -254,7 +254,8 @@ def require_graph(graph: fx.Graph) -> None:
     tokens = device_and_tokens(graph)[1]
     if tokens < SMALL:
         raise Unsupported(
-            f"{tokens} tokens, fewer than {SMALL}", hint="more sequences in a batch, or backend='inductor'"
+            f"{tokens} tokens (rows of its products), fewer than {SMALL}",
+            hint="more sequences in a batch, or backend='inductor'",
         )
 
 

@@ -14,6 +14,8 @@ from coda_inductor.patterns.terms import Term
 from coda_inductor.rewrite.limits import NONE, Limits
 from coda_inductor.rewrite.space import Axes
 
+BATCHED = "it follows a batched product"
+
 
 @dataclass(slots=True)
 class State:
@@ -68,7 +70,7 @@ class State:
     def product(self, acc: Term) -> Product:
         """The graph's product behind an accumulator. Raises Unsupported for a batched one."""
         if acc.bit not in self.lifted.products:
-            raise Unsupported("it follows a batched product")
+            raise Unsupported(BATCHED)
         return self.lifted.products[acc.bit]
 
     def accumulators(self, t: Term) -> list[Term]:

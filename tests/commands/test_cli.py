@@ -50,6 +50,20 @@ def fails():
 def plain():
     return torch.nn.GELU(), (torch.randn(4, 8),)
 
+def unfit():
+    return torch.nn.GELU(), (torch.randn(4, 8),), {"approximate": "tanh"}
+
+def broken():
+    def step(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + 1
+        return x
+    return step, (torch.randn(4, 8),)
+
+def asks(x):
+    return torch.nn.GELU(), (x,)
+
 number = 3
 """
 
@@ -210,6 +224,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("their_model:number", "module 'their_model' has no function 'number'"),
         ("their_model:wrong", "their_model:wrong returned int (return (model, args)"),
         ("their_model.py:build", "'their_model.py' is a file, not a module (drop the .py: their_model:build)"),
+        ("./their_model:build", "'./their_model' is a file, not a module (write their_model:build)"),
+        ("sub/their_model:build", "'sub/their_model' is a file, not a module (write sub.their_model:build)"),
+        ("their_model:asks", "their_model:asks takes arguments: missing a required argument: 'x' (name a function"),
+        (
+            "their_model:unfit",
+            "their_model:unfit returned do not fit its model: got an unexpected keyword argument 'app",
+        ),
+        ("their_model:broken", "captures no graph of this model: all of it runs eagerly (TORCH_LOGS=graph_breaks"),
         ("their_model:bare", "returned a tensor where a tuple is wanted (return (model, (tensor,)))"),
         ("their_model:raises", "their_model.py:17: KeyError: 'no such size' (--traceback"),
         ("their_model:misfit", "their_model.py:20: RuntimeError: "),

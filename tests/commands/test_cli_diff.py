@@ -117,6 +117,16 @@ def overflow():
     return Overflow().half(), (torch.randn(48, 64).half(),)
 
 
+def broken():
+    def step(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + 1
+        return x
+
+    return step, (torch.randn(4, 8),)
+
+
 def loss():
     model = Odd()
 
@@ -285,6 +295,16 @@ def test_against_inductor_alone(command: Ask) -> None:
     (row,) = facts["tensors"]
     assert status == 0 and facts["reference"] == "inductor" and row["ratio"] is None
     assert 1e-3 < row["coda"] < 1e-2
+    said = diff.render(facts)
+    assert (
+        "nothing is wrong: every difference from Inductor is below the floor" in said and "times Inductor's" not in said
+    )
+
+
+def test_a_model_without_a_graph_is_not_said_to_be_inductors(command: Ask) -> None:
+    status, said, _ = command("diff", "diff_models:broken")
+    assert status == 0 and "captures no graph of this model: all of it runs eagerly" in said
+    assert "left to Inductor" not in said
 
 
 def test_what_float64_cannot_do_is_said(command: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,15 @@ def test_a_store_that_cannot_be_made_is_a_problem(
     assert ask("doctor")[0] == 0 and not (tmp_path / "none").exists()  # and none is made
 
 
+def test_it_is_one_without_a_gpu_too(ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(target, "capability", lambda device=None: None)
+    monkeypatch.setattr(doctor, "sample", no_sample)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(tmp_path / "file" / "store"))
+    status, said, _ = ask("doctor")
+    assert status == 1 and said.count("PROBLEM: the kernel cache") == said.count("PROBLEM") == 1
+
+
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where libraries are installed that may change graphs: here are none, whatever this machine has."""

@@ -102,6 +102,7 @@ ERRORS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"CODA_INDUCTR": "0"}, {}, "did you mean 'CODA_INDUCTOR'"),
     ({"CODA_INDUCTR_TUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
     ({"CODA_INDUCTOR_AUTOTUNE": "off"}, {}, "did you mean 'CODA_INDUCTOR_TUNE'"),
+    ({"CODA_INDUCTOR_ENABLED": "0"}, {}, "did you mean 'CODA_INDUCTOR'?"),
     ({}, {"numeric": "fast"}, "did you mean 'numerics'"),
     ({}, {"NUMERICS": "fast"}, "known: cache_dir, cache_limit, chunk, debug_dir, disable, enabled"),
     ({}, {"epilogue_fusion": True}, "'inductor.epilogue_fusion'"),
@@ -164,6 +165,12 @@ def test_only_restricts_the_laws_or_the_kinds_that_it_names() -> None:
     assert not allowed("gauge", laws, Settings(disable=frozenset({"gauge"})))
     only = Settings(only=frozenset({"gauge"}))
     assert allowed("gauge", laws, only) and not allowed("shift", laws, only) and allowed("pair", kinds, only)
+
+
+def test_check_kinds_says_where_the_name_stood() -> None:
+    for option in ("only", "disable"):
+        with pytest.raises(SettingError, match=f"option '{option}': unknown law, region kind or pass 'foo'"):
+            Settings(**{option: frozenset({"foo"})}).check_kinds(["triangle", "adjoint"])  # type: ignore[arg-type]
 
 
 def test_check_kinds_suggests_the_nearest() -> None:

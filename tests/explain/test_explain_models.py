@@ -108,7 +108,10 @@ def test_what_the_target_cannot_do_is_refused_with_its_condition_and_line() -> N
 def test_few_tokens_are_left_to_inductor_as_when_compiling() -> None:
     model, inputs = Narrow(1024).to(torch.bfloat16), [torch.empty(16, n, dtype=torch.bfloat16) for n in (1024, 256)]
     (graph,) = explain(model, inputs, {}, "infer", SM_90A)["graphs"]
-    assert "16 tokens, fewer than 256" in graph["refused"][0]["reason"] and len(graph["refused"]) == 1
+    assert (
+        "16 tokens (rows of its products), fewer than 256" in graph["refused"][0]["reason"]
+        and len(graph["refused"]) == 1
+    )
     assert "16 tokens" in graph["passes"][0]["why"]
 
 
@@ -127,6 +130,28 @@ def test_what_is_not_understood_is_named() -> None:
     (refused,) = graph["refused"]
     assert refused["reason"] == "aten.cumsum.default is not an operation that we lift"
     assert refused["source"].rpartition(":")[0].endswith("test_explain_models.py")
+
+
+def test_products_within_one_call_of_torchs_are_named() -> None:
+    """nn.TransformerEncoder's fast path in inference: one operation for a layer."""
+    layer = nn.TransformerEncoderLayer(256, 4, batch_first=True, dtype=torch.bfloat16)
+    x = torch.empty(2, 256, 256, dtype=torch.bfloat16)
+    (graph,) = explain(layer, (x,), {}, "infer", SM_90A)["graphs"]
+    assert "inside of torch's fast path" in graph["refused"][0]["reason"] and graph["regions"] == []
+    assert "set_fastpath_enabled(False)" in graph["refused"][0]["reason"]
+    (graph,) = explain(layer, (x,), {}, "train", SM_90A)["graphs"]
+    assert graph["regions"]
+
+
+def test_what_follows_a_batched_product_says_so() -> None:
+    """Attention written out: its softmax reads a batched product."""
+    mha, x = nn.MultiheadAttention(256, 4, batch_first=True, dtype=torch.bfloat16), torch.empty(2, 256, 256)
+
+    def f(x: Tensor) -> Any:
+        return mha(x, x, x, average_attn_weights=False)
+
+    (graph,) = explain(f, (x.bfloat16(),), {}, "train", SM_90A)["graphs"]
+    assert "it follows a batched product" in {p["why"] for p in graph["passes"]}
 
 
 def test_training_llama_at_real_widths() -> None:

@@ -94,6 +94,7 @@ def test_neither_off_nor_the_reference_loads_the_compiler(tmp_path: Path) -> Non
         ({"tune": "fastest"}, "SettingError: option 'tune': 'fastest' is not allowed (allowed: off, quick)"),
         ({"max_autotune": True}, "for Inductor, write 'inductor.max_autotune'"),
         ({"inductor.max_autotunes": True}, "unknown option of Inductor 'max_autotunes' (did you mean 'max_autotune'?)"),
+        ({"inductor.epilog": True}, "unknown option of Inductor 'epilog' (did you mean 'epilogue_fusion'?)"),
         ({"inductor.qqqqq": True}, "unknown option of Inductor 'qqqqq' (nothing is like it)"),
         ({"disable": "bilinear"}, "unknown law, region kind or pass 'bilinear' (did you mean 'bilinearity'?)"),
         ({"only": "pairs"}, "unknown law, region kind or pass 'pairs' (did you mean 'pair'?)"),

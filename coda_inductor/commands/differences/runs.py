@@ -15,6 +15,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from coda_inductor.commands.backward import backward
 from coda_inductor.commands.differences.reached import PLAIN, Subject
@@ -55,6 +56,8 @@ class Run:
     sharing: set[frozenset[str]] = field(default_factory=set)
     loss: str = ""
     reports: list[Report] = field(default_factory=list)
+    graphs: int = 0
+    """Of which torch.compile made one."""
     warnings: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     """What could not be compared, in words."""
@@ -102,10 +105,11 @@ def compiled(subject: Subject, mode: Mode, backend: str, settings: Settings | No
     errors.said.clear()
     kept = list(REPORTS)
     REPORTS.clear()
+    before = counters["stats"]["unique_graphs"]
     with uncached(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run = observed(subject, mode, torch.compile(subject.model, backend=backend, options=options or None))
-    run.reports = list(REPORTS)
+    run.reports, run.graphs = list(REPORTS), counters["stats"]["unique_graphs"] - before
     REPORTS.clear()
     REPORTS.extend(kept)
     run.warnings = list(dict.fromkeys(str(w.message) for w in said if issubclass(w.category, CodaWarning)))
