@@ -107,6 +107,8 @@ def put_together(cast: fx.Node) -> list[fx.Node]:
         cat = cat.args[0]
     if not isinstance(cat, fx.Node) or cat.target is not aten.cat.default or len(cat.users) != 1:
         return []
+    if g.is_backward(cat) != g.is_backward(cast):
+        return []
     found.insert(0, cat)
     wide = all(n.meta["val"].dtype == torch.float32 for n in (cat, *cat.all_input_nodes))
     dense = wide and all(rounded(part, cast.args[1]) is not None for part in cat.all_input_nodes)  # type: ignore[arg-type]

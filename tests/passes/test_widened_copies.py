@@ -123,3 +123,11 @@ def test_other_casts_of_what_is_put_together_stay(name: str) -> None:
         graph = make_fx(APART[name], select_decomp_table())(torch.randn(16, 32)).graph
     before = str(graph)
     assert round_first(graph) == () and str(graph) == before
+
+
+def test_what_the_forward_puts_together_is_not_rounded_by_the_backwards_cast() -> None:
+    with FakeTensorMode():
+        graph = make_fx(TOGETHER["pairs"], select_decomp_table())(torch.randn(16, 32)).graph
+    (cast,) = graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
+    cast.meta["partitioner_tag"] = "is_backward"
+    assert round_first(graph) == ()
