@@ -185,7 +185,7 @@ def an_entry(parser: ArgumentParser) -> None:
     does = "list, remove, or trim to the limit; write or read an archive; compile a model into it; write hints"
     what = "ls, rm: of kernels or Regions, four digits are enough; export, import: a FILE; warmup: MODULE:FUNCTION"
     parser.add_argument("action", choices=tuple(CACHE), help=does)
-    parser.add_argument("what", metavar="DIGEST", nargs="*", help=what)
+    parser.add_argument("what", metavar="DIGEST", nargs="*", default=[], help=what)
     parser.add_argument("--all", action="store_true", help="with rm: everything")
     parser.add_argument("--yes", action="store_true", help="with import: you trust who made the archive")
     parser.add_argument("--mode", choices=("infer", "train"), default="infer", help="of warmup; default: %(default)s")

@@ -152,9 +152,11 @@ def cache(settings: Settings) -> Facts:
 
 
 def in_force(settings: Settings) -> list[Facts]:
-    """Every setting: its value and the variable that sets it ("": the default). Options of a torch.compile call win."""
-    origins = Settings.origins()
-    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    """Every setting: its value and the variable that sets it ("": the default). Options of a torch.compile call win.
+    What torch.use_deterministic_algorithms sets is one where it is on."""
+    origins = Settings.origins() | {"deterministic": "torch.use_deterministic_algorithms"}
+    names = [f.name for f in dataclasses.fields(settings) if f.name != "deterministic" or settings.deterministic]
+    values = {name: getattr(settings, name) for name in names}
     said = {name: ",".join(sorted(v)) if isinstance(v, frozenset) else v for name, v in values.items()}
     return [{"name": name, "value": value, "from": origins.get(name, "")} for name, value in said.items()]
 

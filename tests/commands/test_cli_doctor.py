@@ -22,6 +22,7 @@ from coda_inductor.core import versions
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
+from coda_inductor.core.settings import KINDS, Settings
 
 
 def no_sample(run: bool) -> dict[str, Any]:
@@ -124,6 +125,13 @@ def test_a_store_that_cannot_be_made_is_a_problem(
     assert status == 1 and f"PROBLEM: the kernel cache {tmp_path}/file/deep/store cannot be made: Not a dir" in said
     monkeypatch.setenv("CODA_INDUCTOR_CACHE_DIR", str(tmp_path / "none" / "yet"))
     assert ask("doctor")[0] == 0 and not (tmp_path / "none").exists()  # and none is made
+
+
+def test_the_settings_are_the_users() -> None:
+    names = [s["name"] for s in doctor.in_force(Settings())]
+    assert names == list(KINDS)
+    last = doctor.in_force(Settings(deterministic=True))[-1]
+    assert last == {"name": "deterministic", "value": True, "from": "torch.use_deterministic_algorithms"}
 
 
 def test_it_is_one_without_a_gpu_too(ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
