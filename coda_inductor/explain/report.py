@@ -90,10 +90,13 @@ def _ms(ms: float) -> str:
 
 
 def percent(before: float, after: float) -> str:
-    """ ", -75 %"; nothing where there was nothing before, and never "-100 %" where something is left."""
+    """ ", -75 %"; nothing where there was nothing before, and never "-100 %" where something is left; of ten times and
+    more how many."""
     if not before:
         return ""
     change = (after - before) / before
+    if after >= 10 * before:
+        return f", {after / before:.0f} times"
     said = f"{change:+.1%}" if after and change < -0.995 else f"{change:+.0%}"
     return f", {said}".replace("%", " %")
 

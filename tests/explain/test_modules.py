@@ -142,7 +142,15 @@ def test_the_text_says_that_it_is_an_estimate_of_memory_bound_time(deep: dict[st
 
 @pytest.mark.parametrize(
     ("before", "after", "said"),
-    [(4, 1, ", -75 %"), (100, 104, ", +4 %"), (0, 3, ""), (1000, 1, ", -99.9 %"), (5, 0, ", -100 %")],
+    [
+        (4, 1, ", -75 %"),
+        (100, 104, ", +4 %"),
+        (0, 3, ""),
+        (1000, 1, ", -99.9 %"),
+        (5, 0, ", -100 %"),
+        (2, 19, ", +850 %"),
+        (8, 16600, ", 2075 times"),
+    ],
 )
 def test_percent(before: int, after: int, said: str) -> None:
     assert percent(before, after) == said
