@@ -284,6 +284,16 @@ def _keep(x: ir.TensorBox) -> ir.TensorBox:
     return copy
 
 
+def _kept(x: ir.TensorBox) -> Any:
+    """The copy that the graph asks for: by torch's own kernel of what is conjugated only when it is read, which a loop
+    over its memory would not see."""
+    source = V.graph.current_node.args[0]
+    assert isinstance(source, fx.Node)
+    if source.meta["val"].is_conj():
+        return fallback_handler(KEPT, add_to_fallback_set=False)(x)
+    return _keep(x)
+
+
 def alone_in_memory(x: ir.TensorBox) -> ir.TensorBox:
     """The first argument of the operation that is lowered, in memory that nobody else reads or writes."""
     if _has_other_names(V.graph.current_node.all_input_nodes[0]):
@@ -334,6 +344,6 @@ def register() -> None:
     """Tells Inductor, once."""
     register_lowering(REGION, type_promotion_kind=None)(_lower)
     register_lowering(STORED, type_promotion_kind=None)(_store)
-    register_lowering(KEPT, type_promotion_kind=None)(_keep)
+    register_lowering(KEPT, type_promotion_kind=None)(_kept)
     register_lowering(AFTER, type_promotion_kind=None)(_after)
     register_lowering(ADDED_UP, type_promotion_kind=None)(_add_up)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,31 @@ def test_two_views_of_one_product_share_its_memory() -> None:
     torch.testing.assert_close(first, viewed_twice(x @ w, table())[0], rtol=1e-12, atol=1e-12)
     first.zero_()
     assert not bool(second.any())
+
+
+def conjugated(x: Tensor, turns: Tensor) -> Tensor:
+    """A copy of what is conjugated only when it is read."""
+    product = torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2))) * turns[:, None]
+    return torch.view_as_real(product.conj().resolve_conj())
+
+
+def negated(x: Tensor, turns: Tensor) -> tuple[Tensor, ...]:
+    """Copies of an imaginary part that is negated only when it is read."""
+    part = (torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2))) * turns[:, None]).conj().imag
+    return part.clone(), part.resolve_neg(), part * 2
+
+
+@pytest.mark.parametrize("f", [conjugated, negated])
+def test_copies_of_what_is_turned_when_it_is_read(f: Callable[[Tensor, Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 16, dtype=torch.float64).requires_grad_() for n in (T, 16))
+    ran = run(lambda x, w, turns: f(x @ w, turns), x, w, table(), options=REFERENCE | {"strict": True}, grad=True)
+    outs, wanted = ([t] if isinstance(t, Tensor) else t for t in (ran.output, f(x @ w, table())))
+    for mine, its in zip(outs, wanted, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad([t.sum() for t in some], (x, w)) for some in (outs, wanted))
+    for got, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_returned_lies_as_in_eager() -> None:
