@@ -22,6 +22,13 @@ def integer_parts(x: Tensor, w: Tensor, v: Tensor) -> Any:
 
 
 @case(lambda: (X(), W()))
+def divided_by_zero(x: Tensor, w: Tensor) -> Any:
+    h = F.linear(x, w)
+    z = torch.zeros_like(h)
+    return h / z, h * (z / z), torch.cat([h.cos(), h / z], 1), h.exp() / 0
+
+
+@case(lambda: (X(), W()))
 def domains(x: Tensor, w: Tensor) -> Any:
     h = F.linear(x, w)
     return (

@@ -10,7 +10,7 @@ from torch import fx
 from coda_inductor.core.ops import OPS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, aten_of, prims
-from coda_inductor.patterns.terms import Term, Terms
+from coda_inductor.patterns.terms import Term, Terms, is_number
 
 Meaning = Callable[..., Term]
 
@@ -34,6 +34,9 @@ def _sigmoid(ts: Terms, x: Term) -> Term:
 
 
 def _divide(ts: Terms, x: Term, y: Term) -> Term:
+    """x / y. Raises ValueError for the number 0, whose inverse is no number."""
+    if is_number(y) and not y.coefficient:
+        raise ValueError("a division by zero")
     return ts.mul(x, ts.power(y, Fraction(-1)))
 
 
