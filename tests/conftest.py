@@ -166,6 +166,9 @@ about and before a release. Without it they are left out, so that the suite stay
 are marked as sampled."""
 
 
+SAMPLED = 5
+
+
 def sample(items: list[pytest.Item]) -> None:
     """Of a sampled test's cases the suite runs one in five, and one of fewer; they are chosen by their names' digests,
     so that no parameter keeps one value. The others are slow."""
@@ -179,7 +182,6 @@ def sample(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-SAMPLED = 5
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 NOT_BY_OLD = {
     "test_distributed.py::test_losses_and_gradients": "tensors without data reach kernels, and as below",

@@ -94,7 +94,7 @@ def doctor(settings: Settings) -> Facts:
     }
     facts["sample"] = sample(capability == target.SM_90A.capability) if facts["compiler"]["works"] else None
     card = capability == target.SM_90A.capability or bool(asked)
-    facts["problems"] = problems(facts) if card else [] if facts["cache"]["works"] else [said(facts["cache"])]
+    facts["problems"] = problems(facts, card)
     return facts
 
 
@@ -216,10 +216,11 @@ def error_of(config: Config, store: str) -> float:
     return tune.worst_error(SAMPLE, inputs, outs)
 
 
-def problems(facts: Facts) -> list[str]:
-    """What keeps a machine from running kernels that its card could run."""
-    found = [said(facts[name]) for name in ("torch", "kernels", "cache") if not facts[name]["works"]]
-    made = facts["sample"]
+def problems(facts: Facts, card: bool) -> list[str]:
+    """What keeps a machine from running kernels that its card could run; of another, what is wrong with the cache."""
+    checks = ("torch", "kernels", "cache") if card else ("cache",)
+    found = [said(facts[name]) for name in checks if not facts[name]["works"]]
+    made = facts["sample"] if card else None
     if made and made["why"]:
         found.append(f"the sample kernel failed: {made['why']}")
     elif made and made["error"] is not None and not made["error"] < made["allowed"]:  # NaN is wrong, too

@@ -85,7 +85,7 @@ class Settings:
         for variable, text in environ.items():
             if variable == PREFIX or variable.startswith(f"{PREFIX}_"):
                 name = VARIABLES.get(variable) or unknown(
-                    "environment variable", variable, VARIABLES, meant=meant(variable)
+                    "environment variable", variable, VARIABLES, meant=named_after(variable)
                 )
                 if text:  # an empty variable is an unset one
                     values[name] = _value(variable, name, text)
@@ -230,7 +230,7 @@ def _value(where: str, name: str, value: object) -> Any:
         raise SettingError(f"{value!r} is not allowed", where=where, hint=f"allowed: {KINDS[name].allowed}") from None
 
 
-def meant(variable: str) -> list[str]:
+def named_after(variable: str) -> list[str]:
     """The variable of the option that this one is named after."""
     option = variable.removeprefix(f"{PREFIX}_").lower()
     return [known for known, name in VARIABLES.items() if name == option]

@@ -44,10 +44,10 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
     """Rewrites the graph (see `rewritten`) for `target_of(settings)`. Raises Unsupported as `rewrite` does, and where
     a compile leaves the graph to Inductor."""
     if not any(node.target in MATRIX_PRODUCTS for node in graph.nodes):
-        integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
         if any(node.target in FAST_PATHS for node in graph.nodes):
             hint = "torch.backends.mha.set_fastpath_enabled(False) opens them"
             raise Unsupported("its products are inside of torch's fast path for nn.TransformerEncoder", hint=hint)
+        integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
         raise Unsupported("it has no matrix product" + " but of integers (aten._int_mm)" * integers)
     require_options(settings)
     if settings.target == "reference":

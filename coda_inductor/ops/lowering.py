@@ -277,7 +277,7 @@ def _has_other_names(node: fx.Node) -> bool:
     return True
 
 
-def _keep(x: ir.TensorBox) -> ir.TensorBox:
+def _copy(x: ir.TensorBox) -> ir.TensorBox:
     """A copy, in memory of its own before anything overwrites the original."""
     copy: ir.TensorBox = clone(x)
     copy.realize()
@@ -291,13 +291,13 @@ def _kept(x: ir.TensorBox) -> Any:
     assert isinstance(source, fx.Node)
     if source.meta["val"].is_conj():
         return fallback_handler(KEPT, add_to_fallback_set=False)(x)
-    return _keep(x)
+    return _copy(x)
 
 
 def alone_in_memory(x: ir.TensorBox) -> ir.TensorBox:
     """The first argument of the operation that is lowered, in memory that nobody else reads or writes."""
     if _has_other_names(V.graph.current_node.all_input_nodes[0]):
-        return _keep(x)
+        return _copy(x)
     x.realize()
     return x
 
@@ -309,7 +309,7 @@ def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) 
     source = V.graph.current_node.args[0]
     assert isinstance(source, fx.Node)
     if source.target is not ADDED_UP or sum(user.target is not AFTER for user in source.users) != 1:
-        into = _keep(into)
+        into = _copy(into)
     fallback_handler(ADD_PRODUCT_, add_to_fallback_set=False)(into, left, right)
     return into
 

@@ -101,15 +101,12 @@ def round_first(graph: fx.Graph) -> tuple[Cast, ...]:
 
 def put_together(cast: fx.Node) -> list[fx.Node]:
     """The cat of float32 parts that is rounded, and the views between it and its cast, if nobody else reads them."""
-    found, cat = list[fx.Node](), cast.args[0]
-    while isinstance(cat, fx.Node) and g.is_view(cat) and len(cat.users) == 1:
-        found.insert(0, cat)
-        cat = cat.args[0]
+    cat, views = viewed_by(cast)
     if not isinstance(cat, fx.Node) or cat.target is not aten.cat.default or len(cat.users) != 1:
         return []
     if g.is_backward(cat) != g.is_backward(cast):
         return []
-    found.insert(0, cat)
+    found = [cat, *views]
     wide = all(n.meta["val"].dtype == torch.float32 for n in (cat, *cat.all_input_nodes))
     dense = wide and all(rounded(part, cast.args[1]) is not None for part in cat.all_input_nodes)  # type: ignore[arg-type]
     return found if dense and alike(found[-1], cast) else []
@@ -153,13 +150,19 @@ def widen_last(graph: fx.Graph) -> None:
 def copied(cast: fx.Node) -> list[fx.Node]:
     """The views between a cast and what it is a cast of, first to last, if they copy that, and nobody else reads them.
     (Where they do not, the cast itself is what makes another tensor: of an input that is returned, say.)"""
-    found, node = list[fx.Node](), cast.args[0]
-    while isinstance(node, fx.Node) and g.is_view(node) and len(node.users) == 1:
-        found.insert(0, node)
-        node = node.args[0]
+    node, found = viewed_by(cast)
     if all(n.target is not aten.clone.default for n in found) or not alike(found[-1], cast):
         return []
     return found if isinstance(node, fx.Node) and node.meta["val"].dtype == torch.float32 else []
+
+
+def viewed_by(cast: fx.Node) -> tuple[Any, list[fx.Node]]:
+    """What a cast reads through views that nobody else reads, and these views, first to last."""
+    views, node = list[fx.Node](), cast.args[0]
+    while isinstance(node, fx.Node) and g.is_view(node) and len(node.users) == 1:
+        views.insert(0, node)
+        node = node.args[0]
+    return node, views
 
 
 def rounded(source: fx.Node, dtype: torch.dtype) -> fx.Node | Tensor | None:

@@ -17,7 +17,7 @@ Meaning = Callable[..., Term]
 
 def _number(t: Term) -> Fraction:
     """The value of a literal exponent. Raises ValueError for anything that is no number."""
-    if t.kind != "mul" or t.args:
+    if not is_number(t):
         raise ValueError("an exponent that is no number")
     return t.coefficient
 

@@ -60,3 +60,17 @@ def ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
         return status, json.loads(said.out) if "--json" in arguments and said.out else said.out, said.err
 
     return run
+
+
+BROKEN = """
+
+def broken():
+    def step(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + 1
+        return x
+
+    return step, (torch.randn(4, 8),)
+"""
+"""The text of a model of which torch.compile captures no graph."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asking import BROKEN
 from processes import Script
 
 from coda_inductor import __version__, cli
@@ -19,7 +20,8 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.passes import switches
 
 SUBJECT = ("model", (1,), {"key": 2})
-MODEL = """
+MODEL = (
+    """
 import torch
 
 def build():
@@ -53,19 +55,13 @@ def plain():
 def unfit():
     return torch.nn.GELU(), (torch.randn(4, 8),), {"approximate": "tanh"}
 
-def broken():
-    def step(x):
-        for _ in range(2):
-            torch._dynamo.graph_break()
-            x = x + 1
-        return x
-    return step, (torch.randn(4, 8),)
-
 def asks(x):
     return torch.nn.GELU(), (x,)
 
 number = 3
 """
+    + BROKEN
+)
 
 
 class Calls:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import Ask
+from asking import BROKEN, Ask
 from asking import ask as ask
 from asking import folder as folder
 from evaluate import _interpreted
@@ -32,7 +32,8 @@ from coda_inductor.rewrite import derive
 from coda_inductor.rewrite.program import Program
 from coda_inductor.rewrite.triangle import triangle
 
-MODELS = """
+MODELS = (
+    """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -117,16 +118,6 @@ def overflow():
     return Overflow().half(), (torch.randn(48, 64).half(),)
 
 
-def broken():
-    def step(x):
-        for _ in range(2):
-            torch._dynamo.graph_break()
-            x = x + 1
-        return x
-
-    return step, (torch.randn(4, 8),)
-
-
 def loss():
     model = Odd()
 
@@ -136,6 +127,8 @@ def loss():
 
     return step, (torch.randint(80, (96,)), torch.randn(96, 64))
 """
+    + BROKEN
+)
 
 
 @pytest.fixture
