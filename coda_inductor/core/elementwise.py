@@ -1,15 +1,16 @@
-"""An elementwise pass over tensors [M, N]: what it reads once, and what it writes, in rows or transposed, or the
-largest of each row and column.
+"""An elementwise pass over tensors [M, N]: what it reads once, and what it writes, in rows or transposed, or takes over
+each row or column.
 
 Mostly for what stands between products of 8-bit matrices: each tensor is cast with a scale for each row and again,
-transposed, with one for each column, and the scales are made of the largest values. One frozen record for code
-generation, cache key and launch, as the Region is; its meaning is `interpret`.
+transposed, with one for each column, and the scales are made of the largest values. Also for the loss of scores that
+no epilogue makes. One frozen record for code generation, cache key and launch, as the Region is; its meaning is
+`interpret`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,26 @@ from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Keyed, Let, Operand
 
 AXES = {"M": 0, "N": 1}
+LARGEST, MAXIMUM, EXPONENTIALS = "largest", "maximum", "exponentials"
+TAKEN: dict[str, tuple[Callable[[Tensor, int], Tensor], str]] = {
+    LARGEST: (lambda x, dim: x.abs().amax(dim), "MN"),
+    MAXIMUM: (lambda x, dim: x.amax(dim), "N"),
+    EXPONENTIALS: (lambda x, dim: (x - x.amax(dim, keepdim=True)).exp().sum(dim), "N"),
+}
+"""What may be taken of a value [M, N], and over which axes: its largest magnitude; its maximum; and the sum of exp(x -
+maximum), of which a softmax is made. NaN is larger than any number. The last two walk along whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The value `value` leaves as a contiguous tensor of `dtype`: [M, N], or `transposed` [N, M]. Or its largest
-    magnitude does, in float32: over "N" of each row [M], over "M" of each column [N]. NaN is larger than any number."""
+    """The value `value` leaves as a contiguous tensor of `dtype`: [M, N], or `transposed` [N, M]. Or what is `taken` of
+    it does, in float32: over "N" of each row [M], over "M" of each column [N]."""
 
     value: str
     dtype: str
     transposed: bool = False
-    largest_over: str = ""
+    over: str = ""
+    taken: str = LARGEST
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,15 @@ class Elementwise(Keyed):
         """Which input is [M, N]; the first of several."""
         return [o.extent for o in self.operands].index("tile")
 
+    @property
+    def along_rows(self) -> bool:
+        """Does its kernel walk along whole rows? Then that is all that it does."""
+        return any(out.taken != LARGEST for out in self.outputs)
+
     def sizes(self, m: Any) -> list[tuple[Any, ...]]:
         """Of the outputs, for M rows."""
         kinds = {"N": (m,), "M": (self.n,)}
-        return [kinds.get(out.largest_over, (self.n, m) if out.transposed else (m, self.n)) for out in self.outputs]
+        return [kinds.get(out.over, (self.n, m) if out.transposed else (m, self.n)) for out in self.outputs]
 
 
 def parse(text: str) -> Elementwise:
@@ -79,9 +94,11 @@ def verify(record: Elementwise) -> Elementwise:
             problems.append(f"{let.name} = {let.op}{let.args}")
         names.append(let.name)
     for out in record.outputs:
-        largest = out.largest_over in AXES and out.dtype == "f32" and not out.transposed
-        if out.value not in names or (out.largest_over and not largest):
-            problems.append(f"{out.value} as {out.dtype}, largest over {out.largest_over!r}")
+        known = out.taken in TAKEN and (out.over in TAKEN[out.taken][1] if out.over else out.taken == LARGEST)
+        taken = known and len(out.over) == 1 and out.dtype == "f32" and not out.transposed
+        mixed = record.along_rows and out.taken == LARGEST
+        if out.value not in names or mixed or (out.over + out.taken != LARGEST and not taken):
+            problems.append(f"{out.value} as {out.dtype}, {out.taken} over {out.over!r}")
     if problems or not record.outputs or len({*names}) < len(names):
         what = "; ".join(problems) or "no output, or a name twice"
         raise BrokenInvariant(f"elementwise pass {record.digest}: {what}")
@@ -100,8 +117,8 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
     made = []
     for out in record.outputs:
         value = values[out.value].expand(shape)
-        if out.largest_over:
-            made.append(value.abs().amax(AXES[out.largest_over]))
+        if out.over:
+            made.append(TAKEN[out.taken][0](value, AXES[out.over]))
             continue
         made.append((value.t() if out.transposed else value).to(DTYPES[out.dtype]).contiguous().clone())
     return made
@@ -109,8 +126,9 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def told(record: Elementwise) -> str:
     """What it makes, in words: "read once, written as e4m3, e4m3 transposed"."""
-    outputs = [f"{o.dtype}{' transposed' * o.transposed}" for o in record.outputs if not o.largest_over]
-    largest = [{"N": "rows", "M": "columns"}[o.largest_over] for o in record.outputs if o.largest_over]
+    outputs = [f"{o.dtype}{' transposed' * o.transposed}" for o in record.outputs if not o.over]
+    largest = [{"N": "rows", "M": "columns"}[o.over] for o in record.outputs if o.over and o.taken == LARGEST]
     said = [f"written as {', '.join(outputs)}"] * bool(outputs)
     said += [f"for the largest of {' and '.join(largest)}"] * bool(largest)
+    said += ["for the maximum and the sum of a softmax of rows"] * record.along_rows
     return f"read once, {', '.join(said)}"

@@ -13,7 +13,7 @@ from torch import fx
 from coda_inductor.codegen import legality, target
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
-from coda_inductor.inductor.joint import rewrite
+from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, rewrite
 from coda_inductor.inductor.joint_pass import require_graph, require_options
 from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
@@ -47,6 +47,9 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
         if any(node.target in FAST_PATHS for node in graph.nodes):
             hint = "torch.backends.mha.set_fastpath_enabled(False) opens them"
             raise Unsupported("its products are inside of torch's fast path for nn.TransformerEncoder", hint=hint)
+        report = rewrite(graph, settings, target_of(settings), stages=WITHOUT_PRODUCTS)
+        if report.elementwise:
+            return report
         integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
         raise Unsupported("it has no matrix product" + " but of integers (aten._int_mm)" * integers)
     require_options(settings)

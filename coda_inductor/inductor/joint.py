@@ -21,7 +21,7 @@ from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
-from coda_inductor.inductor.records import Refusal, Report, Site
+from coda_inductor.inductor.records import Refusal, Report, RewriteAgain, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.sites import absorbed, fired, reason, site
 from coda_inductor.inductor.undefined import add_where_read
@@ -33,10 +33,10 @@ from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.embedding import write_rows
 from coda_inductor.passes.factors import move_factors
 from coda_inductor.passes.joined import in_vain, split_joined
-from coda_inductor.passes.maxima import write_maxima
 from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.prefix import write_prefixes
+from coda_inductor.passes.reductions import write_maxima, write_single, write_softmax_sums
 from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
     BLOCKS,
@@ -54,6 +54,7 @@ from coda_inductor.passes.switches import (
     PARTS,
     PREFIX,
     REGION_KINDS,
+    SUMS,
     WINDOWS,
     allowed,
     laws_of,
@@ -73,16 +74,6 @@ from coda_inductor.write.verifying import Before, verify, verify_kept
 from coda_inductor.write.writing import REPLACES
 
 log = logging.getLogger("coda_inductor")
-
-
-class RewriteAgain(Exception):
-    """The graph is rewritten once more. Not all parts of some products became Regions, or two products did not
-    meet in one accumulator: these stay `whole`. Or the backward would keep too much for sums: nodes stay `unread` by
-    them."""
-
-    def __init__(self, whole: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()) -> None:
-        super().__init__(", ".join(sorted(whole | unread)))
-        self.whole, self.unread = whole, unread
 
 
 @dataclass(slots=True)
@@ -267,10 +258,13 @@ def row_blocks(work: Work) -> None:
         work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())
 
 
-def eight_bit_maxima(work: Work) -> None:
-    """The largest of a tensor's rows and of its columns that no Region took are one pass over memory."""
-    if work.may(ELEMENTWISE):
-        work.elementwise += write_maxima(work.graph, work.target, work.before.effects)
+def reductions(work: Work) -> None:
+    """What no Region takes over rows and columns is read once for both, or for a softmax's maximum and sum, or not at
+    all if one place of a row counts."""
+    if work.may(SUMS) and work.settings.numerics != "strict":
+        write_single(work.graph)
+    for write in (write_maxima, write_softmax_sums) if work.may(ELEMENTWISE) else ():
+        work.elementwise += write(work.graph, work.target, work.before.effects)
 
 
 def tables(work: Work) -> None:
@@ -337,7 +331,7 @@ STAGES: tuple[Stage, ...] = (
     eight_bit_casts,
     regions,
     row_blocks,
-    eight_bit_maxima,
+    reductions,
     tables,
     wide_products,
     plain,
@@ -347,8 +341,8 @@ STAGES: tuple[Stage, ...] = (
 )
 """The order, which is meant: a plain product is what no Region took, copies are made of the finished graph, and what is
 kept is what that keeps."""
-WITHOUT_PRODUCTS: tuple[Stage, ...] = (copies,)
-"""Those of a graph that has no matrix product."""
+WITHOUT_PRODUCTS: tuple[Stage, ...] = (reductions, copies)
+"""Those of a graph that has no matrix product, as a loss that is compiled by itself."""
 
 
 def rewrite(

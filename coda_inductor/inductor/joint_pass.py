@@ -40,7 +40,7 @@ from coda_inductor.core.errors import (
 from coda_inductor.core.project import at
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import notes
-from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, rewrite
+from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, copies, rewrite
 from coda_inductor.inductor.records import Report
 from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.kernels import record, store
@@ -133,7 +133,7 @@ class JointPass(CustomGraphPass):
                 with uncollected_so_far(graph):
                     done = self._rewrite(graph)
             else:
-                self._keep(graph)
+                done = self._without_products(graph)
         except CodaError as error:
             done = error
             raise
@@ -162,13 +162,25 @@ class JointPass(CustomGraphPass):
         REPORTS.append(report)
         return report
 
-    def _keep(self, graph: fx.Graph) -> None:
-        """Of a graph without a product, only what its backward reads is kept from what overwrites it."""
+    def _without_products(self, graph: fx.Graph) -> Report | None:
+        """Of a graph without a product, what its backward reads is kept from what overwrites it, and long rows are read
+        once. Returns the report if a kernel is ours."""
         module = notes.owner(graph)
         try:
-            self.rewrote |= rewrite(graph, self.settings, stages=WITHOUT_PRODUCTS).rewrote
+            try:
+                settings, name = without_products(self.settings, graph)
+            except Unsupported:
+                report = rewrite(graph, self.settings, stages=(copies,))
+            else:
+                report = rewrite(graph, settings, name, stages=WITHOUT_PRODUCTS)
         except Exception as error:
             self.failed(error, module.graph, "a graph")
+            return None
+        self.rewrote |= report.rewrote
+        if not report.elementwise:
+            return None
+        REPORTS.append(report)
+        return report
 
     def _tuner(self, graph: fx.Graph, settings: Settings, row: Target) -> Tuner:
         def lost(error: Exception) -> None:
@@ -201,6 +213,20 @@ class JointPass(CustomGraphPass):
         told = shipped.digest(record.device_name()) if self.settings.hinted else ""
         said = sources_digest(), tuple(target.versions().items()), self.settings.key(), flash_is_there()
         return (*said, told, theirs)
+
+
+def without_products(settings: Settings, graph: fx.Graph) -> tuple[Settings, str]:
+    """The settings and the target of a graph without a product. Raises Unsupported where all graphs are left to
+    Inductor, and off a GPU."""
+    require_options(settings)
+    if settings.target == "reference":
+        return settings, settings.target
+    tensors = (n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    device = next((x.device for x in tensors if x.device.type == DEVICE), None)
+    if device is None:
+        raise Unsupported(f"no kernels are generated but for {DEVICE}")
+    row = row_for(settings, target.capability(device))
+    return within(settings, row), row.name
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch._logging._internal import trace_structured
 
 from coda_inductor.codegen import legality, source
 from coda_inductor.codegen.target import SM_90A, TARGETS, Target
+from coda_inductor.core.elementwise import told as spelled
 from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported, warn
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import Settings
@@ -76,6 +77,7 @@ def told(done: Report | CodaError | None) -> str:
     parts = [f"# {s.name} {s.source} {' '.join(s.laws)}\n{show(s.region, s.m)}\n" for s in done.sites]
     parts += ["".join(f"stored: {t.node} {t.shape}  {t.source}\n" for t in done.tables)]
     parts += ["".join(f"{c.what}: {c.node} {c.shape}  {c.source}\n" for c in done.casts)]
+    parts += ["".join(f"[{p.m}, {p.record.n}] {spelled(p.record)}  {p.source}\n" for p in done.elementwise)]
     parts += ["".join(f"in {b.count} blocks: {b.node} {b.shape}  {b.source}\n" for b in done.blocks)]
     parts += ["".join(f"mask that hides {m.hides}: {m.node} {m.shape}  {m.source}\n" for m in done.masks)]
     parts += ["".join(f"{a.what}: {a.node} {a.shape}  {a.source}\n" for a in done.grouped)]

@@ -1,4 +1,4 @@
-"""What a rewriting did, as records: for reports, `explain` and tests."""
+"""What a rewriting did, as records: for reports, `explain` and tests; and why it begins anew."""
 
 from __future__ import annotations
 
@@ -68,3 +68,13 @@ class Report:
     and, unless these decided, the same two with "busy_" before them: what they add to a busy GPU, or, of long calls,
     the same again (timing.Times). Where it says "against", the other side is not Inductor but the program without a
     law, with these Regions."""
+
+
+class RewriteAgain(Exception):
+    """The graph is rewritten once more. Not all parts of some products became Regions, or two products did not
+    meet in one accumulator: these stay `whole`. Or the backward would keep too much for sums: nodes stay `unread` by
+    them."""
+
+    def __init__(self, whole: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()) -> None:
+        super().__init__(", ".join(sorted(whole | unread)))
+        self.whole, self.unread = whole, unread

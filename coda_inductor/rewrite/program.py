@@ -308,12 +308,14 @@ class Program(State):
 
     def statistic(self, red: Term, rows: tuple[int, ...]) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) such that the reduction is factor * node: the graph holds sums, but mostly means."""
+        return next(self.statistics(red, rows), None)
+
+    def statistics(self, red: Term, rows: tuple[int, ...]) -> Iterator[tuple[fx.Node, Fraction]]:
+        """All of these, the sums first."""
         count = math.prod(self.lifted.extents(red.over).values())
         for factor in (Fraction(1), Fraction(count)):
-            node = self.natural(self.lifted.terms.mul(self.lifted.terms.const(1 / factor), red), rows)
-            if node is not None:
-                return node, factor
-        return None
+            for node in self.holding(self.lifted.terms.mul(self.lifted.terms.const(1 / factor), red), rows):
+                yield node, factor
 
     def natural(self, t: Term, order: Axes, mask: int | None = None) -> fx.Node | None:
         """The first node of the graph that holds t, contiguous in this order of axes. A law may have made t known

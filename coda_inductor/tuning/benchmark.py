@@ -20,7 +20,7 @@ from coda_inductor.core import blocks
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.measure import tune
-from coda_inductor.passes.maxima import write_maxima
+from coda_inductor.passes.reductions import write_maxima
 from coda_inductor.passes.switches import ELEMENTWISE, NAMES, allowed
 from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns.effects import effects

@@ -167,6 +167,22 @@ class Emission(Writing):
             else:
                 node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
 
+    def share(self, built: Built) -> None:
+        """Gives loops the sums over columns that the epilogue takes for a Region: else they would take them again. Of
+        the forward's none that it takes in the backward."""
+        for red in built.draft.sums:
+            rows, made = self.plan.rows(red), self.made[red]
+            held = self.plan.program.statistics(red, rows) if self.plan.taken(red, rows) else ()
+            for node, factor in held:
+                value, kind = g.tensor(node), g.reduction(node)
+                assert value is not None
+                late = g.is_backward(made) and not g.is_backward(node)
+                if late or kind is None or kind.name == "var" or value.dtype != built.region.compute:
+                    continue
+                new = made if factor == 1 else self.call(made, aten.mul.Tensor, made, float(1 / factor))
+                new = self.reshape(new, list(value.shape))
+                node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
+
     def redirect(self, node: fx.Node, new: fx.Node, readers: list[fx.Node]) -> None:
         """Gives the readers of a forward's node `new` in its place, also where they read a view of it."""
         for user in list(node.users):
@@ -198,6 +214,9 @@ def emit(plan: Plan, target: str, before: Before) -> None:
     for built in sorted(builts, key=lambda b: not any(s.again for s in b.draft.supplies.values())):
         emission.anchor = _stands(plan, built)
         emission.supply(built)
+    for built in builts:
+        emission.anchor = _stands(plan, built)
+        emission.share(built)
     emission.anchor = output
     part(graph, before.sharing, emission.call)
     sort(graph, before.effects)

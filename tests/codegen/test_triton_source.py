@@ -13,12 +13,13 @@ from torch import Tensor
 from coda_inductor.codegen.source import module_name
 from coda_inductor.codegen.triton_source import render
 from coda_inductor.core.dtypes import DTYPES, FORMATS
-from coda_inductor.core.elementwise import Elementwise, Output, interpret, verify
+from coda_inductor.core.elementwise import EXPONENTIALS, LARGEST, MAXIMUM, Elementwise, Output, interpret, verify
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Let, Operand
 
 COMPUTED = [name for name, op in OPS.items() if op.triton]
 BLOCK_M, BLOCK_N = 16, 32
+INF = float("inf")
 SIZES = [(1, 16), (16, 32), (17, 48), (37, 80), (64, 16)]  # all but one end within a block
 
 
@@ -63,12 +64,26 @@ def atomic_max(p: Pointer, value: Tensor, mask: Tensor, sem: str) -> None:
 
 
 def compared(name: str) -> Any:
-    def f(a: Any, b: Any, propagate_nan: str) -> Tensor:
-        assert propagate_nan == "all"
-        found: Tensor = getattr(torch, name)(*(torch.as_tensor(x, dtype=torch.float32) for x in (a, b)))
+    def f(a: Any, b: Any, propagate_nan: str = "") -> Tensor:
+        assert propagate_nan in ("all", "")
+        of = name if propagate_nan else f"f{name[:3]}"  # which passes over NaN
+        found: Tensor = getattr(torch, of)(*(torch.as_tensor(x, dtype=torch.float32) for x in (a, b)))
         return found
 
     return f
+
+
+def greatest(x: Tensor, axis: int) -> Tensor:
+    """Passes over NaN, as Triton's does."""
+    return (x.nan_to_num(-INF, INF, -INF) if x.is_floating_point() else x).amax(axis)
+
+
+def full(shape: list[int], value: float, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, value, dtype=dtype)
+
+
+def zeros(shape: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def standin(program: int) -> dict[str, Any]:
@@ -77,7 +92,8 @@ def standin(program: int) -> dict[str, Any]:
     tl |= {"int64": torch.int64, "constexpr": int, "PropagateNan": types.SimpleNamespace(ALL="all")}
     tl |= {"cdiv": lambda a, b: -(-a // b), "arange": torch.arange, "program_id": lambda axis: torch.tensor(program)}
     tl |= {"load": load, "store": store, "trans": torch.t, "broadcast_to": torch.broadcast_to, "abs": torch.abs}
-    tl |= {"max": lambda x, axis: x.amax(axis), "atomic_max": atomic_max, "where": torch.where, "int32": torch.int32}
+    tl |= {"max": greatest, "sum": lambda x, axis: x.sum(axis), "exp": torch.exp, "full": full, "zeros": zeros}
+    tl |= {"atomic_max": atomic_max, "where": torch.where, "int32": torch.int32}
     tl |= {"cast": lambda x, dtype, bitcast: x.contiguous().view(dtype)}
     tl |= {"maximum": compared("maximum"), "minimum": compared("minimum")}
     return {"triton": types.SimpleNamespace(jit=lambda f: f), "tl": types.SimpleNamespace(**tl)}
@@ -86,17 +102,18 @@ def standin(program: int) -> dict[str, Any]:
 def run(record: Elementwise, inputs: list[Tensor], unread: int | None = None, text: str = "") -> list[Tensor | None]:
     """A record's text on torch tensors: each output is written once, all of it."""
     m, text = inputs[record.tile].shape[0], text or render(record)
-    poison = [0.0 if o.largest_over else float("nan") for o in record.outputs]
+    integers = [o.taken == LARGEST and bool(o.over) for o in record.outputs]
+    poison = [0.0 if integer else float("nan") for integer in integers]
     outs = [
         torch.full(shape, value).to(DTYPES[o.dtype])
         for shape, value, o in zip(record.sizes(m), poison, record.outputs, strict=True)
     ]
     given = [pointer(x) for x in inputs]
     to: list[Pointer | None] = [
-        None if i == unread else pointer(out.view(torch.int32) if o.largest_over else out)
-        for i, (out, o) in enumerate(zip(outs, record.outputs, strict=True))
+        None if i == unread else pointer(out.view(torch.int32) if integer else out)
+        for i, (out, integer) in enumerate(zip(outs, integers, strict=True))
     ]
-    for program in range(-(-m // BLOCK_M) * -(-record.n // BLOCK_N)):
+    for program in range(-(-m // BLOCK_M) * (1 if record.along_rows else -(-record.n // BLOCK_N))):
         names = standin(program)
         exec(text.replace("import triton\n", "").replace("import triton.language as tl\n", ""), names)
         names["kernel"](*given, *to, m, record.n, BLOCK_M, BLOCK_N)
@@ -145,7 +162,7 @@ def casts(n: int) -> Elementwise:
     outputs = [Output("p2", "e4m3"), Output("q2", "e4m3", True), Output("s2", "e5m2"), Output("s2", "e5m2", True)]
     outputs += [Output("nz", "f32", True), Output("n", "bf16"), Output("r", "f32"), Output("c", "f16", True)]
     outputs += [Output("g", "f32"), Output("x", "bf16", True)]
-    outputs += [Output(value, "f32", largest_over=over) for value in ("n", "x", "xg") for over in ("N", "M")]
+    outputs += [Output(value, "f32", over=over) for value in ("n", "x", "xg") for over in ("N", "M")]
     return verify(Elementwise(n, OPERANDS, tuple(lets), tuple(outputs)))
 
 
@@ -211,3 +228,30 @@ def test_texts_are_named_by_content() -> None:
     ]
     assert len({module_name(render(r)) for r in (record, *others)}) == 3
     compile(render(record), "pass", "exec")
+
+
+SUMS = verify(Elementwise(
+    37, (Operand("x", "tile", "bf16"), Operand("r", "token", "f32"), Operand("c", "feature", "f32")),
+    (Let("xr", "mul", ("x", "r")), Let("xrc", "add", ("xr", "c"))),
+    tuple(Output(v, "f32", False, "N", taken) for v in ("xrc", "x") for taken in (MAXIMUM, EXPONENTIALS)),
+))  # fmt: skip
+"""Of a tensor by a vector plus another, and of the tensor itself."""
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 37])
+def test_sums_along_rows(n: int) -> None:
+    """One block, a part of one, several; rows of infinities, of -inf alone, and with NaN are as torch has them."""
+    record = replace(SUMS, n=n)
+    x, r, c = torch.randn(9, n).bfloat16(), torch.rand(9) + 0.5, torch.randn(n)
+    x[1], x[2, 0], x[3, -1], x[4, 0], x[5] = -INF, -INF, INF, float("nan"), 0
+    x[6, : n // 2] = -INF
+    for found, wanted in zip(run(record, [x, r, c]), interpret(record, [x, r, c]), strict=True):
+        assert found is not None and torch.allclose(found, wanted, rtol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("unread", range(4))
+def test_sums_along_rows_that_nobody_reads(unread: int) -> None:
+    given = [torch.randn(9, 37).bfloat16(), torch.rand(9), torch.randn(37)]
+    found, wanted = run(SUMS, given, unread), interpret(SUMS, given)
+    assert found[unread] is None
+    assert all(x is None or torch.allclose(x, y, rtol=1e-6) for x, y in zip(found, wanted, strict=True))

@@ -27,7 +27,7 @@ CASTS = verify(Elementwise(
     (Let("xr", "mul", ("x", "r")), Let("low", "max", ("xr", -448.0)), Let("high", "min", ("low", 448.0)),
      Let("xc", "mul", ("x", "c")), Let("round", "bf16", ("xc",)), Let("all", "mul", ("round", "g"))),
     (Output("high", "e4m3"), Output("all", "e5m2", True), Output("r", "f32"), Output("x", "bf16", True),
-     Output("round", "f32", largest_over="N"), Output("x", "f32", largest_over="M")),
+     Output("round", "f32", over="N"), Output("x", "f32", over="M")),
 ))  # fmt: skip
 """A tensor cast in rows and transposed, by a vector each; a vector, and the tensor as it was; the largest of its rows
 and columns."""
@@ -56,8 +56,8 @@ BROKEN: list[tuple[str, Elementwise, str]] = [
     ("undefined", with_let(Let("z", "mul", ("x", "w"))), "z = mul('x', 'w')"),
     ("order", changed(lets=CASTS.lets[::-1]), "high = min('low', 448.0)"),
     ("output", changed(outputs=(Output("w", "e4m3"),)), "w as e4m3"),
-    ("largest of nothing", changed(outputs=(Output("x", "f32", largest_over="K"),)), "x as f32, largest over 'K'"),
-    ("largest in 16 bits", changed(outputs=(Output("x", "bf16", largest_over="M"),)), "x as bf16, largest over 'M'"),
+    ("largest of nothing", changed(outputs=(Output("x", "f32", over="K"),)), "x as f32, largest over 'K'"),
+    ("largest in 16 bits", changed(outputs=(Output("x", "bf16", over="M"),)), "x as bf16, largest over 'M'"),
     ("largest, transposed", changed(outputs=(Output("x", "f32", True, "N"),)), "x as f32, largest over 'N'"),
     ("no output", changed(outputs=()), "no output, or a name twice"),
     ("a name twice", with_let(Let("x", "neg", ("r",))), "no output, or a name twice"),
@@ -144,7 +144,7 @@ def test_parse_is_the_inverse_of_text(record: Elementwise) -> None:
 def test_every_record_runs(record: Elementwise, m: int) -> None:
     made = interpret(record, inputs(record, m))
     kinds = {"N": (m,), "M": (record.n,)}
-    shapes = [kinds.get(out.largest_over, (record.n, m) if out.transposed else (m, record.n)) for out in record.outputs]
+    shapes = [kinds.get(out.over, (record.n, m) if out.transposed else (m, record.n)) for out in record.outputs]
     assert record.sizes(m) == shapes
     assert [(x.shape, x.dtype) for x in made] == [
         (shape, DTYPES[out.dtype]) for shape, out in zip(shapes, record.outputs, strict=True)

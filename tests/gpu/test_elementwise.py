@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from coda_inductor.core.dtypes import DTYPES
-from coda_inductor.core.elementwise import Elementwise, Output, interpret, verify
+from coda_inductor.core.elementwise import EXPONENTIALS, MAXIMUM, Elementwise, Output, interpret, verify
 from coda_inductor.core.region import Let, Operand
 from coda_inductor.kernels.elementwise import triton_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
+INF = float("inf")
 SIZES = [(1, 16), (37, 48), (256, 4096), (4097, 176)]
 
 
@@ -29,7 +30,7 @@ def casts(n: int, dtype: str, largest: float) -> Elementwise:
         lets += [Let(f"{name}0", "mul", ("n", scale)), Let(f"{name}1", "max", (f"{name}0", -largest))]
         lets.append(Let(f"{name}2", "min", (f"{name}1", largest)))
     outputs = [Output("p2", dtype), Output("q2", dtype, True), Output("n", "bf16"), Output("s2", dtype, True)]
-    outputs += [Output("n", "f32", largest_over="N"), Output("x", "f32", largest_over="M")]
+    outputs += [Output("n", "f32", over="N"), Output("x", "f32", over="M")]
     return verify(Elementwise(n, tuple(operands), tuple(lets), tuple(outputs)))
 
 
@@ -100,7 +101,7 @@ def test_arguments_of_other_kinds(largest: bool, tmp_path: Path) -> None:
 def test_the_largest_of_rows_and_columns(m: int, n: int, odd: bool, tmp_path: Path) -> None:
     """A kernel of them alone has blocks of its own; and of one of them alone."""
     operands = (Operand("x", "tile", "bf16"), Operand("r", "token", "f32"))
-    outputs = (Output("v", "f32", largest_over="N"), Output("v", "f32", largest_over="M"))
+    outputs = (Output("v", "f32", over="N"), Output("v", "f32", over="M"))
     record = verify(Elementwise(n, operands, (Let("v", "mul", ("x", "r")),), outputs))
     tmp_path.chmod(0o700)
     x, r = torch.randn(m, n, device="cuda").bfloat16(), torch.rand(m, device="cuda")
@@ -111,3 +112,23 @@ def test_the_largest_of_rows_and_columns(m: int, n: int, odd: bool, tmp_path: Pa
         outs = [None if i == unread else torch.full_like(w, float("nan")) for i, w in enumerate(wanted)]
         triton_kernel(record, str(tmp_path))([x, r], outs)
         assert all(out is None or torch.equal(bits(out), bits(w)) for out, w in zip(outs, wanted, strict=True))
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["finite", "odd"])
+@pytest.mark.parametrize(("m", "n"), [*SIZES, (65, 63), (37, 4096), (4097, 5003), (9, 128256)])
+def test_sums_along_rows(m: int, n: int, odd: bool, tmp_path: Path) -> None:
+    """The maximum of each row and the sum of its exponentials, against float64; of one of them alone."""
+    operands = (Operand("x", "tile", "bf16"), Operand("r", "token", "f32"))
+    outputs = tuple(Output("v", "f32", False, "N", taken) for taken in (MAXIMUM, EXPONENTIALS))
+    record = verify(Elementwise(n, operands, (Let("v", "mul", ("x", "r")),), outputs))
+    tmp_path.chmod(0o700)
+    for _ in range(2):  # fresh inputs
+        x, r = torch.randn(m, n, device="cuda").bfloat16(), torch.rand(m, device="cuda") + 0.5
+        if odd:
+            x[0], x[m // 2, 3], x[m // 3, 5], x[-1, : n - 1], x[-2, 7] = 0.0, INF, -INF, -INF, float("nan")
+        wanted = interpret(record, [x.double(), r.double()])
+        for unread in (None, 0, 1):
+            outs = [None if i == unread else torch.full_like(w, float("nan")) for i, w in enumerate(wanted)]
+            triton_kernel(record, str(tmp_path))([x, r], outs)
+            for out, w in zip(outs, wanted, strict=True):
+                assert out is None or torch.allclose(out, w, rtol=1e-5, equal_nan=True)

@@ -217,7 +217,7 @@ def passes_of(f: Callable[..., Found], *args: Tensor) -> tuple[Found, tuple[Pass
 
 def of_largest(made: Pass) -> bool:
     """Does the pass take the largest of rows and columns?"""
-    return all(out.largest_over for out in made.record.outputs)
+    return all(out.over for out in made.record.outputs)
 
 
 @pytest.mark.sampled
@@ -229,7 +229,7 @@ def test_bits_are_eagers(f: Callable[..., Found], odd: bool) -> None:
     found, passes = passes_of(f, *inputs)
     made = [sorted((out.dtype, out.transposed) for out in p.record.outputs) for p in passes if not of_largest(p)]
     assert made == CASES[f]
-    largest = [sorted(out.largest_over for out in p.record.outputs) for p in passes if of_largest(p)]
+    largest = [sorted(out.over for out in p.record.outputs) for p in passes if of_largest(p)]
     assert all(over in (["M", "N"], ["M", "M", "N", "N"]) for over in largest)
     assert len(largest) == (0 if f not in LARGEST else len(CASES[f]) or 1)
     for mine, theirs in zip((*found, *inputs), (*f(*copies), *copies), strict=True):
@@ -371,7 +371,7 @@ def test_a_weight_is_cast_where_it_is_read() -> None:
         out = torch.compile(model, backend="coda", options=OPTIONS)(F.relu(x))
     (report,) = REPORTS
     of_weight = [p.record for p in report.elementwise if (p.m, p.record.n) == ("96", N)]
-    casts, largest = ([(o.dtype, o.transposed, o.largest_over) for o in record.outputs] for record in of_weight)
+    casts, largest = ([(o.dtype, o.transposed, o.over) for o in record.outputs] for record in of_weight)
     assert casts == [("e4m3", True, "")] and largest == [("f32", False, "N"), ("f32", False, "M")]
     assert not [t for t in saved(out) if t.numel() == 96 * N and t.dtype == E4M3]
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.passes import elementwise
 from coda_inductor.passes.elementwise import write_passes
-from coda_inductor.passes.maxima import write_maxima
+from coda_inductor.passes.reductions import write_maxima
 from coda_inductor.write.verifying import Before
 
 M, N = 48, 64

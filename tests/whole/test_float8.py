@@ -91,7 +91,7 @@ def left(report: Report) -> dict[str, int]:
     """What the passes leave, and how many leave it: a tensor, transposed or not, or the largest over M or N."""
 
     def said(o: Output) -> str:
-        return f"max {o.largest_over}" if o.largest_over else o.dtype + ".T" * o.transposed
+        return f"max {o.over}" if o.over else o.dtype + ".T" * o.transposed
 
     return Counter(" ".join(sorted(map(said, p.record.outputs))) for p in report.elementwise)
 

@@ -1,0 +1,257 @@
+"""What is taken over the rows and the columns of tensors, and no epilogue takes, in fewer reads.
+
+Both at once: the largest magnitudes of a tensor's rows and of its columns are one pass. torchao's scales are made of
+both: rows for one product, columns for another. Inductor reads the tensor twice. (H100, 16384 x 8192 in bf16: 129 and
+120 us, the pass 93, bench/results/float8.jsonl.)
+
+Along rows: so are the maximum of a long row and the sum of exp(x - maximum), as the loss takes them of scores that no
+epilogue makes. TorchTitan compiles its loss by itself. Inductor's loop reads at half of what memory gives. (H200, 8192
+x 128256 in bf16: 1,137 us, the pass 527, bench/results/loss.jsonl.)
+
+Not at all: the gradient of a loss is summed over its scores, though it is 0 but at the target. That sum is what stands
+there: sum_j a_i [j = t_i] = a_i. (H200, 8192 x 128256 in bf16: the loop of the gradient takes 1,235 us with the sum,
+1,124 without.)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from coda_inductor.core.elementwise import EXPONENTIALS, LARGEST, MAXIMUM, Elementwise, Output, verify
+from coda_inductor.passes.dropped import is_zero
+from coda_inductor.passes.elementwise import (
+    Expression,
+    Pass,
+    axes,
+    axes_in_memory,
+    early,
+    large,
+    line_of,
+    overwritten,
+    source_of,
+    written,
+)
+from coda_inductor.passes.tables import is_loop
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import Effects
+from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.patterns.infer import Reading, read_axes
+from coda_inductor.schedule.kinds import elements
+from coda_inductor.write.order import sort
+from coda_inductor.write.writing import Writing
+
+LONG = 1 << 13
+"""The columns of rows along which a pass takes sums: of shorter ones Inductor's loop is as fast. (H200, 2 ** 30 bytes
+of scores in bf16: rows of 4096 NNN us and NNN, of 8192 NNN and NNN, of 32000 NNN and NNN.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A node that takes something of `value` over the axes that are not `kept`, which are in the node's order."""
+
+    node: fx.Node
+    value: fx.Node
+    kept: tuple[int, ...]
+    what: str = LARGEST
+
+
+def write_maxima(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, ...]:
+    """Puts the passes into a graph, in place; `before` are its effects before it was rewritten."""
+    nodes = [n for n in graph.find_nodes(op="call_function", target=aten.amax.default) if magnitude(n) is not None]
+    if len(nodes) < 2:
+        return ()
+    reading, made = read_axes(graph), list[Pass]()
+    found = {n: (x, LARGEST) for n in nodes if (x := magnitude(n)) is not None}
+    for source, members in grouped(graph, found, reading).items():
+        whole = axes_in_memory(reading, source)
+        assert whole is not None
+        cut = next((len(x.kept) for x in members if x.kept == whole[: len(x.kept)]), 0)
+        over = {whole[:cut]: "N", whole[cut:]: "M"}
+        both = {x: over[x.kept] for x in members if x.kept in over}
+        wanted = len({*both.values()}) == 2 and large(source, target)
+        if wanted and (done := _write(graph, target, reading, source, both, cut)) is not None:
+            made.append(done)
+    if made:
+        sort(graph, before)
+    return tuple(made)
+
+
+def write_softmax_sums(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, ...]:
+    """Puts the passes along rows into a graph, in place; `before` are its effects before it was rewritten."""
+    pairs = [pair for n in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList) if (pair := _softmax(n))]
+    if not pairs:
+        return ()
+    reading, made = read_axes(graph), list[Pass]()
+    found = {n: (value, what) for pair in pairs for n, value, what in pair}
+    for source, members in grouped(graph, found, reading).items():
+        whole = axes_in_memory(reading, source)
+        assert whole is not None
+        rows = {x: "N" for x in members if x.kept == whole[:-1]}
+        size = reading.axes.total(whole[-1:]).static
+        long = size is not None and (size >= LONG or target == "reference") and large(source, target)
+        wanted = rows and long and not is_loop(source) and sums_of(source) <= {x.node for x in rows}
+        if wanted and (done := _write(graph, target, reading, source, rows, len(whole) - 1)) is not None:
+            made.append(done)
+    if made:
+        sort(graph, before)
+    return tuple(made)
+
+
+def sums_of(source: fx.Node) -> set[fx.Node]:
+    """What else takes anything over a tensor's rows or columns on its side of the graph: if it must be read for that
+    anyway, Inductor's loop takes all at once."""
+    size = elements(source)
+
+    def onward(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if elements(u) == size and (g.is_view(u) or is_loop(u)) and beside(u)]
+
+    def beside(user: fx.Node) -> bool:
+        return g.is_backward(user) == g.is_backward(source)
+
+    made = g.reached([source], onward)
+    return {user for node in made for user in node.users if beside(user) and g.reduction(user) is not None}
+
+
+def _softmax(total: fx.Node) -> list[tuple[fx.Node, fx.Node, str]] | None:
+    """The maximum and the sum of a softmax, with the value that they are of: m = amax(x), sum(exp(x - m)). Of a sum
+    whose exponentials somebody else reads, None: that reads the value anyway."""
+    exp = total.args[0]
+    if not isinstance(exp, fx.Node) or exp.target is not aten.exp.default or len(exp.users) != 1:
+        return None
+    shifted = exp.args[0]
+    if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor or shifted.kwargs:
+        return None
+    value, maximum = shifted.args
+    if not isinstance(maximum, fx.Node) or maximum.target is not aten.amax.default or maximum.args[0] is not value:
+        return None
+    of, over = g.reduction(maximum), g.reduction(total)
+    if of is None or over is None or over.name != "sum" or of.dims != over.dims or not of.keepdim:
+        return None
+    return [(maximum, of.source, MAXIMUM), (total, of.source, EXPONENTIALS)]
+
+
+def magnitude(node: fx.Node) -> fx.Node | None:
+    """The value whose largest magnitude an amax takes; None if it takes another's."""
+    root = g.root(node.args[0], g.is_view)  # type: ignore[arg-type]
+    return root.all_input_nodes[0] if root.target is aten.abs.default else None
+
+
+def grouped(
+    graph: fx.Graph, nodes: Mapping[fx.Node, tuple[fx.Node, str]], reading: Reading
+) -> dict[fx.Node, list[Taken]]:
+    """What is taken of each tensor on its side of the graph, of weights also what the backward takes. `nodes` have the
+    value of which each takes something, and what."""
+    found, known = defaultdict[fx.Node, list[Taken]](list), dict[fx.Node, set[fx.Node]]()
+    is_overwritten = overwritten(graph)
+    for node, (value, what) in nodes.items():
+        if value not in reading.dims or node not in reading.dims:
+            continue
+        source = source_of(value, reading, known)
+        if source is None or not early(node, source):
+            continue
+        if g.is_backward(node) != (g.is_backward(source) or g.is_tangent(source)) and not g.is_weight(source):
+            continue  # in the forward, the partitioner could compute the backward's other readers there, and keep them
+        if not _above(value, source).isdisjoint(nodes.keys()):
+            continue  # a pass cannot read what it makes itself
+        if not is_overwritten(source):
+            kept = tuple(i for d in reading.roots(node) for i in d)
+            found[source].append(Taken(node, value, kept, what))
+    return found
+
+
+def _above(value: fx.Node, source: fx.Node) -> set[fx.Node]:
+    """What a value is made of behind its source."""
+    return g.reached([value], lambda n: [a for a in n.all_input_nodes if source < a])
+
+
+def _write(
+    graph: fx.Graph, target: str, reading: Reading, source: fx.Node, members: dict[Taken, str], cut: int
+) -> Pass | None:
+    """`members`: with the axis that each takes the largest over."""
+    whole = axes_in_memory(reading, source)
+    assert whole is not None
+    m, n = (reading.axes.total(part) for part in (whole[:cut], whole[cut:]))
+    expression = Expression(reading, source, axes(reading, source))
+    outputs = [Output(expression.value(x.value), "f32", False, over, x.what) for x, over in members.items()]
+    if n.static is None or (operands := expression.loads(whole, cut)) is None:
+        return None
+    record = verify(Elementwise(n.static, operands, tuple(expression.lets), tuple(outputs)))
+    writing, op = written(graph, target, expression, record, [x.node for x in members])
+    made = Pass(record, str(m), tuple(x.node.name for x in members), line_of(writing, source))
+    for i, x in enumerate(members):
+        like = x.node.meta["val"]
+        out = writing.call(op, operator.getitem, op, i)
+        out = writing.call(op, prims.convert_element_type.default, out, like.dtype)
+        x.node.replace_all_uses_with(writing.reshape(out, list(like.shape)))
+    for x in members:
+        graph.erase_node(x.node)
+    return made
+
+
+def write_single(graph: fx.Graph) -> None:
+    """Writes the sums of rows that are 0 but at one place as what stands there, in place; also of such rows times a
+    number for each, and plus one. Moves a rounding."""
+    for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        of = g.reduction(total)
+        row = _single(of.source, of.dims[0]) if of is not None and len(of.dims) == 1 else None
+        if of is None or row is None or g.tensor(total).dtype != g.tensor(of.source).dtype:  # type: ignore[union-attr]
+            continue
+        writing = Writing(graph, total)
+        new = row(writing)
+        total.replace_all_uses_with(new if of.keepdim else writing.reshape(new, list(total.meta["val"].shape)))
+        graph.erase_node(total)
+
+
+Sum = Callable[[Writing], fx.Node]
+"""Writes the sum of each row, a tensor of size 1 along the rows."""
+
+
+def _single(x: fx.Node, dim: int) -> Sum | None:
+    """The sums along `dim` of rows of which one place counts; None if there may be several."""
+    value = g.tensor(x)
+    assert value is not None
+    if x.target is aten.scatter.value:
+        zeros, along, index, number = x.args
+        assert isinstance(along, int) and isinstance(index, fx.Node)
+        one = along % value.dim() == dim and index.meta["val"].shape[dim] == 1
+        each = _without(g.sizes(index), dim) == _without(g.sizes(x), dim)
+        if not one or not each or not is_zero(zeros):
+            return None
+
+        def stands(to: Writing) -> fx.Node:  # of the index's shape, which may hold symbols
+            there = to.call(x, aten.ge.Scalar, index, 0)
+            there = to.call(x, prims.convert_element_type.default, there, value.dtype)
+            return to.call(x, aten.mul.Tensor, there, number)
+
+        return stands
+    if x.target not in (aten.mul.Tensor, aten.add.Tensor) or x.kwargs:
+        return None
+    for one, other in (x.args, x.args[::-1]):
+        number = _narrow(other, dim, value.dim())
+        row = _single(one, dim) if isinstance(one, fx.Node) and g.sizes(one) == g.sizes(x) else None
+        if number is None or row is None:
+            continue
+        if x.target is aten.mul.Tensor:
+            return lambda to: to.call(x, aten.mul.Tensor, row(to), number)
+        times = value.shape[dim]
+        if isinstance(times, int):
+            return lambda to: to.call(x, aten.add.Tensor, row(to), to.call(x, aten.mul.Tensor, number, times))
+    return None
+
+
+def _narrow(x: object, dim: int, rank: int) -> fx.Node | None:
+    """What is one number for each row along `dim`, of this rank or none; None if x is more."""
+    if not isinstance(x, fx.Node) or (value := g.tensor(x)) is None or value.dim() not in (0, rank):
+        return None
+    if value.dim() == 0 or value.shape[dim] == 1:
+        return x
+    return _narrow(x.args[0], dim, rank) if x.target is aten.expand.default else None
+
+
+def _without(sizes: Sequence[object], dim: int) -> list[object]:
+    return [size for i, size in enumerate(sizes) if i != dim]
