@@ -36,7 +36,7 @@ from coda_inductor.passes.joined import in_vain, split_joined
 from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.prefix import write_prefixes
-from coda_inductor.passes.reductions import write_maxima, write_single, write_softmax_sums
+from coda_inductor.passes.reductions import write_maxima, write_softmax_sums
 from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
     BLOCKS,
@@ -54,7 +54,6 @@ from coda_inductor.passes.switches import (
     PARTS,
     PREFIX,
     REGION_KINDS,
-    SUMS,
     WINDOWS,
     allowed,
     laws_of,
@@ -259,10 +258,7 @@ def row_blocks(work: Work) -> None:
 
 
 def reductions(work: Work) -> None:
-    """What no Region takes over rows and columns is read once for both, or for a softmax's maximum and sum, or not at
-    all if one place of a row counts."""
-    if work.may(SUMS) and work.settings.numerics != "strict":
-        write_single(work.graph)
+    """What no Region takes over rows and columns is one pass over memory, for both or for a softmax."""
     for write in (write_maxima, write_softmax_sums) if work.may(ELEMENTWISE) else ():
         work.elementwise += write(work.graph, work.target, work.before.effects)
 

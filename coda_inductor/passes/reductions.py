@@ -7,23 +7,18 @@ both: rows for one product, columns for another. Inductor reads the tensor twice
 Along rows: so are the maximum of a long row and the sum of exp(x - maximum), as the loss takes them of scores that no
 epilogue makes. TorchTitan compiles its loss by itself. Inductor's loop reads at half of what memory gives. (H200, 8192
 x 128256 in bf16: 1,137 us, the pass 527, bench/results/loss.jsonl.)
-
-Not at all: the gradient of a loss is summed over its scores, though it is 0 but at the target. That sum is what stands
-there: sum_j a_i [j = t_i] = a_i. (H200, 8192 x 128256 in bf16: the loop of the gradient takes 1,235 us with the sum,
-1,124 without.)
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from coda_inductor.core.elementwise import EXPONENTIALS, LARGEST, MAXIMUM, Elementwise, Output, verify
-from coda_inductor.passes.dropped import is_zero
 from coda_inductor.passes.elementwise import (
     Expression,
     Pass,
@@ -43,11 +38,10 @@ from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.order import sort
-from coda_inductor.write.writing import Writing
 
 LONG = 1 << 13
-"""The columns of rows along which a pass takes sums: of shorter ones Inductor's loop is as fast. (H200, 2 ** 30 bytes
-of scores in bf16: rows of 4096 NNN us and NNN, of 8192 NNN and NNN, of 32000 NNN and NNN.)"""
+"""The columns of rows along which a pass takes sums. (H200, 2 ** 30 bytes of scores in bf16, the forward of a loss by
+itself: rows of 8192 take 872 us, with the pass 401, of 16384 763 and 378; shorter ones were not tried.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,67 +185,3 @@ def _write(
     for x in members:
         graph.erase_node(x.node)
     return made
-
-
-def write_single(graph: fx.Graph) -> None:
-    """Writes the sums of rows that are 0 but at one place as what stands there, in place; also of such rows times a
-    number for each, and plus one. Moves a rounding."""
-    for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
-        of = g.reduction(total)
-        row = _single(of.source, of.dims[0]) if of is not None and len(of.dims) == 1 else None
-        if of is None or row is None or g.tensor(total).dtype != g.tensor(of.source).dtype:  # type: ignore[union-attr]
-            continue
-        writing = Writing(graph, total)
-        new = row(writing)
-        total.replace_all_uses_with(new if of.keepdim else writing.reshape(new, list(total.meta["val"].shape)))
-        graph.erase_node(total)
-
-
-Sum = Callable[[Writing], fx.Node]
-"""Writes the sum of each row, a tensor of size 1 along the rows."""
-
-
-def _single(x: fx.Node, dim: int) -> Sum | None:
-    """The sums along `dim` of rows of which one place counts; None if there may be several."""
-    value = g.tensor(x)
-    assert value is not None
-    if x.target is aten.scatter.value:
-        zeros, along, index, number = x.args
-        assert isinstance(along, int) and isinstance(index, fx.Node)
-        one = along % value.dim() == dim and index.meta["val"].shape[dim] == 1
-        each = _without(g.sizes(index), dim) == _without(g.sizes(x), dim)
-        if not one or not each or not is_zero(zeros):
-            return None
-
-        def stands(to: Writing) -> fx.Node:  # of the index's shape, which may hold symbols
-            there = to.call(x, aten.ge.Scalar, index, 0)
-            there = to.call(x, prims.convert_element_type.default, there, value.dtype)
-            return to.call(x, aten.mul.Tensor, there, number)
-
-        return stands
-    if x.target not in (aten.mul.Tensor, aten.add.Tensor) or x.kwargs:
-        return None
-    for one, other in (x.args, x.args[::-1]):
-        number = _narrow(other, dim, value.dim())
-        row = _single(one, dim) if isinstance(one, fx.Node) and g.sizes(one) == g.sizes(x) else None
-        if number is None or row is None:
-            continue
-        if x.target is aten.mul.Tensor:
-            return lambda to: to.call(x, aten.mul.Tensor, row(to), number)
-        times = value.shape[dim]
-        if isinstance(times, int):
-            return lambda to: to.call(x, aten.add.Tensor, row(to), to.call(x, aten.mul.Tensor, number, times))
-    return None
-
-
-def _narrow(x: object, dim: int, rank: int) -> fx.Node | None:
-    """What is one number for each row along `dim`, of this rank or none; None if x is more."""
-    if not isinstance(x, fx.Node) or (value := g.tensor(x)) is None or value.dim() not in (0, rank):
-        return None
-    if value.dim() == 0 or value.shape[dim] == 1:
-        return x
-    return _narrow(x.args[0], dim, rank) if x.target is aten.expand.default else None
-
-
-def _without(sizes: Sequence[object], dim: int) -> list[object]:
-    return [size for i, size in enumerate(sizes) if i != dim]

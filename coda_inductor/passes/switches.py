@@ -19,7 +19,7 @@ KINDS = {
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
 UNDEFINED, MASKS, WINDOWS, GROUPED = "undefined", "masks", "windows", "grouped"
-HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS, SUMS = (
+HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS = (
     "heads",
     "parts",
     "joined",
@@ -27,7 +27,6 @@ HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS, SUMS = (
     "blocks",
     "prefix",
     "factors",
-    "sums",
 )
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
@@ -39,7 +38,6 @@ PASSES = {
     COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones",
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns, and of long rows of scores the maximum and the sum of a softmax",
-    SUMS: "no Region: the sum of a row that is 0 but at one place, as a loss's gradient, is what stands there",
     PREFIX: "no Region: rows that stay beside those that a rotary embedding turns, as class tokens, are turned by 0",
     HEADS: "no Region: what is computed of a part of each head, as a rotary embedding, is computed of all parts and "
     "chosen",
