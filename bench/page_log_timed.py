@@ -110,6 +110,37 @@ TIMED: dict[str, Dated] = {
             for lies in ("as it lies", "transposed")
         ),
     ),
+    "a loss by itself": Dated(
+        ("cross entropy of scores in bf16, H200", "forward, `torch.compile`, us", "again, us", "coda, us",
+         "with backward, `torch.compile`, us", "again, us", "coda, us"),
+        tuple(
+            (case, *(cell for mode in ("inference", "training") for key in ("baseline_us", "again_us", "us")
+                     for cell in cells("loss.jsonl", "8e93c78", key, "whole", case=names.LOSS + case, mode=mode)))
+            for case in names.LOSSES
+        ),
+    ),
+    "handed on": Dated(
+        ("TorchTitan's Llama-1B, a step on an H200", "alone, ms"),
+        tuple(
+            (label, *cells("profile.jsonl", "c712b41", "alone_us", "ms of us", case=names.TITAN, what=what))
+            for label, what in (("`torch.compile`", "torch.compile"), ("coda", "coda"),
+                                ("coda, the norm's sum taken again", names.TAKEN_AGAIN))
+        ),
+    ),
+    "in a step": Dated(
+        ("TorchTitan's Llama-1B, kernels of a step on an H200", "before, us", "after, us"),
+        tuple(
+            (label, *(cell for what in pair for cell in cells("profile.jsonl", commit, key, "whole",
+                                                              case=names.TITAN, what=what)))
+            for label, commit, key, pair in (
+                ("rotary parts, rounded first", "efaf75d", "rotary_us", names.ROUNDED_IN_A_STEP),
+                ("norms' backward, the sum handed on", "8e93c78", "norms_us", names.HANDED_ON),
+                ("the loss, along rows", "8e93c78", "loss_forward_us", (names.HANDED_ON[0], names.ALL_OF_IT)),
+                ("its gradient, without its sum", "8e93c78", "loss_backward_us",
+                 (names.HANDED_ON[0], names.ALL_OF_IT)),
+            )
+        ),
+    ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
         tuple(

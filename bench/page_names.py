@@ -101,6 +101,12 @@ DISTRIBUTED = {
 }
 TURNED = "neighbours of [4, 4096, 16, 128] turned by a complex table, "
 ROUNDED = ("rounded behind the cat", "rounded before the cat", "written once and read once")
+ROUNDED_IN_A_STEP = ("rotary parts rounded behind the cat", "rotary parts rounded first")
+TAKEN_AGAIN = "coda, the norm's sum not handed on"
+HANDED_ON = ("the norm's sum taken again, loss by Inductor", "the norm's sum handed on")
+ALL_OF_IT = "handed on, loss along rows, gradient without its sum"
+LOSS = "cross_entropy of scores in bf16 by itself, "
+LOSSES = ("8192 x 128256", "8192 x 151936", "16384 x 50257", "32768 x 16384", "65536 x 8192")
 FLOAT8_PROFILED = "two Llama layers of width 2048, FP8 rowwise, 4 x 4096 tokens, forward and backward"
 TITAN_FSDP2 = "Llama as TorchTitan compiles it, FSDP2, width 2048, 8 layers, 16384 tokens"
 TITAN_ALONE = TITAN_FSDP2.replace("16384", "8192")
