@@ -64,7 +64,8 @@ STEP = """value{0} = tl.where(inside, {1}, -float("inf"))
 FINISH = """total{0} = tl.sum(sum{0}, 1)
     maximum{0} = tl.where((total{0} != total{0}) & (maximum{0} < float("inf")), float("nan"), maximum{0})
     total{0} = tl.where(maximum{0} == -float("inf"), float("nan"), total{0})"""
-"""Of a row of -inf alone the sum is NaN, as -inf less itself is; `tl.max` passes over NaN, the sum does not."""
+"""Of a row of -inf alone the sum is NaN, as -inf less itself is. `tl.max` passes over NaN, the sum does not: of a row
+with NaN and infinity the maximum is infinity here, and NaN in torch. Their sum is NaN in any case."""
 
 READS = {
     "tile": "tl.load({0} + m[:, None] * N + n[None, :], mask=inside, other=0.0)",

@@ -14,7 +14,7 @@ from coda_inductor.codegen import legality, target
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, rewrite
-from coda_inductor.inductor.joint_pass import require_graph, require_options
+from coda_inductor.inductor.joint_pass import require_graph, require_options, within
 from coda_inductor.inductor.records import Report
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS
 from coda_inductor.plan.built import Built
@@ -47,9 +47,11 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
         if any(node.target in FAST_PATHS for node in graph.nodes):
             hint = "torch.backends.mha.set_fastpath_enabled(False) opens them"
             raise Unsupported("its products are inside of torch's fast path for nn.TransformerEncoder", hint=hint)
-        report = rewrite(graph, settings, target_of(settings), stages=WITHOUT_PRODUCTS)
-        if report.elementwise:
-            return report
+        require_options(settings)
+        row = target.TARGETS.get(target_of(settings))
+        told = rewrite(graph, within(settings, row) if row else settings, target_of(settings), stages=WITHOUT_PRODUCTS)
+        if told.elementwise:
+            return told
         integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
         raise Unsupported("it has no matrix product" + " but of integers (aten._int_mm)" * integers)
     require_options(settings)
@@ -62,4 +64,5 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
         return Limits(unknown) if unknown else decide(plan, builts)
 
     row = target.of_name(target_of(settings))
-    return rewrite(graph, settings, row.name, Decisions(partial(legality.check, target=row), measurable))
+    decisions = Decisions(partial(legality.check, target=row), measurable)
+    return rewrite(graph, within(settings, row), row.name, decisions)

@@ -40,7 +40,7 @@ from coda_inductor.core.errors import (
 from coda_inductor.core.project import at
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import notes
-from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, copies, rewrite
+from coda_inductor.inductor.joint import WITHOUT_PRODUCTS, Stage, copies, rewrite
 from coda_inductor.inductor.records import Report
 from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.kernels import record, store
@@ -163,24 +163,24 @@ class JointPass(CustomGraphPass):
         return report
 
     def _without_products(self, graph: fx.Graph) -> Report | None:
-        """Of a graph without a product, what its backward reads is kept from what overwrites it, and long rows are read
-        once. Returns the report if a kernel is ours."""
+        """Of a graph without a product, long rows are read once, and what its backward reads is kept from what
+        overwrites it, in any case. Returns the report if a kernel is ours."""
         module = notes.owner(graph)
-        try:
+        ways: list[tuple[Settings, str, tuple[Stage, ...]]] = [(self.settings, "reference", (copies,))]
+        with contextlib.suppress(Unsupported):
+            ways.insert(0, (*without_products(self.settings, graph), WITHOUT_PRODUCTS))
+        for settings, name, stages in ways:
             try:
-                settings, name = without_products(self.settings, graph)
-            except Unsupported:
-                report = rewrite(graph, self.settings, stages=(copies,))
-            else:
-                report = rewrite(graph, settings, name, stages=WITHOUT_PRODUCTS)
-        except Exception as error:
-            self.failed(error, module.graph, "a graph")
-            return None
-        self.rewrote |= report.rewrote
-        if not report.elementwise:
-            return None
-        REPORTS.append(report)
-        return report
+                report = rewrite(module.graph, settings, name, stages=stages)
+            except Exception as error:
+                self.failed(error, module.graph, "a graph")
+                continue
+            self.rewrote |= report.rewrote
+            if not report.elementwise:
+                return None
+            REPORTS.append(report)
+            return report
+        return None
 
     def _tuner(self, graph: fx.Graph, settings: Settings, row: Target) -> Tuner:
         def lost(error: Exception) -> None:

@@ -44,6 +44,10 @@ LONG = 1 << 13
 itself: rows of 8192 take 872 us, with the pass 401, of 16384 763 and 378; shorter ones were not tried.)"""
 
 
+PICKS = (aten.gather.default, aten.index.Tensor, aten.select.int, aten.slice.Tensor)
+"""What reads a part of the rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A node that takes something of `value` over the axes that are not `kept`, which are in the node's order."""
@@ -88,7 +92,7 @@ def write_softmax_sums(graph: fx.Graph, target: str, before: Effects) -> tuple[P
         rows = {x: "N" for x in members if x.kept == whole[:-1]}
         size = reading.axes.total(whole[-1:]).static
         long = size is not None and (size >= LONG or target == "reference") and large(source, target)
-        wanted = rows and long and not is_loop(source) and sums_of(source) <= {x.node for x in rows}
+        wanted = rows and long and not is_loop(source) and readers_of(source) <= {x.node for x in rows}
         if wanted and (done := _write(graph, target, reading, source, rows, len(whole) - 1)) is not None:
             made.append(done)
     if made:
@@ -96,19 +100,19 @@ def write_softmax_sums(graph: fx.Graph, target: str, before: Effects) -> tuple[P
     return tuple(made)
 
 
-def sums_of(source: fx.Node) -> set[fx.Node]:
-    """What else takes anything over a tensor's rows or columns on its side of the graph: if it must be read for that
-    anyway, Inductor's loop takes all at once."""
+def readers_of(source: fx.Node) -> set[fx.Node]:
+    """What else reads whole rows of a tensor on its side of the graph and makes another shape of them: a sum, argmax,
+    sort. If one does, Inductor's loop may take all at once."""
     size = elements(source)
 
-    def onward(node: fx.Node) -> list[fx.Node]:
-        return [u for u in node.users if elements(u) == size and (g.is_view(u) or is_loop(u)) and beside(u)]
+    def beside(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if u.op != "output" and g.is_backward(u) == g.is_backward(source)]
 
-    def beside(user: fx.Node) -> bool:
-        return g.is_backward(user) == g.is_backward(source)
+    def same(node: fx.Node) -> bool:
+        return elements(node) == size and (g.is_view(node) or is_loop(node))
 
-    made = g.reached([source], onward)
-    return {user for node in made for user in node.users if beside(user) and g.reduction(user) is not None}
+    made = g.reached([source], lambda n: filter(same, beside(n)))
+    return {user for node in made for user in beside(node) if not same(user) and user.target not in PICKS}
 
 
 def _softmax(total: fx.Node) -> list[tuple[fx.Node, fx.Node, str]] | None:
@@ -124,7 +128,7 @@ def _softmax(total: fx.Node) -> list[tuple[fx.Node, fx.Node, str]] | None:
     if not isinstance(maximum, fx.Node) or maximum.target is not aten.amax.default or maximum.args[0] is not value:
         return None
     of, over = g.reduction(maximum), g.reduction(total)
-    if of is None or over is None or over.name != "sum" or of.dims != over.dims or not of.keepdim:
+    if of is None or over is None or of.dims != over.dims or not of.keepdim:
         return None
     return [(maximum, of.source, MAXIMUM), (total, of.source, EXPONENTIALS)]
 
@@ -138,8 +142,8 @@ def magnitude(node: fx.Node) -> fx.Node | None:
 def grouped(
     graph: fx.Graph, nodes: Mapping[fx.Node, tuple[fx.Node, str]], reading: Reading
 ) -> dict[fx.Node, list[Taken]]:
-    """What is taken of each tensor on its side of the graph, of weights also what the backward takes. `nodes` have the
-    value of which each takes something, and what."""
+    """What is taken of each tensor: on its side of the graph, and of weights on both. `nodes` have the value of which
+    each takes something, and what."""
     found, known = defaultdict[fx.Node, list[Taken]](list), dict[fx.Node, set[fx.Node]]()
     is_overwritten = overwritten(graph)
     for node, (value, what) in nodes.items():
@@ -166,7 +170,7 @@ def _above(value: fx.Node, source: fx.Node) -> set[fx.Node]:
 def _write(
     graph: fx.Graph, target: str, reading: Reading, source: fx.Node, members: dict[Taken, str], cut: int
 ) -> Pass | None:
-    """`members`: with the axis that each takes the largest over."""
+    """`members`: with the axis over which each takes something."""
     whole = axes_in_memory(reading, source)
     assert whole is not None
     m, n = (reading.axes.total(part) for part in (whole[:cut], whole[cut:]))
@@ -180,7 +184,8 @@ def _write(
     for i, x in enumerate(members):
         like = x.node.meta["val"]
         out = writing.call(op, operator.getitem, op, i)
-        out = writing.call(op, prims.convert_element_type.default, out, like.dtype)
+        if like.dtype != out.meta["val"].dtype:
+            out = writing.call(op, prims.convert_element_type.default, out, like.dtype)
         x.node.replace_all_uses_with(writing.reshape(out, list(like.shape)))
     for x in members:
         graph.erase_node(x.node)

@@ -175,7 +175,7 @@ def reduction(node: fx.Node) -> Reduction | None:
     if options or not isinstance(source, fx.Node) or tensor(source) is None:
         return None
     rank = len(sizes(source))
-    dims = tuple(int(i) % rank for i in over) if over else tuple(range(rank))
+    dims = tuple(int(i) % rank for i in over) if over and rank else tuple(range(rank))
     return Reduction(name, source, dims, keepdim, float(1 if correction is None else correction))
 
 

@@ -168,16 +168,13 @@ class Emission(Writing):
                 node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
 
     def share(self, built: Built) -> None:
-        """Gives loops the sums over columns that the epilogue takes for a Region: else they would take them again. Of
-        the forward's none that it takes in the backward."""
+        """Gives loops the sums over columns that the epilogue takes for a Region: else they would take them again."""
         for red in built.draft.sums:
-            rows, made = self.plan.rows(red), self.made[red]
-            held = self.plan.program.statistics(red, rows) if self.plan.taken(red, rows) else ()
-            for node, factor in held:
+            made = self.made[red]
+            for node, factor in self.plan.program.statistics(red, self.plan.rows(red)):
                 value, kind = g.tensor(node), g.reduction(node)
                 assert value is not None
-                late = g.is_backward(made) and not g.is_backward(node)
-                if late or kind is None or kind.name == "var" or value.dtype != built.region.compute:
+                if kind is None or kind.name == "var" or value.dtype != built.region.compute:
                     continue
                 new = made if factor == 1 else self.call(made, aten.mul.Tensor, made, float(1 / factor))
                 new = self.reshape(new, list(value.shape))

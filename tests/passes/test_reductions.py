@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.core.elementwise import EXPONENTIALS, MAXIMUM
+from coda_inductor.inductor import joint
 from coda_inductor.passes.reductions import LONG, write_softmax_sums
 from coda_inductor.patterns.effects import effects
 
@@ -33,6 +34,10 @@ def with_z(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z.flatten(0, -2), y.flatten()) + torch.logsumexp(z, -1).square().mean()
 
 
+def less(z: Tensor, maximum: Tensor) -> Tensor:
+    return (z - maximum).exp().sum(-1).log().sum()
+
+
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "mean": (entropy(), 1),
     "ignored": (entropy(ignore_index=3), 1),
@@ -44,6 +49,15 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "weighted classes": (lambda z, y: entropy(weight=torch.linspace(0.5, 1.5, COLUMNS).to(z.dtype))(z, y), 1),
     "with z": (with_z, 0),
     "probabilities": (lambda z, y: (torch.softmax(z, -1) * torch.log_softmax(z, -1)).sum() / y.numel(), 0),
+    "largest, too": (lambda z, y: entropy()(z, y) + z.argmax(-1).sum() * 0, 0),
+    "over two": (lambda z, y: entropy()(z, y) * z.sum((0, 1, 2)).sum(), 0),
+    "less another's maximum": (lambda z, y: less(z, z.flip(-1).cos().amax(-1, keepdim=True)), 0),
+    "less a maximum of columns": (lambda z, y: less(z, z.amax(1, keepdim=True)), 0),
+    "less the wrong rows": (
+        lambda z, y: less(z[:, :, :12].transpose(1, 2), z[:, :, :12].transpose(1, 2).amax(-1)[:, None]),
+        0,
+    ),
+    "less it twice": (lambda z, y: torch.sub(z, z.amax(-1, keepdim=True), alpha=2).exp().sum(-1).log().sum(), 0),
     "of the batch": (lambda z, y: torch.log_softmax(z, 0).square().mean() + y.sum() * 0, 0),
 }
 """Each with the passes over its scores: none where something else is taken over their rows, too."""
@@ -105,3 +119,46 @@ def traced(f: Callable[..., object], *args: Tensor) -> fx.Graph:
 def test_only_long_rows_of_large_tensors(rows: int, columns: int, count: int) -> None:
     graph = traced(lambda z: torch.log_softmax(z.float(), -1)[:, 0].sum(), torch.empty(rows, columns).bfloat16())
     assert len(write_softmax_sums(graph, "sm_90a", effects(graph))) == count
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("product", [False, True])
+def test_what_has_no_dimension_may_be_summed_over_one(product: bool) -> None:
+    """As torch allows, in graphs with and without a product."""
+    z, y = scores()
+    w = torch.eye(8)
+
+    def model(z: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(z.flatten(0, 1), y.flatten()).mean(0)
+        return loss + (w @ w).sum().sin().sum(-1) if product else loss
+
+    wanted = model(z, y)
+    ran = run(model, z, y, options={"target": "reference"})
+    assert ran == [] and torch.allclose(ran.output, wanted)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("how", [{"enabled": False}, {"disable": "elementwise"}])
+def test_switched_off(how: dict[str, object]) -> None:
+    ran = run(entropy(), *scores(), options={"target": "reference", **how})
+    assert [r for r in ran.reports if r.elementwise] == []
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_after_an_error_the_backward_still_reads_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a graph without a product: what its backward reads is kept from what overwrites it."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    def model(x: Tensor) -> Tensor:
+        y = x.sin() * 2
+        out = y.exp()
+        y.mul_(3)
+        return out.sum() + y.sum()
+
+    kept = list[object]()
+    monkeypatch.setattr(joint, "write_softmax_sums", broken)
+    monkeypatch.setattr(joint, "keep", lambda graph, lent: kept.append(graph))
+    ran = run(model, torch.randn(6), options={"target": "reference"})
+    assert len(ran) == 1 and "left to Inductor" in ran[0] and "broken" in ran[0] and len(kept) == 1
