@@ -94,10 +94,11 @@ def verify(record: Elementwise) -> Elementwise:
             problems.append(f"{let.name} = {let.op}{let.args}")
         names.append(let.name)
     for out in record.outputs:
-        known = out.taken in TAKEN and (out.over in TAKEN[out.taken][1] if out.over else out.taken == LARGEST)
-        taken = known and len(out.over) == 1 and out.dtype == "f32" and not out.transposed
-        mixed = record.along_rows and out.taken == LARGEST
-        if out.value not in names or mixed or (out.over + out.taken != LARGEST and not taken):
+        axes = TAKEN[out.taken][1] if out.taken in TAKEN else ""
+        reduced = len(out.over) == 1 and out.over in axes and out.dtype == "f32" and not out.transposed
+        written = not out.over and out.taken == LARGEST
+        alike = record.along_rows == (out.taken != LARGEST)
+        if out.value not in names or not alike or not (reduced or written):
             problems.append(f"{out.value} as {out.dtype}, {out.taken} over {out.over!r}")
     if problems or not record.outputs or len({*names}) < len(names):
         what = "; ".join(problems) or "no output, or a name twice"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coda_inductor.core.dtypes import DTYPES
-from coda_inductor.core.elementwise import Elementwise, Output, interpret, parse, verify
+from coda_inductor.core.elementwise import EXPONENTIALS, MAXIMUM, Elementwise, Output, interpret, parse, verify
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Let, Operand
@@ -39,6 +39,9 @@ def inputs(record: Elementwise, m: int) -> list[Tensor]:
     return [torch.randn(shapes[o.extent]).to(DTYPES[o.dtype]) for o in record.operands]
 
 
+ALONG = Output("x", "f32", False, "N", MAXIMUM)
+
+
 def changed(**fields: Any) -> Elementwise:
     return dataclasses.replace(CASTS, **fields)
 
@@ -59,6 +62,13 @@ BROKEN: list[tuple[str, Elementwise, str]] = [
     ("largest of nothing", changed(outputs=(Output("x", "f32", over="K"),)), "x as f32, largest over 'K'"),
     ("largest in 16 bits", changed(outputs=(Output("x", "bf16", over="M"),)), "x as bf16, largest over 'M'"),
     ("largest, transposed", changed(outputs=(Output("x", "f32", True, "N"),)), "x as f32, largest over 'N'"),
+    (
+        "a cast along rows",
+        changed(outputs=(Output("x", "f32", False, "N", MAXIMUM), Output("high", "e4m3"))),
+        "high as",
+    ),
+    ("exponentials of columns", changed(outputs=(Output("x", "f32", False, "M", EXPONENTIALS),)), "over 'M'"),
+    ("exponentials of all", changed(outputs=(Output("x", "f32", taken=EXPONENTIALS),)), "exponentials over ''"),
     ("no output", changed(outputs=()), "no output, or a name twice"),
     ("a name twice", with_let(Let("x", "neg", ("r",))), "no output, or a name twice"),
     ("an operand twice", changed(operands=(*CASTS.operands, Operand("r", "token", "f32"))), "or a name twice"),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from compiling import run
 from programs import relative
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -34,10 +35,6 @@ def with_z(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z.flatten(0, -2), y.flatten()) + torch.logsumexp(z, -1).square().mean()
 
 
-def less(z: Tensor, maximum: Tensor) -> Tensor:
-    return (z - maximum).exp().sum(-1).log().sum()
-
-
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "mean": (entropy(), 1),
     "ignored": (entropy(ignore_index=3), 1),
@@ -51,13 +48,6 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "probabilities": (lambda z, y: (torch.softmax(z, -1) * torch.log_softmax(z, -1)).sum() / y.numel(), 0),
     "largest, too": (lambda z, y: entropy()(z, y) + z.argmax(-1).sum() * 0, 0),
     "over two": (lambda z, y: entropy()(z, y) * z.sum((0, 1, 2)).sum(), 0),
-    "less another's maximum": (lambda z, y: less(z, z.flip(-1).cos().amax(-1, keepdim=True)), 0),
-    "less a maximum of columns": (lambda z, y: less(z, z.amax(1, keepdim=True)), 0),
-    "less the wrong rows": (
-        lambda z, y: less(z[:, :, :12].transpose(1, 2), z[:, :, :12].transpose(1, 2).amax(-1)[:, None]),
-        0,
-    ),
-    "less it twice": (lambda z, y: torch.sub(z, z.amax(-1, keepdim=True), alpha=2).exp().sum(-1).log().sum(), 0),
     "of the batch": (lambda z, y: torch.log_softmax(z, 0).square().mean() + y.sum() * 0, 0),
 }
 """Each with the passes over its scores: none where something else is taken over their rows, too."""
@@ -83,6 +73,31 @@ def test_a_loss_by_itself(name: str) -> None:
     assert relative(mine.grad, exact.grad) <= 1.1 * relative(theirs.grad, exact.grad) + 1e-7
     records = [p.record for report in ran.reports for p in report.elementwise]
     assert [{o.taken for o in r.outputs} for r in records] == [{MAXIMUM, EXPONENTIALS}] * passes
+
+
+def less(z: Tensor, maximum: Tensor, dims: tuple[int, ...] = (-1,)) -> Tensor:
+    return maximum.sum() + (z - maximum).exp().sum(dims).log().sum()
+
+
+SUMS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "its own maximum": (lambda z: less(z, z.amax(-1, keepdim=True)), 1),
+    "another's": (lambda z: less(z, z.flip(-1).cos().amax(-1, keepdim=True)), 0),
+    "of columns": (lambda z: less(z, z.amax(1, keepdim=True)), 0),
+    "of the wrong rows": (lambda z: less((x := z.flatten()[: 30 * 30].view(30, 30)), x.amax(-1)), 0),
+    "twice": (lambda z: torch.sub(z, (m := z.amax(-1, keepdim=True)), alpha=2).exp().sum(-1).log().sum() + m.sum(), 0),
+    "of two dimensions": (lambda z: less(z, z.amax((1, 2), keepdim=True), (1, 2)), 0),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_relative_to_a_maximum(name: str) -> None:
+    """Only those relative to the maximum of the same rows are taken with it."""
+    model, passes = SUMS[name]
+    z, _ = scores()
+    ran = run(model, z, options={"target": "reference"})
+    assert ran == [] and torch.allclose(ran.output, model(z))
+    assert sum(len(report.elementwise) for report in ran.reports) == passes
 
 
 ODD = {
@@ -138,9 +153,11 @@ def test_what_has_no_dimension_may_be_summed_over_one(product: bool) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("how", [{"enabled": False}, {"disable": "elementwise"}])
-def test_switched_off(how: dict[str, object]) -> None:
-    ran = run(entropy(), *scores(), options={"target": "reference", **how})
+@pytest.mark.parametrize("how", ["enabled", "disable", "cpp_wrapper"])
+def test_switched_off(how: str) -> None:
+    more: dict[str, dict[str, object]] = {"enabled": {"enabled": False}, "disable": {"disable": "elementwise"}}
+    with inductor_config.patch(cpp_wrapper=how == "cpp_wrapper"):
+        ran = run(entropy(), *scores(), options={"target": "reference", **more.get(how, {})})
     assert [r for r in ran.reports if r.elementwise] == []
 
 
