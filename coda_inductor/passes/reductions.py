@@ -128,7 +128,7 @@ def _softmax(total: fx.Node) -> list[tuple[fx.Node, fx.Node, str]] | None:
     if not isinstance(maximum, fx.Node) or maximum.target is not aten.amax.default or maximum.args[0] is not value:
         return None
     of, over = g.reduction(maximum), g.reduction(total)
-    if of is None or over is None or of.dims != over.dims or not of.keepdim:
+    if of is None or over is None or not of.keepdim:
         return None
     return [(maximum, of.source, MAXIMUM), (total, of.source, EXPONENTIALS)]
 
