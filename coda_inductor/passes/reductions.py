@@ -6,7 +6,7 @@ both: rows for one product, columns for another. Inductor reads the tensor twice
 
 Along rows: so are the maximum of a long row and the sum of exp(x - maximum), as the loss takes them of scores that no
 epilogue makes. TorchTitan compiles its loss by itself. Inductor's loop reads at half of what memory gives. (H200, 8192
-x 128256 in bf16: 1,137 us, the pass 527, bench/results/loss.jsonl.)
+x 128256 in bf16: 1,137 us, the pass 526, bench/results/loss.jsonl.)
 """
 
 from __future__ import annotations

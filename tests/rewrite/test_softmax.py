@@ -136,12 +136,15 @@ def test_through_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "exp" in baseline and "logsumexp" not in baseline
 
 
+OFF = Settings(target="reference", disable=frozenset({"softmax", "elementwise"}))
+
+
 def test_what_no_epilogue_takes_is_written_as_it_was() -> None:
     """151 columns, and a vector of as many numbers of 16 bits: no kernel reads that."""
     model, x = Classifier(151), inputs(torch.bfloat16, 151)
     model.head = nn.Linear(WIDTH, 151)
     model = model.bfloat16()
-    for settings in (Settings(target="sm_90a"), Settings(target="reference", disable=frozenset({"softmax"}))):
+    for settings in (Settings(target="sm_90a"), OFF):
         (graph,) = captured(model, *x)
         rewrite_for(graph.graph, settings)
         targets = [n.target for n in graph.graph.nodes]
