@@ -49,9 +49,9 @@ def rewrite_for(graph: fx.Graph, settings: Settings, decide: Decide = UNTUNED) -
             raise Unsupported("its products are inside of torch's fast path for nn.TransformerEncoder", hint=hint)
         require_options(settings)
         row = target.TARGETS.get(target_of(settings))
-        told = rewrite(graph, within(settings, row) if row else settings, target_of(settings), stages=WITHOUT_PRODUCTS)
-        if told.elementwise:
-            return told
+        done = rewrite(graph, within(settings, row) if row else settings, target_of(settings), stages=WITHOUT_PRODUCTS)
+        if done.elementwise:
+            return done
         integers = any(node.target is torch.ops.aten._int_mm.default for node in graph.nodes)
         raise Unsupported("it has no matrix product" + " but of integers (aten._int_mm)" * integers)
     require_options(settings)

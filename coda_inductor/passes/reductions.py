@@ -39,7 +39,7 @@ from coda_inductor.patterns.infer import Reading, read_axes
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.order import sort
 
-LONG = 1 << 13
+LONG_ROWS = 1 << 13
 """The columns of rows along which a pass takes sums. (H200, 2 ** 30 bytes of scores in bf16, the forward of a loss by
 itself: rows of 8192 take 872 us, with the pass 401, of 16384 763 and 378; shorter ones were not tried.)"""
 
@@ -91,7 +91,7 @@ def write_softmax_sums(graph: fx.Graph, target: str, before: Effects) -> tuple[P
         assert whole is not None
         rows = {x: "N" for x in members if x.kept == whole[:-1]}
         size = reading.axes.total(whole[-1:]).static
-        long = size is not None and (size >= LONG or target == "reference") and large(source, target)
+        long = size is not None and (size >= LONG_ROWS or target == "reference") and large(source, target)
         wanted = rows and long and not is_loop(source) and readers_of(source) <= {x.node for x in rows}
         if wanted and (done := _write(graph, target, reading, source, rows, len(whole) - 1)) is not None:
             made.append(done)

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.core.elementwise import EXPONENTIALS, MAXIMUM
 from coda_inductor.inductor import joint
-from coda_inductor.passes.reductions import LONG, write_softmax_sums
+from coda_inductor.passes.reductions import LONG_ROWS, write_softmax_sums
 from coda_inductor.patterns.effects import effects
 
 aten = torch.ops.aten
@@ -132,7 +132,9 @@ def traced(f: Callable[..., object], *args: Tensor) -> fx.Graph:
         return make_fx(f, select_decomp_table())(*(mode.from_tensor(a) for a in args)).graph
 
 
-@pytest.mark.parametrize(("rows", "columns", "count"), [(1 << 11, LONG, 1), (1 << 12, LONG // 2, 0), (8, LONG, 0)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "count"), [(1 << 11, LONG_ROWS, 1), (1 << 12, LONG_ROWS // 2, 0), (8, LONG_ROWS, 0)]
+)
 def test_only_long_rows_of_large_tensors(rows: int, columns: int, count: int) -> None:
     graph = traced(lambda z: torch.log_softmax(z.float(), -1)[:, 0].sum(), torch.empty(rows, columns).bfloat16())
     assert len(write_softmax_sums(graph, "sm_90a", effects(graph))) == count
