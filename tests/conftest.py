@@ -99,6 +99,7 @@ SLOW = (
     "test_compiled_cases.py::test_other_extents_share_the_kernel[all]",
     "test_distributed.py::test_losses_and_gradients_are_eagers[all]",
     "test_targets.py::test_cases_compile_and_fit[sm_103a]",
+    "test_random_effects.py::test_most_random_programs_get_regions[all]",
     "test_cancelling.py::test_eagers_are_inductors",
     "test_cli_check.py::test_the_compiler_makes_them_for_any_target",
     "test_cli_kernels.py::test_kernels_of_two_targets_are_kept_apart",

@@ -331,6 +331,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
 
 
 @pytest.mark.parametrize("i", range(len(MUTATIONS)), ids=lambda i: f"{MUTATIONS[i][0].__name__}-{i}")
+@pytest.mark.sampled
 def test_a_broken_guard_is_seen(i: int, mutate: pytest.MonkeyPatch) -> None:
     expect_red(mutate, *MUTATIONS[i])
 
