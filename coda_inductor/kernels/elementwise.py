@@ -36,9 +36,8 @@ class TritonKernel:
         self.integers = {len(record.operands) + i for i in self.largest}
         """The arguments that the kernel compares as integers."""
         self.compiled = dict[tuple[object, ...], Any]()
-        self.block = BLOCK_OF_LARGEST if len(self.largest) == len(record.outputs) else BLOCK
-        if record.along_rows:
-            self.block = BLOCK_OF_ROWS
+        of_largest = len(self.largest) == len(record.outputs)
+        self.block = BLOCK_OF_ROWS if record.along_rows else BLOCK_OF_LARGEST if of_largest else BLOCK
         try:
             self.function = load_module(text, module_name(text, KIND), open_store(cache_dir)).kernel
         except ImportError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -41,7 +41,7 @@ from coda_inductor.write.order import sort
 
 LONG_ROWS = 1 << 13
 """The columns of rows along which a pass takes sums. (H200, 2 ** 30 bytes of scores in bf16, the forward of a loss by
-itself: rows of 8192 take 872 us, with the pass 401, of 16384 763 and 378; shorter ones were not tried.)"""
+itself: rows of 8192 take 872 us, with the pass 372, of 16384 763 and 366; shorter ones were not tried.)"""
 
 
 PICKS = (aten.gather.default, aten.index.Tensor, aten.select.int, aten.slice.Tensor)
@@ -58,42 +58,54 @@ class Taken:
     what: str = LARGEST
 
 
+Found = Mapping[fx.Node, tuple[fx.Node, str]]
+"""Nodes that take something, with the value of which they do, and what."""
+Choose = Callable[[Reading, fx.Node, tuple[int, ...], list[Taken]], tuple[dict[Taken, str], int]]
+"""What one pass takes of a tensor, of all that is taken of it: each with the axis over which it is, "M" or "N"; and
+where the axes of the tensor, as they lie, are cut into these. Nothing, if there is no pass."""
+
+
 def write_maxima(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, ...]:
     """Puts the passes into a graph, in place; `before` are its effects before it was rewritten."""
-    nodes = [n for n in graph.find_nodes(op="call_function", target=aten.amax.default) if magnitude(n) is not None]
-    if len(nodes) < 2:
-        return ()
-    reading, made = read_axes(graph), list[Pass]()
+    nodes = graph.find_nodes(op="call_function", target=aten.amax.default)
     found = {n: (x, LARGEST) for n in nodes if (x := magnitude(n)) is not None}
-    for source, members in grouped(graph, found, reading).items():
-        whole = axes_in_memory(reading, source)
-        assert whole is not None
+
+    def choose(
+        reading: Reading, source: fx.Node, whole: tuple[int, ...], members: list[Taken]
+    ) -> tuple[dict[Taken, str], int]:
         cut = next((len(x.kept) for x in members if x.kept == whole[: len(x.kept)]), 0)
         over = {whole[:cut]: "N", whole[cut:]: "M"}
         both = {x: over[x.kept] for x in members if x.kept in over}
-        wanted = len({*both.values()}) == 2 and large(source, target)
-        if wanted and (done := _write(graph, target, reading, source, both, cut)) is not None:
-            made.append(done)
-    if made:
-        sort(graph, before)
-    return tuple(made)
+        return both if len({*both.values()}) == 2 else {}, cut
+
+    return _passes(graph, target, before, found, choose) if len(found) > 1 else ()
 
 
 def write_softmax_sums(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, ...]:
     """Puts the passes along rows into a graph, in place; `before` are its effects before it was rewritten."""
-    pairs = [pair for n in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList) if (pair := _softmax(n))]
-    if not pairs:
-        return ()
+    totals = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    found = {node: (value, what) for n in totals for node, value, what in _softmax(n)}
+
+    def choose(
+        reading: Reading, source: fx.Node, whole: tuple[int, ...], members: list[Taken]
+    ) -> tuple[dict[Taken, str], int]:
+        rows = {x: "N" for x in members if x.kept == whole[:-1]}
+        size = reading.axes.total(whole[-1:]).static
+        long = size is not None and (size >= LONG_ROWS or target == "reference")
+        wanted = long and not is_loop(source) and readers_of(source) <= {x.node for x in rows}
+        return rows if wanted else {}, len(whole) - 1
+
+    return _passes(graph, target, before, found, choose) if found else ()
+
+
+def _passes(graph: fx.Graph, target: str, before: Effects, found: Found, choose: Choose) -> tuple[Pass, ...]:
     reading, made = read_axes(graph), list[Pass]()
-    found = {n: (value, what) for pair in pairs for n, value, what in pair}
     for source, members in grouped(graph, found, reading).items():
         whole = axes_in_memory(reading, source)
         assert whole is not None
-        rows = {x: "N" for x in members if x.kept == whole[:-1]}
-        size = reading.axes.total(whole[-1:]).static
-        long = size is not None and (size >= LONG_ROWS or target == "reference") and large(source, target)
-        wanted = rows and long and not is_loop(source) and readers_of(source) <= {x.node for x in rows}
-        if wanted and (done := _write(graph, target, reading, source, rows, len(whole) - 1)) is not None:
+        chosen, cut = choose(reading, source, whole, members)
+        wanted = chosen and large(source, target)
+        if wanted and (done := _write(graph, target, reading, source, chosen, cut)) is not None:
             made.append(done)
     if made:
         sort(graph, before)
@@ -115,21 +127,21 @@ def readers_of(source: fx.Node) -> set[fx.Node]:
     return {user for node in made for user in beside(node) if not same(user) and user.target not in PICKS}
 
 
-def _softmax(total: fx.Node) -> list[tuple[fx.Node, fx.Node, str]] | None:
+def _softmax(total: fx.Node) -> list[tuple[fx.Node, fx.Node, str]]:
     """The maximum and the sum of a softmax, with the value that they are of: m = amax(x), sum(exp(x - m)). Of a sum
-    whose exponentials somebody else reads, None: that reads the value anyway."""
+    whose exponentials somebody else reads, nothing: that reads the value anyway."""
     exp = total.args[0]
     if not isinstance(exp, fx.Node) or exp.target is not aten.exp.default or len(exp.users) != 1:
-        return None
+        return []
     shifted = exp.args[0]
     if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor or shifted.kwargs:
-        return None
+        return []
     value, maximum = shifted.args
     if not isinstance(maximum, fx.Node) or maximum.target is not aten.amax.default or maximum.args[0] is not value:
-        return None
+        return []
     of, over = g.reduction(maximum), g.reduction(total)
     if of is None or over is None or not of.keepdim:
-        return None
+        return []
     return [(maximum, of.source, MAXIMUM), (total, of.source, EXPONENTIALS)]
 
 
@@ -139,11 +151,8 @@ def magnitude(node: fx.Node) -> fx.Node | None:
     return root.all_input_nodes[0] if root.target is aten.abs.default else None
 
 
-def grouped(
-    graph: fx.Graph, nodes: Mapping[fx.Node, tuple[fx.Node, str]], reading: Reading
-) -> dict[fx.Node, list[Taken]]:
-    """What is taken of each tensor: on its side of the graph, and of weights on both. `nodes` have the value of which
-    each takes something, and what."""
+def grouped(graph: fx.Graph, nodes: Found, reading: Reading) -> dict[fx.Node, list[Taken]]:
+    """What is taken of each tensor: on its side of the graph, and of weights on both."""
     found, known = defaultdict[fx.Node, list[Taken]](list), dict[fx.Node, set[fx.Node]]()
     is_overwritten = overwritten(graph)
     for node, (value, what) in nodes.items():
