@@ -27,7 +27,7 @@ from coda_inductor.inductor.sites import absorbed, fired, reason, site
 from coda_inductor.inductor.undefined import add_where_read
 from coda_inductor.passes.blocks import Blocks, write_blocks
 from coda_inductor.passes.casts import Cast, may_widen, round_first, widen_last, write_wide
-from coda_inductor.passes.complex import as_real
+from coda_inductor.passes.complex import as_real, pack_pairs
 from coda_inductor.passes.dropped import read_dropped
 from coda_inductor.passes.elementwise import Pass, write_passes
 from coda_inductor.passes.embedding import write_rows
@@ -263,6 +263,12 @@ def reductions(work: Work) -> None:
         work.elementwise += write(work.graph, work.target, work.before.effects)
 
 
+def packed_pairs(work: Work) -> None:
+    """Pairs of neighbours that no Region takes are read and written as one number of 32 bits."""
+    if work.may(COMPLEX):
+        work.casts += pack_pairs(work.graph, work.target)
+
+
 def tables(work: Work) -> None:
     """Sines and scales that many elements read, and tensors that several products or passes read, are stored once."""
     work.tables = put_into_memory(work.graph, work.settings)
@@ -328,6 +334,7 @@ STAGES: tuple[Stage, ...] = (
     regions,
     row_blocks,
     reductions,
+    packed_pairs,
     tables,
     wide_products,
     plain,

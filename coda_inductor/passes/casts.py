@@ -36,12 +36,14 @@ from coda_inductor.write.writing import ORIGIN, Writing
 
 ALIGNED = 8  # what Inductor pads to: an odd product is better off padded
 WIDE, EARLY, FAST = "written in float32", "rounded before being copied", "added up fast"
+PACKED = "read and written as integers, one for two numbers"
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
-    user's line. Or of a number that multiplied scores (factors.py), or a product that is added up FAST (scaled.py)."""
+    user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py), or
+    pairs of numbers that are PACKED (complex.py)."""
 
     node: str
     shape: str
@@ -56,7 +58,7 @@ class Cast:
     @property
     def absorbed(self) -> tuple[str, ...]:
         """The operations that nobody runs any more."""
-        return () if self.what in (EARLY, FAST) else (self.node,)
+        return () if self.what in (EARLY, FAST, PACKED) else (self.node,)
 
     @classmethod
     def of(cls, node: fx.Node, what: str, source: str) -> Cast:

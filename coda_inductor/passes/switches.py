@@ -35,7 +35,8 @@ PASSES = {
     WINDOWS: "no Region: attention by a mask that shows a window of tokens is torch's flash attention without a mask",
     GROUPED: "no Region: keys and values that are repeated for several heads are read once by all of them, and nothing "
     "is copied for attention to read",
-    COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones",
+    COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones; loops "
+    "read and write pairs of neighbours as integers",
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
     "the largest of its rows and columns, and of long rows of scores the maximum and the sum of a softmax",
     PREFIX: "no Region: rows that stay beside those that a rotary embedding turns, as class tokens, are turned by 0",

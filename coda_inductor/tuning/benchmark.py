@@ -20,8 +20,9 @@ from coda_inductor.core import blocks
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
 from coda_inductor.measure import tune
+from coda_inductor.passes.complex import pack_pairs
 from coda_inductor.passes.reductions import write_maxima
-from coda_inductor.passes.switches import ELEMENTWISE, NAMES, allowed
+from coda_inductor.passes.switches import COMPLEX, ELEMENTWISE, NAMES, allowed
 from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns.effects import effects
 from coda_inductor.patterns.sizes import hint
@@ -112,6 +113,8 @@ def as_in_the_whole(graph: fx.Graph, settings: Settings) -> None:
     """Does to a program what is done to the user's graph behind the Regions, in place."""
     if allowed(ELEMENTWISE, NAMES, settings):
         write_maxima(graph, SM_90A.name, effects(graph))
+    if allowed(COMPLEX, NAMES, settings):
+        pack_pairs(graph, SM_90A.name)
     put_into_memory(graph, settings)
 
 

@@ -1,7 +1,9 @@
-"""8-bit products in the form that Regions read: what is computed once, how matrices lie, what is largest."""
+"""8-bit products in the form that Regions read: what is computed once, how matrices lie, what is largest, which casts
+are left to Inductor."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,11 +14,15 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.ops.custom import STORED
+from coda_inductor.passes import elementwise
+from coda_inductor.passes.elementwise import write_passes
+from coda_inductor.passes.reductions import write_maxima
 from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share
 from coda_inductor.passes.tables import store_shared, store_sources
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.layout import TRANSPOSES, dense
+from coda_inductor.write.verifying import Before
 
 M, N, K = 32, 48, 64
 
@@ -246,3 +252,21 @@ def test_other_scales_add_up_as_they_ask() -> None:
     told = add_up_fast(module.graph)
     assert [c.node for c in told] == [n.name for n in others[1:-1]]
     assert [g.operands(n).fast for n in (first, *others)] == [False, True, True, True, False]
+
+
+def rows_and_columns(x: Tensor) -> tuple[Tensor, ...]:
+    rows, columns = Scaled(x, -1), Scaled(x, 0)
+    return rows.data, columns.data.t().contiguous(), rows.scale, columns.scale
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_is_small_is_left(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
+    """A pass takes longer to launch than it saves; on the target that interprets, all are made."""
+    monkeypatch.setattr(elementwise, "WORTH", N * K + more)
+    module = traced(rows_and_columns, torch.randn(N, K))
+    for target, count in (("sm_90a", not more), ("reference", True)):
+        graph = copy.deepcopy(module.graph)
+        before = Before.of(graph)
+        made, left = write_passes(graph, target, before)
+        assert len(made) == count and {*left.values()} == ({elementwise.SMALL} if not count else set())
+        assert len(write_maxima(graph, target, before.effects)) == count
