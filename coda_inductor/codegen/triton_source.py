@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from coda_inductor.codegen.source import literal
 from coda_inductor.core.dtypes import FORMATS
-from coda_inductor.core.elementwise import EXPONENTIALS, Elementwise
+from coda_inductor.core.elementwise import COLUMN, EXPONENTIALS, Elementwise
 from coda_inductor.core.ops import OPS
 
 KIND = "elementwise"
@@ -81,6 +81,7 @@ LARGEST_OVER = {
     "N": "tl.atomic_max({0} + m, tl.max({1}, 1), mask=m < M, sem='relaxed')",
     "M": "tl.atomic_max({0} + n, tl.max({1}, 0), mask=n < N, sem='relaxed')",
 }
+NUMBER = "n.to(tl.float32)[None, :]"
 MAGNITUDE = "tl.where(inside, tl.cast({0}, tl.int32, bitcast=True) & 0x7fffffff, 0)"
 
 
@@ -92,7 +93,7 @@ def render(record: Elementwise) -> str:
         body.append(f"x{i} = {READS[o.extent].format(f'in{i}')}.to(tl.float32)")
     for i, let in enumerate(record.lets):
         args = [spelled[a] if isinstance(a, str) else literal(a) for a in let.args]
-        body.append(f"t{i} = {OPS[let.op].triton.format(*args)}")
+        body.append(f"t{i} = {NUMBER if let.op == COLUMN else OPS[let.op].triton.format(*args)}")
         spelled[let.name] = f"t{i}"
     pointers = [f"in{i}" for i in range(len(record.operands))] + [f"out{i}" for i in range(len(record.outputs))]
     if record.along_rows:

@@ -33,6 +33,9 @@ TAKEN: dict[str, tuple[Callable[[Tensor, int], Tensor], str]] = {
 """What may be taken of a value [M, N], and over which axes: its largest magnitude; its maximum; and the sum of exp(x -
 maximum), of which a softmax is made. NaN is larger than any number. The last two walk along whole rows."""
 
+COLUMN = "column"
+"""A statement's operation without arguments: the number of the column, from 0, up to 2 ** 24."""
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -90,7 +93,9 @@ def verify(record: Elementwise) -> Elementwise:
     problems += [f"{o.name} per {o.extent}" for o in record.operands if o.extent not in (*SHAPE, "tile", "scalar")]
     for let in record.lets:
         known = all(a in names for a in let.args if isinstance(a, str))
-        if let.op not in OPS or not OPS[let.op].triton or len(let.args) != OPS[let.op].arity or not known:
+        row = OPS.get(let.op)
+        computed = bool(row and row.triton and len(let.args) == row.arity and known)
+        if not computed and (let.op, let.args) != (COLUMN, ()):
             problems.append(f"{let.name} = {let.op}{let.args}")
         names.append(let.name)
     for out in record.outputs:
@@ -112,8 +117,10 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
     for o, x in zip(record.operands, inputs, strict=True):
         shape = SHAPE.get(o.extent, () if o.extent == "scalar" else x.shape)
         values[o.name] = x.to(torch.float32).reshape(shape)
+    columns = torch.arange(record.n, dtype=torch.float32, device=inputs[0].device).reshape(SHAPE["feature"])
     for let in record.lets:
-        values[let.name] = OPS[let.op].torch(*(values[a] if isinstance(a, str) else a for a in let.args))
+        args = [values[a] if isinstance(a, str) else a for a in let.args]
+        values[let.name] = columns if let.op == COLUMN else OPS[let.op].torch(*args)
     shape = inputs[record.tile].shape
     made = []
     for out in record.outputs:

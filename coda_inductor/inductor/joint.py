@@ -36,7 +36,7 @@ from coda_inductor.passes.joined import in_vain, split_joined
 from coda_inductor.passes.parts import Packed, split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.prefix import write_prefixes
-from coda_inductor.passes.reductions import write_maxima, write_softmax_sums
+from coda_inductor.passes.reductions import write_gradients, write_maxima, write_softmax_sums
 from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
     BLOCKS,
@@ -263,6 +263,12 @@ def reductions(work: Work) -> None:
         work.elementwise += write(work.graph, work.target, work.before.effects)
 
 
+def scores_alone(work: Work) -> None:
+    """The gradient of scores that a graph is given, as of a loss that is compiled by itself, is one pass."""
+    if work.may(ELEMENTWISE):
+        work.elementwise += write_gradients(work.graph, work.target, work.before.effects)
+
+
 def packed_pairs(work: Work) -> None:
     """Pairs of neighbours that no Region takes are read and written as one number of 32 bits."""
     if work.may(COMPLEX):
@@ -344,7 +350,7 @@ STAGES: tuple[Stage, ...] = (
 )
 """The order, which is meant: a plain product is what no Region took, copies are made of the finished graph, and what is
 kept is what that keeps."""
-WITHOUT_PRODUCTS: tuple[Stage, ...] = (reductions, copies)
+WITHOUT_PRODUCTS: tuple[Stage, ...] = (reductions, scores_alone, copies)
 """Those of a graph that has no matrix product, as a loss that is compiled by itself."""
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES, EIGHT_BITS, NARROW
-from coda_inductor.core.elementwise import Elementwise, Output, verify
+from coda_inductor.core.elementwise import COLUMN, Elementwise, Output, verify
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Let, Operand
@@ -85,9 +85,13 @@ class Expression:
     full: frozenset[int]
     operands: dict[fx.Node, str] = field(default_factory=dict)
     lets: list[Let] = field(default_factory=list)
+    columns: fx.Node | None = None
+    """What numbers the columns, if something does."""
 
     def value(self, node: fx.Node) -> str:
         """The name of a node's value."""
+        if node is self.columns:
+            return self._let(COLUMN)
         if axes(self.reading, node) != self.full or node is self.source:
             return self.operands.setdefault(node, f"in{len(self.operands)}")
         if g.is_view(node):

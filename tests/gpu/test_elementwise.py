@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coda_inductor.core.dtypes import DTYPES
-from coda_inductor.core.elementwise import EXPONENTIALS, MAXIMUM, Elementwise, Output, interpret, verify
+from coda_inductor.core.elementwise import COLUMN, EXPONENTIALS, MAXIMUM, Elementwise, Output, interpret, verify
 from coda_inductor.core.region import Let, Operand
 from coda_inductor.kernels.elementwise import triton_kernel
 
@@ -132,3 +132,24 @@ def test_sums_along_rows(m: int, n: int, odd: bool, tmp_path: Path) -> None:
             triton_kernel(record, str(tmp_path))([x, r], outs)
             for out, w in zip(outs, wanted, strict=True):
                 assert out is None or torch.allclose(out, w, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize(("m", "n"), [*SIZES, (5, 50257)])
+def test_gradients_of_scores_are_the_interpreters(m: int, n: int, dtype: str, tmp_path: Path) -> None:
+    operands = [Operand("x", "tile", dtype), Operand("m", "token", "f32"), Operand("t", "token", "f32")]
+    operands.append(Operand("g", "scalar", "f32"))
+    lets = [Let("d", "sub", ("x", "m")), Let("e", "exp", ("d",)), Let("n", COLUMN, ()), Let("a", "sub", ("n", "t"))]
+    lets += [Let("b", "abs", ("a",)), Let("c", "min", ("b", 1.0)), Let("h", "sub", ("c", 1.0))]
+    lets += [Let("p", "add", ("e", "h")), Let("q", "mul", ("p", "g"))]
+    record = verify(Elementwise(n, tuple(operands), tuple(lets), (Output("q", dtype),)))
+    tmp_path.chmod(0o700)
+    for _ in range(2):  # fresh inputs
+        x, top, _, number = given(record, m, False)
+        target = torch.randint(0, n, (m,), device="cuda").float()
+        inputs = [x, top + 4.0, target, number]
+        wanted = interpret(record, inputs)
+        outs = [torch.full_like(o, float("nan")) for o in wanted]
+        triton_kernel(record, str(tmp_path))(inputs, outs)
+        error = 2**-7 if dtype == "bf16" else 1e-6
+        torch.testing.assert_close(outs[0], wanted[0], rtol=error, atol=1e-6)
