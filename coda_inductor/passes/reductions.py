@@ -287,7 +287,7 @@ def _gradient(graph: fx.Graph, target: str, rows: fx.Node, columns: fx.Node) -> 
     if len(lasts) != 1:
         return None
     reading, (last,) = read_axes(graph), lasts
-    if last not in reading.dims or not g.is_backward(last):
+    if last not in reading.dims or any(is_loop(u) or g.reduction(u) is not None for u in readers(last)):
         return None
     source = source_of(last.all_input_nodes[0] if g.is_cast(last) else last, reading, {})
     if source is None or source.op != "placeholder" or not large(source, target) or overwritten(graph)(source):

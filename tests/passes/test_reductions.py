@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.core.elementwise import EXPONENTIALS, MAXIMUM
 from coda_inductor.inductor import joint
-from coda_inductor.passes.reductions import LONG_ROWS, write_softmax_sums
+from coda_inductor.passes.reductions import LONG_ROWS, WHOLE, write_gradients, write_softmax_sums
 from coda_inductor.patterns.effects import effects
 
 aten = torch.ops.aten
@@ -35,22 +36,23 @@ def with_z(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z.flatten(0, -2), y.flatten()) + torch.logsumexp(z, -1).square().mean()
 
 
-LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
-    "mean": (entropy(), 1),
-    "ignored": (entropy(ignore_index=3), 1),
-    "sum": (entropy(reduction="sum"), 1),
-    "smoothed": (entropy(label_smoothing=0.1), 0),
-    "times a number": (lambda z, y: entropy()(z * 0.7, y), 1),
-    "of what a loop makes": (lambda z, y: entropy()(z.sin(), y), 0),
-    "two losses": (lambda z, y: entropy()(z, y) + entropy(ignore_index=2)(z, y) ** 2, 1),
-    "weighted classes": (lambda z, y: entropy(weight=torch.linspace(0.5, 1.5, COLUMNS).to(z.dtype))(z, y), 1),
-    "with z": (with_z, 0),
-    "probabilities": (lambda z, y: (torch.softmax(z, -1) * torch.log_softmax(z, -1)).sum() / y.numel(), 0),
-    "largest, too": (lambda z, y: entropy()(z, y) + z.argmax(-1).sum() * 0, 0),
-    "over two": (lambda z, y: entropy()(z, y) * z.sum((0, 1, 2)).sum(), 0),
-    "of the batch": (lambda z, y: torch.log_softmax(z, 0).square().mean() + y.sum() * 0, 0),
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, int]] = {
+    "mean": (entropy(), 1, 1),
+    "ignored": (entropy(ignore_index=3), 1, 1),
+    "sum": (entropy(reduction="sum"), 1, 1),
+    "smoothed": (entropy(label_smoothing=0.1), 0, 0),
+    "times a number": (lambda z, y: entropy()(z * 0.7, y), 1, 1),
+    "of what a loop makes": (lambda z, y: entropy()(z.sin(), y), 0, 0),
+    "two losses": (lambda z, y: entropy()(z, y) + entropy(ignore_index=2)(z, y) ** 2, 1, 0),
+    "weighted classes": (lambda z, y: entropy(weight=torch.linspace(0.5, 1.5, COLUMNS).to(z.dtype))(z, y), 1, 0),
+    "with z": (with_z, 0, 1),
+    "probabilities": (lambda z, y: (torch.softmax(z, -1) * torch.log_softmax(z, -1)).sum() / y.numel(), 0, 0),
+    "largest, too": (lambda z, y: entropy()(z, y) + z.argmax(-1).sum() * 0, 0, 1),
+    "over two": (lambda z, y: entropy()(z, y) * z.sum((0, 1, 2)).sum(), 0, 1),
+    "of the batch": (lambda z, y: torch.log_softmax(z, 0).square().mean() + y.sum() * 0, 0, 0),
 }
-"""Each with the passes over its scores: none where something else is taken over their rows, too."""
+"""Each with the passes over its scores, none where something else is taken over their rows, too; and with those that
+make its gradient, none where that is not of one number in each row, or of several losses."""
 
 
 def scores(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -62,7 +64,7 @@ def scores(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_by_itself(name: str) -> None:
     """The loss and the gradient, nearly as near to float64 as eager's."""
-    loss, passes = LOSSES[name]
+    loss, passes, gradients = LOSSES[name]
     z, y = scores()
     mine, theirs, exact = (x.clone().requires_grad_() for x in (z, z, z.double()))
     ran = run(loss, mine, y, grad=True, options={"target": "reference"})
@@ -72,7 +74,8 @@ def test_a_loss_by_itself(name: str) -> None:
     assert ran == [] and mine.grad is not None and theirs.grad is not None and exact.grad is not None
     assert relative(mine.grad, exact.grad) <= 1.1 * relative(theirs.grad, exact.grad) + 1e-7
     records = [p.record for report in ran.reports for p in report.elementwise]
-    assert [{o.taken for o in r.outputs} for r in records] == [{MAXIMUM, EXPONENTIALS}] * passes
+    taken = [{o.taken for o in r.outputs} for r in records if r.along_rows]
+    assert taken == [{MAXIMUM, EXPONENTIALS}] * passes and len(records) == passes + gradients
 
 
 def less(z: Tensor, maximum: Tensor, dims: tuple[int, ...] = (-1,)) -> Tensor:
@@ -183,3 +186,73 @@ def test_after_an_error_the_backward_still_reads_copies(monkeypatch: pytest.Monk
     monkeypatch.setattr(joint, "keep", lambda graph, lent: kept.append(graph))
     ran = run(model, torch.randn(6), options={"target": "reference"})
     assert len(ran) == 1 and "left to Inductor" in ran[0] and "broken" in ran[0] and len(kept) == 1
+
+
+def hot(index: Tensor, dim: int = 1, number: float = -3.0, base: float = 0.0) -> Tensor:
+    return torch.full((ROWS, COLUMNS), base).scatter(dim, index, number)
+
+
+class Given(torch.autograd.Function):
+    """Of a number that does not depend on z, a gradient of z."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, y: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(z, y)
+        ctx.name = name
+        return z.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return PLACES[ctx.name][0](*ctx.saved_tensors) * gradients[0], None, None
+
+
+PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "one number in each row": (lambda z, y: z.exp() * hot(y), 1),
+    "another": (lambda z, y: z.exp() + hot(y, number=2.0), 1),
+    "of ones": (lambda z, y: z.exp() * hot(y, base=1.0), 0),
+    "in each column": (lambda z, y: z.exp() * hot(torch.zeros(1, COLUMNS).long(), 0), 0),
+    "two numbers": (lambda z, y: z.exp() * hot(torch.cat((y, (y + 1) % COLUMNS), 1)), 0),
+    "in some rows": (lambda z, y: z.exp() * hot(y[1:]), 0),
+    "summed over the rows": (lambda z, y: z.exp() * (h := hot(y) * (z[:, :1] + 1)) - h.sum(-1, keepdim=True), 1),
+    "summed over the columns": (lambda z, y: z.exp() * (h := hot(y)) - h.sum(0, keepdim=True), 0),
+    "of what a loop makes": (lambda z, y: z.sin().exp() * hot(y), 0),
+    "a loop reads it": (lambda z, y: (z.exp() * hot(y)).sin(), 0),
+    "a sum reads it": (lambda z, y: (z.exp() * hot(y)).sum(-1, keepdim=True).expand(ROWS, COLUMNS), 0),
+    "read in another way, too": (lambda z, y: z.exp() * (h := hot(y)) + h.cumsum(-1), 0),
+    "beside a product": (lambda z, y: z.exp() * hot(y) + (torch.ones(9, 9) @ torch.ones(9, 9)).sum(), 0),
+    "transposed": (lambda z, y: (z.view(COLUMNS, ROWS).t().exp() * hot(y)).t().reshape(ROWS, COLUMNS), 0),
+}
+"""Gradients, each with the passes that make it."""
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", PLACES)
+def test_gradients_of_one_number_in_each_row(name: str) -> None:
+    torch.manual_seed(0)
+    z, y = torch.randn(ROWS, COLUMNS), torch.randint(0, COLUMNS, (ROWS, 1))
+    mine = z.clone().requires_grad_()
+
+    def number(z: Tensor, y: Tensor) -> Any:
+        return Given.apply(z, y, name)  # type: ignore[no-untyped-call]
+
+    ran = run(number, mine, y, grad=True, options={"target": "reference", "strict": True})
+    ran.output.backward()
+    torch.testing.assert_close(mine.grad, PLACES[name][0](z, y))
+    assert sum(len(report.elementwise) for report in ran.reports) == PLACES[name][1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "count"),
+    [(1 << 11, LONG_ROWS, 1), (1 << 12, LONG_ROWS // 2, 0), (8, LONG_ROWS, 0), (2, WHOLE + 16, 0)],
+)
+def test_only_gradients_of_long_rows_of_large_tensors(rows: int, columns: int, count: int) -> None:
+    def gradient(z: Tensor, y: Tensor) -> Tensor:
+        return torch.zeros(rows, columns).scatter(1, y, -1.0) * z.float()
+
+    graph = traced(gradient, torch.empty(rows, columns).bfloat16(), torch.empty(rows, 1, dtype=torch.long))
+    for node in graph.nodes:
+        node.meta["partitioner_tag"] = "is_backward" if node.op == "call_function" else "is_forward"
+    nodes = [node.name for node in graph.nodes]
+    with next(node.meta["val"] for node in graph.nodes).fake_mode:
+        assert len(write_gradients(graph, "sm_90a", effects(graph))) == count
+    assert count or nodes == [node.name for node in graph.nodes]
