@@ -192,6 +192,13 @@ def hot(index: Tensor, dim: int = 1, number: float = -3.0, base: float = 0.0) ->
     return torch.full((ROWS, COLUMNS), base).scatter(dim, index, number)
 
 
+def halves(x: Tensor) -> Tensor:
+    return x.view(2, ROWS // 2, COLUMNS)
+
+
+EACH = torch.tensor([1.5, -2.0])[:, None, None]
+
+
 class Given(torch.autograd.Function):
     """Of a number that does not depend on z, a gradient of z."""
 
@@ -214,7 +221,12 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "two numbers": (lambda z, y: z.exp() * hot(torch.cat((y, (y + 1) % COLUMNS), 1)), 0),
     "in some rows": (lambda z, y: z.exp() * hot(y[1:]), 0),
     "summed over the rows": (lambda z, y: z.exp() * (h := hot(y) * (z[:, :1] + 1)) - h.sum(-1, keepdim=True), 1),
-    "summed over the columns": (lambda z, y: z.exp() * (h := hot(y)) - h.sum(0, keepdim=True), 0),
+    "summed over the columns": (lambda z, y: z.exp() * (h := hot(y) * z[:, :1].exp()) - h.sum(0, keepdim=True), 0),
+    "summed with other weights": (lambda z, y: z.exp() * (h := hot(y)) - (h * z).sum(-1, keepdim=True), 0),
+    "summed with a number more": (lambda z, y: z.exp() * (h := hot(y)) - (h + z[:, :1]).sum(-1, keepdim=True), 0),
+    "summed to rows alone": (lambda z, y: z.exp() * (h := hot(y)) - (h * z[:, :1]).sum(-1)[:, None], 0),
+    "in the first column": (lambda z, y: z.exp() * hot(y % ROWS, 0), 0),
+    "other numbers for each sequence": (lambda z, y: (halves(z).exp() * halves(hot(y)) * EACH).view(ROWS, COLUMNS), 0),
     "of what a loop makes": (lambda z, y: z.sin().exp() * hot(y), 0),
     "a loop reads it": (lambda z, y: (z.exp() * hot(y)).sin(), 0),
     "a sum reads it": (lambda z, y: (z.exp() * hot(y)).sum(-1, keepdim=True).expand(ROWS, COLUMNS), 0),
@@ -256,3 +268,18 @@ def test_only_gradients_of_long_rows_of_large_tensors(rows: int, columns: int, c
     with next(node.meta["val"] for node in graph.nodes).fake_mode:
         assert len(write_gradients(graph, "sm_90a", effects(graph))) == count
     assert count or nodes == [node.name for node in graph.nodes]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_scores_that_are_overwritten_in_between_are_left(writes: bool) -> None:
+    """Of a graph that writes in its middle, as chained passes may leave."""
+
+    def model(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = z.exp() * torch.zeros(ROWS, COLUMNS).scatter(1, y, 2.0)
+        if writes:
+            z.mul_(2)
+        return out, z.cos()
+
+    graph = traced(model, torch.empty(ROWS, COLUMNS), torch.empty(ROWS, 1, dtype=torch.long))
+    with next(node.meta["val"] for node in graph.nodes).fake_mode:
+        assert len(write_gradients(graph, "reference", effects(graph))) == (not writes)
