@@ -141,6 +141,31 @@ TIMED: dict[str, Dated] = {
             )
         ),
     ),
+    "pairs and gradients": Dated(
+        ("TorchTitan's Llama-1B, a step on an H200", "alone, ms"),
+        tuple(
+            (label, *cells("profile.jsonl", "011b9ef", "alone_us", "ms of us", case=names.TITAN, what=what))
+            for label, what in (("`torch.compile`", "torch.compile"), ("coda, neither", names.PACKED[0]),
+                                ("coda, pairs as integers", "coda, pairs alone"), ("coda, both", names.PACKED[1]))
+        ),
+    ),
+    "kernels of pairs and gradients": Dated(
+        ("TorchTitan's Llama-1B, kernels of a step on an H200", "before, us", "after, us"),
+        tuple(
+            (label, *(cell for what in names.PACKED for cell in cells("profile.jsonl", "011b9ef", key, "whole",
+                                                                      case=names.TITAN, what=what)))
+            for label, key in (("rotary embeddings", "rotary_us"), ("gradient of the scores", "loss_backward_us"))
+        ),
+    ),
+    "whole rows": Dated(
+        ("gradients of an RMSNorm, its weight and a residual, in bf16, H200", "`torch.compile`, us", "by hand, us"),
+        tuple(
+            (size, *(cell for what in ("torch.compile", "a Triton kernel by hand")
+                     for cell in cells("profile.jsonl", "on the way to 011b9ef", "us", "us",
+                                       case=f"{names.NORMS}, {size}, bf16", what=what)))
+            for size in ("8192 x 2048", "16384 x 2048", "16384 x 4096")
+        ),
+    ),
     "fast accumulation": Dated(
         ("rowwise, two layers of width 2048", "ms", "difference of gradients"),
         tuple(

@@ -258,15 +258,11 @@ def row_blocks(work: Work) -> None:
 
 
 def reductions(work: Work) -> None:
-    """What no Region takes over rows and columns is one pass over memory, for both or for a softmax."""
-    for write in (write_maxima, write_softmax_sums) if work.may(ELEMENTWISE) else ():
+    """What no Region takes over rows and columns is one pass over memory, for both or for a softmax; so are, in a graph
+    without a product, gradients of scores."""
+    alone = (write_gradients,) if work.device is None else ()
+    for write in (write_maxima, write_softmax_sums, *alone) if work.may(ELEMENTWISE) else ():
         work.elementwise += write(work.graph, work.target, work.before.effects)
-
-
-def scores_alone(work: Work) -> None:
-    """The gradient of scores that a graph is given, as of a loss that is compiled by itself, is one pass."""
-    if work.may(ELEMENTWISE):
-        work.elementwise += write_gradients(work.graph, work.target, work.before.effects)
 
 
 def packed_pairs(work: Work) -> None:
@@ -350,7 +346,7 @@ STAGES: tuple[Stage, ...] = (
 )
 """The order, which is meant: a plain product is what no Region took, copies are made of the finished graph, and what is
 kept is what that keeps."""
-WITHOUT_PRODUCTS: tuple[Stage, ...] = (reductions, scores_alone, copies)
+WITHOUT_PRODUCTS: tuple[Stage, ...] = (reductions, copies)
 """Those of a graph that has no matrix product, as a loss that is compiled by itself."""
 
 

@@ -6,7 +6,7 @@ complex operations to eager kernels, each a pass over memory of its own, with a 
 
 Such a loop reads each pair of 16-bit numbers four times, every second number at a time, and chooses for each number
 that it writes. Where no epilogue took it, it reads and writes a pair as one integer of 32 bits: the bits are the same.
-(H200, the rotary embeddings of a step of TorchTitan's Llama-1B: 729 us for 1,170, bench/results/profile.jsonl.)
+(H200, the rotary embeddings of a step of TorchTitan's Llama-1B: 799 us for 1,170, bench/results/profile.jsonl.)
 """
 
 from __future__ import annotations

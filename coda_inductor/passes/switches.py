@@ -38,7 +38,8 @@ PASSES = {
     COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones; loops "
     "read and write pairs of neighbours as integers",
     ELEMENTWISE: "no Region: casts of one tensor to 8 bits, in rows and transposed, are one pass over memory; so are "
-    "the largest of its rows and columns, and of long rows of scores the maximum and the sum of a softmax",
+    "the largest of its rows and columns, and of long rows of scores the maximum and the sum of a softmax, and their "
+    "gradient",
     PREFIX: "no Region: rows that stay beside those that a rotary embedding turns, as class tokens, are turned by 0",
     HEADS: "no Region: what is computed of a part of each head, as a rotary embedding, is computed of all parts and "
     "chosen",
