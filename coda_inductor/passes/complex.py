@@ -22,7 +22,8 @@ from coda_inductor.passes.tables import is_loop, readers
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import ordered
 from coda_inductor.patterns.graph import aten, prims
-from coda_inductor.patterns.layout import alike, dense, major_to_minor
+from coda_inductor.patterns.layout import alike, dense, major_to_minor, strides
+from coda_inductor.patterns.sizes import ONE
 from coda_inductor.patterns.slices import lane, step
 from coda_inductor.schedule.kinds import elements, kind_of
 from coda_inductor.write.strides import OutputStrides
@@ -110,6 +111,8 @@ def pack_pairs(graph: fx.Graph, target: str) -> tuple[Cast, ...]:
         low = writing.call(cat, aten.bitwise_and.Scalar, low, 0xFFFF)
         high = writing.call(cat, aten.bitwise_left_shift.Tensor_Scalar, high, 16)
         both = writing.call(cat, aten.bitwise_or.Tensor, low, high)
+        if not dense(both):  # it lies as what it is made of, the cat does not
+            both = writing.call(cat, aten.clone.default, both, memory_format=torch.contiguous_format)
         packed = writing.call(cat, aten.view.dtype, both, cat.meta["val"].dtype)
         found.append(Cast.of(cat, PACKED, g.source_line(cat) or g.source_line(parts[0])))
         cat.replace_all_uses_with(writing.reshape(packed, list(cat.meta["val"].shape)))
@@ -125,7 +128,9 @@ def _neighbours(cat: fx.Node, target: str) -> list[fx.Node]:
     value, parts = g.tensor(cat), list(cat.all_input_nodes)
     if value is None or value.dtype not in NARROW or cat.args[1:] not in ((-1,), (value.dim() - 1,)):
         return []
-    if cat.args[0] != parts or len(parts) != 2 or value.shape[-1] != 2 or value.dim() < 2 or value.shape[-2] == 1:
+    if cat.args[0] != parts or len(parts) != 2 or value.shape[-1] != 2 or value.dim() < 2 or g.sizes(cat)[-2] == ONE:
+        return []
+    if any(p.meta["val"].dtype != value.dtype or strides(p.meta["val"])[-2] != ONE for p in parts):
         return []
     stored = dense(cat) and not any(map(is_loop, readers(cat)))
     return parts if stored and (target == "reference" or elements(cat) >= LARGE) else []
@@ -185,6 +190,7 @@ def _unpack(graph: fx.Graph, base: fx.Node, nodes: list[fx.Node]) -> None:
         half = writing.call(node, aten.bitwise_right_shift.Tensor_Scalar, whole, 16) if index else whole
         half = writing.call(node, prims.convert_element_type.default, half, torch.int16)
         half = writing.call(node, aten.view.dtype, half, base.meta["val"].dtype)
+        half = writing.reshape(half, [*node.meta["val"].shape])  # a chunk has one dimension more
         node.replace_all_uses_with(writing.instead(node, prims.convert_element_type.default, half, wide))
 
 

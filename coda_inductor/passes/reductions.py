@@ -44,10 +44,12 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Effects
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.infer import Reading, read_axes
+from coda_inductor.patterns.sizes import ONE
 from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.order import sort
 from coda_inductor.write.writing import Writing
 
+LARGEST_NUMBER = torch.finfo(torch.float32).max
 WHOLE = 1 << 24
 """Numbers up to here are float32's, too: the most columns of which each knows its place."""
 LONG_GRADIENTS, STEP = 1 << 14, 8
@@ -240,25 +242,30 @@ def write_gradients(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass
 
 
 def _long_rows_of_one(scatter: fx.Node, target: str) -> bool:
-    """Does it put one number into each long row of zeros?"""
-    value, (zeros, dim, index, number) = scatter.meta["val"], scatter.args[:4]
-    if (
-        len(scatter.args) != 4
-        or scatter.kwargs
-        or not isinstance(index, fx.Node)
-        or not isinstance(number, int | float)
-    ):
+    """Does it put one number into each long row of float32 zeros?"""
+    value = scatter.meta["val"]
+    if len(scatter.args) != 4 or scatter.kwargs or value.dtype != torch.float32:
         return False
-    columns, last = value.shape[-1], value.dim() - 1
+    zeros, dim, index, number = scatter.args
+    if not isinstance(index, fx.Node) or not isinstance(number, int | float) or not abs(number) <= LARGEST_NUMBER:
+        return False
+    columns = value.shape[-1]
     if not isinstance(columns, int) or columns > WHOLE:
         return False
     long = target == "reference" or (columns >= LONG_GRADIENTS and columns % STEP == 0)
-    return long and dim in (-1, last) and is_zero(zeros) and index.meta["val"].shape == (*value.shape[:-1], 1)
+    return long and dim in (-1, value.dim() - 1) and is_zero(zeros) and _of_rows(index, scatter)
+
+
+def _of_rows(node: fx.Node, scatter: fx.Node) -> bool:
+    """Is it a number for each row?"""
+    found = g.sizes(node)
+    return found[:-1] == g.sizes(scatter)[:-1] and found[-1:] == (ONE,)
 
 
 def _by_place(graph: fx.Graph, scatter: fx.Node) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
     """The numbers n of columns. And what puts a number c into each row, at t, and sums over such rows times another for
-    each, with what stands for them: c [n = t] = c (1 - min(|n - t|, 1)), of which the sum over n is c."""
+    each, with what stands for them: c [n = t] = c (1 - min(|n - t|, 1)), of which the sum over n is c. (Of an infinite
+    factor that sum is infinite here, and NaN in torch.)"""
     _, _, index, number = scatter.args
     assert isinstance(index, fx.Node) and isinstance(number, int | float)
     writing, value = Writing(graph, scatter), scatter.meta["val"]
@@ -269,11 +276,14 @@ def _by_place(graph: fx.Graph, scatter: fx.Node) -> tuple[fx.Node, list[tuple[fx
     )
     away = writing.call(scatter, aten.abs.default, writing.call(scatter, aten.sub.Tensor, columns, place))
     away = writing.call(scatter, aten.clamp_max.default, away, 1.0)
-    there = writing.call(scatter, aten.sub.Tensor, away, 1.0)
-    found = [(scatter, writing.call(scatter, aten.mul.Tensor, there, -float(number)))]
+    if number > 0:  # zeros are positive
+        there = writing.call(scatter, aten.add.Tensor, writing.call(scatter, aten.neg.default, away), 1.0)
+    else:
+        there = writing.call(scatter, aten.sub.Tensor, away, 1.0)
+    found = [(scatter, writing.call(scatter, aten.mul.Tensor, there, abs(float(number))))]
     for times in scatter.users:
         factor = next((a for a in times.all_input_nodes if a is not scatter), None)
-        if times.target is not aten.mul.Tensor or factor is None or factor.meta["val"].shape[-1:] != (1,):
+        if times.target is not aten.mul.Tensor or factor is None or not _of_rows(factor, scatter):
             continue
         for total in times.users:
             of_rows = g.reduction(total)
@@ -302,6 +312,13 @@ def _gradient(graph: fx.Graph, target: str, rows: fx.Node, columns: fx.Node) -> 
     if whole is None or whole != axes_in_memory(reading, last):
         return None
     expression = Expression(reading, source, axes(reading, source), columns=columns)
+
+    def inside(node: fx.Node) -> bool:
+        return node is not source and node in reading.dims and axes(reading, node) == expression.full
+
+    known = g.reached([last], lambda n: n.all_input_nodes if inside(n) else ())
+    if not known <= reading.dims.keys() or tuple(i for d in reading.roots(columns) for i in d) != whole[-1:]:
+        return None
     value, size = expression.value(last), reading.axes.total(whole[-1:]).static
     operands = expression.loads(whole, len(whole) - 1)
     if operands is None or size is None or size != last.meta["val"].shape[-1]:

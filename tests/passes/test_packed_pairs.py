@@ -94,6 +94,27 @@ def repeated(z: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs).flatten(1).to(z.dtype) @ torch.ones(2 * WIDTH, WIDTH, dtype=z.dtype)
 
 
+def chunked(z: Tensor, turns: Tensor) -> Tensor:
+    """Numbers of pairs that keep a dimension of their own, and a factor that fits without it."""
+    a, b = z.view(T, 2, 2, 2, 2).chunk(2, -1)
+    v = torch.linspace(-1, 1, 2 * T).view(T, 1, 2, 1, 1).to(z.dtype) * turns.real[0, 0].to(z.dtype)
+    return torch.cat((a * v - b * v, b * v + a * v), -1).flatten(1)
+
+
+def of_two_dtypes(z: Tensor, turns: Tensor) -> Tensor:
+    """A number and an integer."""
+    (c, s), z = parts_of(turns), z.unflatten(-1, (HEADS, -1))
+    a, b = z[..., ::2], z[..., 1::2]
+    return torch.cat(((a * c - b * s).to(z.dtype)[..., None], (b * 3).int()[..., None]), -1).flatten(1)
+
+
+def turned_by_columns(z: Tensor, turns: Tensor) -> Tensor:
+    """A table that lies transposed, of which the loop's result would lie so, too."""
+    c, s, z = turns.real.t().contiguous().t(), turns.imag.t().contiguous().t(), z[:, :HEAD] @ z[:HEAD, :HEAD]
+    a, b = z[..., ::2], z[..., 1::2]
+    return torch.stack((c * a - s * b, c * b + s * a), -1).to(z.dtype).flatten(1) @ z[:HEAD, :1].expand(HEAD, WIDTH)
+
+
 def copied(z: Tensor, turns: Tensor) -> Tensor:
     """A copy, which a loop makes."""
     return combed(z.view(WIDTH, T).t().contiguous(), turns)
@@ -128,6 +149,9 @@ CASES: dict[str, tuple[Program, torch.dtype, int]] = {
     "chunks that become neighbours": (chunks, torch.bfloat16, 0),
     "pairs of pairs": (pairs_of_pairs, torch.bfloat16, 0),
     "repeated": (repeated, torch.bfloat16, 0),
+    "chunked": (chunked, torch.bfloat16, 1),
+    "of two dtypes": (of_two_dtypes, torch.bfloat16, 0),
+    "turned by columns": (turned_by_columns, torch.bfloat16, 0),
     "copied": (copied, torch.bfloat16, 0),
     "rounded": (rounded, torch.bfloat16, 0),
     "widened": (widened, torch.bfloat16, 0),
@@ -207,3 +231,21 @@ def test_rows_and_sizes_that_are_symbols() -> None:
     ran = run(chained(turned), *given, options=ONLY).output
     assert torch.equal(ran.nan_to_num(7.0), chained(turned)(*given).nan_to_num(7.0))
     assert packed() == 1
+
+
+@pytest.mark.usefixtures("uncached")
+def test_what_is_returned_lies_as_in_eager() -> None:
+    """Though it is made of what lies otherwise."""
+
+    def keys(x: Tensor, w: Tensor, turns: Tensor) -> Tensor:
+        z = (x @ w).unflatten(-1, (HEADS, -1)).transpose(0, 1)
+        a, b = z[..., ::2], z[..., 1::2]
+        return (
+            torch.stack((a * turns.real - b * turns.imag, b * turns.real + a * turns.imag), -1).to(x.dtype).flatten(-2)
+        )
+
+    x, w, _, turns = inputs(torch.bfloat16)
+    wanted = keys(x, w, turns)
+    found = run(keys, x, w, turns, options=ONLY).output
+    assert packed() == 1 and found.stride() == wanted.stride()
+    torch.testing.assert_close(found, wanted, equal_nan=True)

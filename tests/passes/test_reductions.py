@@ -196,6 +196,7 @@ def halves(x: Tensor) -> Tensor:
     return x.view(2, ROWS // 2, COLUMNS)
 
 
+TURNED = torch.arange(COLUMNS)[:, None] % ROWS
 EACH = torch.tensor([1.5, -2.0])[:, None, None]
 
 
@@ -228,6 +229,12 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "in the first column": (lambda z, y: z.exp() * hot(y % ROWS, 0), 0),
     "other numbers for each sequence": (lambda z, y: (halves(z).exp() * halves(hot(y)) * EACH).view(ROWS, COLUMNS), 0),
     "of what a loop makes": (lambda z, y: z.sin().exp() * hot(y), 0),
+    "of columns that are rows": (lambda z, y: z.exp() * torch.zeros(COLUMNS, ROWS).scatter(1, TURNED, 2.0).t(), 0),
+    "of one row": (lambda z, y: z.exp() * torch.zeros(1, ROWS * COLUMNS).scatter(1, y[:1], 2.0).view_as(z), 0),
+    "masked": (lambda z, y: z.exp() * hot(y) * (z > 0).float(), 0),
+    "infinite": (lambda z, y: z.exp() + hot(y, number=float("inf")), 0),
+    "an integer": (lambda z, y: z.exp() * torch.zeros(ROWS, COLUMNS, dtype=torch.long).scatter(1, y, 2.7).float(), 0),
+    "summed with one number": (lambda z, y: z.exp() * (h := hot(y)) - (h * EACH[0, 0]).sum(-1, keepdim=True), 0),
     "a loop reads it": (lambda z, y: (z.exp() * hot(y)).sin(), 0),
     "a sum reads it": (lambda z, y: (z.exp() * hot(y)).sum(-1, keepdim=True).expand(ROWS, COLUMNS), 0),
     "read in another way, too": (lambda z, y: z.exp() * (h := hot(y)) + h.cumsum(-1), 0),
@@ -289,3 +296,44 @@ def test_scores_that_are_overwritten_in_between_are_left(writes: bool) -> None:
     graph = traced(model, torch.empty(ROWS, COLUMNS), torch.empty(ROWS, 1, dtype=torch.long))
     with next(node.meta["val"] for node in graph.nodes).fake_mode:
         assert len(write_gradients(graph, "reference", effects(graph))) == (not writes)
+
+
+Z = torch.randn(ROWS, 3, COLUMNS, generator=torch.Generator().manual_seed(0))
+LYING: dict[str, tuple[Tensor, int]] = {
+    "as it is": (Z.clone(), 1),
+    "rows in another order": (Z.transpose(0, 1), 0),
+    "rows as columns": (Z[:, 0].repeat(1, 2)[:, :ROWS].contiguous().t(), 0),
+    "with gaps": (Z[..., :16], 0),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", LYING)
+def test_what_it_makes_lies_as_in_eager(name: str, dynamic: bool) -> None:
+    z, passes = LYING[name]
+    y = torch.arange(z[..., :1].numel()).view(z[..., :1].shape) * 7 % z.shape[-1]
+
+    def model(z: Tensor, y: Tensor) -> Tensor:
+        return z.exp() + torch.zeros(z.shape).scatter(-1, y, 2.0)
+
+    if dynamic:
+        for x in (z, y):
+            torch._dynamo.mark_dynamic(x, 0)
+    ran = run(model, z, y, options={"target": "reference", "strict": True})
+    wanted = model(z, y)
+    torch.testing.assert_close(ran.output, wanted)
+    assert ran.output.stride() == wanted.stride() and ran == []
+    known = passes and not dynamic  # that there is a place for each row
+    assert sum(len(report.elementwise) for report in ran.reports) == known
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("number", [2.0, -2.0])
+def test_zeros_have_no_sign(number: float) -> None:
+    def model(z: Tensor, y: Tensor) -> Tensor:
+        return z * hot(y, number=number)
+
+    z, y = torch.rand(ROWS, COLUMNS), torch.zeros(ROWS, 1).long()
+    ran = run(model, z, y, options={"target": "reference", "strict": True})
+    assert torch.equal(ran.output.signbit(), model(z, y).signbit())
