@@ -128,7 +128,8 @@ def _neighbours(cat: fx.Node, target: str) -> list[fx.Node]:
     value, parts = g.tensor(cat), list(cat.all_input_nodes)
     if value is None or value.dtype not in NARROW or cat.args[1:] not in ((-1,), (value.dim() - 1,)):
         return []
-    if cat.args[0] != parts or len(parts) != 2 or value.shape[-1] != 2 or value.dim() < 2 or g.sizes(cat)[-2] == ONE:
+    pairs = value.dim() > 1 and isinstance(value.shape[-1], int) and value.shape[-1] == 2
+    if cat.args[0] != parts or len(parts) != 2 or not pairs or g.sizes(cat)[-2] == ONE:
         return []
     if any(p.meta["val"].dtype != value.dtype or strides(p.meta["val"])[-2] != ONE for p in parts):
         return []

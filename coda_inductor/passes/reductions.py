@@ -244,7 +244,7 @@ def write_gradients(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass
 def _long_rows_of_one(scatter: fx.Node, target: str) -> bool:
     """Does it put one number into each long row of float32 zeros?"""
     value = scatter.meta["val"]
-    if len(scatter.args) != 4 or scatter.kwargs or value.dtype != torch.float32:
+    if len(scatter.args) != 4 or scatter.kwargs or value.dtype != torch.float32 or not value.dim():
         return False
     zeros, dim, index, number = scatter.args
     if not isinstance(index, fx.Node) or not isinstance(number, int | float) or not abs(number) <= LARGEST_NUMBER:

@@ -249,3 +249,15 @@ def test_what_is_returned_lies_as_in_eager() -> None:
     found = run(keys, x, w, turns, options=ONLY).output
     assert packed() == 1 and found.stride() == wanted.stride()
     torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_put_beside_something_of_any_size_adds_no_guard() -> None:
+    def beside(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ w, torch.cat((x[:, :1], y), -1)
+
+    x, w, *_ = inputs(torch.bfloat16)
+    y = torch.randn(T, 5).bfloat16()
+    torch._dynamo.mark_dynamic(y, 1)
+    ran = run(beside, x, y, w, options=ONLY)
+    assert ran == [] and ran.output[1].shape == (T, 6)

@@ -337,3 +337,11 @@ def test_zeros_have_no_sign(number: float) -> None:
     z, y = torch.rand(ROWS, COLUMNS), torch.zeros(ROWS, 1).long()
     ran = run(model, z, y, options={"target": "reference", "strict": True})
     assert torch.equal(ran.output.signbit(), model(z, y).signbit())
+
+
+def test_a_number_is_no_row() -> None:
+    def model(z: Tensor, y: Tensor) -> Tensor:
+        return z.exp() * torch.zeros(()).scatter(0, y, 2.0)
+
+    graph = traced(model, torch.empty(()), torch.empty((), dtype=torch.long))
+    assert write_gradients(graph, "reference", effects(graph)) == ()
