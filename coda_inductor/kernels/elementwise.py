@@ -21,9 +21,20 @@ BLOCK = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8}
 BLOCK_OF_LARGEST = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 2}
 """Of twelve the fastest for the largest of rows and columns: 93 us, where BLOCK takes 125, 16384 x 8192."""
 BLOCK_OF_TILES = {"BLOCK_M": 1, "BLOCK_N": 2048, "num_warps": 4}
-"""Of twenty-four the fastest for what is written as it lies: 985 us, 8192 x 128256 scores' gradient in bf16 (H200)."""
+"""Of thirty-two that were tried by hand the fastest for what is written as it lies: 985 us for the gradient of 8192 x
+128256 scores in bf16 (H200)."""
 BLOCK_OF_ROWS = {"BLOCK_M": 1, "BLOCK_N": 4096, "num_warps": 4}
 """Of eleven the fastest for sums along rows of 128256: 526 us, the others 541 to 946 (H200, 8192 rows)."""
+
+
+def block_of(record: Elementwise) -> dict[str, int]:
+    """What a program takes at a time."""
+    if record.along_rows:
+        return BLOCK_OF_ROWS
+    if all(out.over for out in record.outputs):
+        return BLOCK_OF_LARGEST
+    as_it_lies = not any(out.over or out.transposed for out in record.outputs)
+    return BLOCK_OF_TILES if as_it_lies else BLOCK
 
 
 class TritonKernel:
@@ -38,10 +49,7 @@ class TritonKernel:
         self.integers = {len(record.operands) + i for i in self.largest}
         """The arguments that the kernel compares as integers."""
         self.compiled = dict[tuple[object, ...], Any]()
-        of_largest = len(self.largest) == len(record.outputs)
-        tiles = not any(out.over or out.transposed for out in record.outputs)
-        blocks = {record.along_rows: BLOCK_OF_ROWS, of_largest: BLOCK_OF_LARGEST, tiles: BLOCK_OF_TILES}
-        self.block = blocks.get(True, BLOCK)
+        self.block = block_of(record)
         try:
             self.function = load_module(text, module_name(text, KIND), open_store(cache_dir)).kernel
         except ImportError as error:

@@ -49,9 +49,10 @@ from coda_inductor.schedule.kinds import elements
 from coda_inductor.write.order import sort
 from coda_inductor.write.writing import Writing
 
-LARGEST_NUMBER = torch.finfo(torch.float32).max
-WHOLE = 1 << 24
-"""Numbers up to here are float32's, too: the most columns of which each knows its place."""
+GREATEST = torch.finfo(torch.float32).max
+"""The greatest number that may stand in a row."""
+EXACT = 1 << 24
+"""Whole numbers up to here are float32's, too: the most columns of which each knows its place."""
 LONG_GRADIENTS, STEP = 1 << 14, 8
 """The columns of rows of which a pass makes gradients, and of which number they are a multiple. (H200, 2 ** 30 bytes of
 scores in bf16, forward and backward of a loss by itself: rows of 8192 take 1,253 us, with the pass 1,456, of 16384
@@ -219,8 +220,9 @@ def _write(
 
 
 def write_gradients(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, ...]:
-    """Puts the gradients of scores that the graph is given into it as passes, in place; `before` are its effects before
-    it was rewritten. (A graph's own scores may be overwritten by their gradient, which no pass does.)"""
+    """Puts what is made of given scores and of one number in each row, as the gradient of a loss, into a graph as
+    passes, in place; `before` are its effects before it was rewritten. (A graph's own scores may be overwritten by
+    their gradient, which no pass does.)"""
     made = list[Pass]()
     for scatter in graph.find_nodes(op="call_function", target=aten.scatter.value):
         if not _long_rows_of_one(scatter, target):
@@ -247,10 +249,10 @@ def _long_rows_of_one(scatter: fx.Node, target: str) -> bool:
     if len(scatter.args) != 4 or scatter.kwargs or value.dtype != torch.float32 or not value.dim():
         return False
     zeros, dim, index, number = scatter.args
-    if not isinstance(index, fx.Node) or not isinstance(number, int | float) or not abs(number) <= LARGEST_NUMBER:
+    if not isinstance(index, fx.Node) or not isinstance(number, int | float) or not abs(number) <= GREATEST:
         return False
     columns = value.shape[-1]
-    if not isinstance(columns, int) or columns > WHOLE:
+    if not isinstance(columns, int) or columns > EXACT:
         return False
     long = target == "reference" or (columns >= LONG_GRADIENTS and columns % STEP == 0)
     return long and dim in (-1, value.dim() - 1) and is_zero(zeros) and _of_rows(index, scatter)

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coda_inductor.core.elementwise import EXPONENTIALS, MAXIMUM
 from coda_inductor.inductor import joint
-from coda_inductor.passes.reductions import LONG_GRADIENTS, LONG_ROWS, WHOLE, write_gradients, write_softmax_sums
+from coda_inductor.passes.reductions import EXACT, LONG_GRADIENTS, LONG_ROWS, write_gradients, write_softmax_sums
 from coda_inductor.patterns.effects import effects
 
 aten = torch.ops.aten
@@ -267,7 +267,7 @@ def test_gradients_of_one_number_in_each_row(name: str) -> None:
         (1 << 12, LONG_GRADIENTS // 2, 0),
         (1 << 11, LONG_GRADIENTS + 4, 0),
         (8, LONG_GRADIENTS, 0),
-        (2, WHOLE + 16, 0),
+        (2, EXACT + 16, 0),
     ],
 )
 def test_only_gradients_of_long_rows_of_large_tensors(rows: int, columns: int, count: int) -> None:
