@@ -64,6 +64,12 @@ def read_by_a_loop(z: Tensor, turns: Tensor) -> Tensor:
     return turned(z, turns).sin()
 
 
+def read_by_loops(z: Tensor, turns: Tensor) -> Tensor:
+    """Two loops read the result, each of which would turn it anew."""
+    y = turned(z, turns)
+    return y / y.nan_to_num(1.0, 1.0, 1.0).abs().amax(0)
+
+
 def of_a_loop(z: Tensor, turns: Tensor) -> Tensor:
     """What is turned is computed, and would have to be stored."""
     return turned(z.sin(), turns)
@@ -144,6 +150,7 @@ CASES: dict[str, tuple[Program, torch.dtype, int]] = {
     "halves that become neighbours": (apart, torch.bfloat16, 0),
     "one of two": (one_of_two, torch.bfloat16, 0),
     "a loop reads them": (read_by_a_loop, torch.bfloat16, 0),
+    "two loops read them": (read_by_loops, torch.bfloat16, 1),
     "a loop makes them": (of_a_loop, torch.bfloat16, 0),
     "beside others": (beside, torch.bfloat16, 0),
     "chunks that become neighbours": (chunks, torch.bfloat16, 0),
