@@ -175,4 +175,29 @@ TIMED: dict[str, Dated] = {
                                 ("coda, fast", "coda fast"))
         ),
     ),
+    "rows held": Dated(
+        ("rows of bf16, H200", *(f"{f}, {side}, us" for f in names.HELD.values() for side in ("looped", "held"))),
+        tuple(
+            (size, *(cell for f in names.HELD for side in ("looped_us", "held_us")
+                     for cell in cells("held.jsonl", "4f38885", side, "us", case=f"{f}, {size}")))
+            for size in names.HELD_SIZES
+        ),
+    ),
+    "blocks of casts": Dated(
+        ("casts to FP8, H200", "128 x 128, 8 warps, us", "64 x 128, 4 warps, us", "64 x 64, 4 warps, us"),
+        tuple(
+            (case, *(cell for block in ("128x128, 8", "64x128, 4", "64x64, 4")
+                     for cell in cells("float8.jsonl", "4f38885", f"us/{case}/{block}", "us", case=names.CAST_BLOCKS)))
+            for case in (f"{kind}, 16384 x {n}" for kind in ("transposed", "both") for n in (2048, 8192))
+        ),
+    ),
+    "FP8 rows held": Dated(
+        ("FP8 rowwise, 2 layers of width 2048, H200", "before", "after"),
+        tuple(
+            (label, *(cell for side in ("before", "after")
+                      for cell in cells("float8.jsonl", names.HELD_AT, f"{key}/{side}", how, case=names.HELD_STEP)))
+            for label, key, how in (("alone, ms", "alone_ms", "ms"), ("Inductor's loops, us", "loops_us", "whole"),
+                                    ("passes over memory, us", "passes_us", "whole"))
+        ),
+    ),
 }  # fmt: skip

@@ -107,6 +107,11 @@ HANDED_ON = ("the norm's sum taken again, loss by Inductor", "the norm's sum han
 NORMS = "gradients of an RMSNorm, its weight and a residual"
 PACKED = ("coda, neither", "coda, both")
 ALL_OF_IT = "handed on, loss along rows, gradient without its sum"
+HELD = {"rms": "RMSNorm", "layer": "LayerNorm", "rms_to_fp8": "RMSNorm to FP8",
+        "rms_gradient": "gradient of an RMSNorm", "layer_gradient": "of a LayerNorm"}  # fmt: skip
+HELD_SIZES = (*(f"16384 x {n}" for n in (1536, 2048, 2560, 4096)), "8192 x 5120", "8192 x 8192")
+HELD_STEP, HELD_AT = "2 layers of Llama, rowwise, width 2048, before and after", "e82152a and rows held"
+CAST_BLOCKS = "kernel alone: casts transposed, or in both layouts, or the largest of rows and columns"
 LOSS = "cross_entropy of scores in bf16 by itself, "
 LOSSES = ("8192 x 128256", "8192 x 151936", "16384 x 50257", "32768 x 16384", "65536 x 8192")
 FLOAT8_PROFILED = "two Llama layers of width 2048, FP8 rowwise, 4 x 4096 tokens, forward and backward"

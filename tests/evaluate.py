@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from odd_programs import ODD
 from random_programs import random_program
 from torch import Tensor, fx
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx_inner
 from zoo import CASES
 
 import coda_inductor.inductor.compile
@@ -202,7 +202,7 @@ def strict_reference(*, run: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CODA_INDUCTOR_TARGET", "reference")
         patch.setenv("CODA_INDUCTOR_STRICT", "1")
-        patch.setattr(coda_inductor.inductor.compile, "compile_fx", compile_fx)
+        patch.setattr(coda_inductor.inductor.compile, "compile_fx_inner", compile_fx_inner)
         torch._dynamo.reset()
         with (
             nullcontext() if run else interpreting(),
@@ -217,7 +217,7 @@ def strict_reference(*, run: bool = True) -> Iterator[None]:
 def interpreting() -> Iterator[None]:
     """Within, graphs that Inductor would compile are interpreted instead."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coda_inductor.inductor.compile, "compile_fx", partial(compile_fx, inner_compile=_interpreted))  # type: ignore[arg-type]
+        patch.setattr(coda_inductor.inductor.compile, "compile_fx_inner", _interpreted)
         yield
 
 
@@ -269,6 +269,6 @@ def captured(model: Callable[..., Any], *args: Any) -> list[Graph]:
 
     with strict_reference(), pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(joint_pass, "rewrite", note)
-        patch.setattr(coda_inductor.inductor.compile, "compile_fx", partial(compile_fx, inner_compile=record))  # type: ignore[arg-type]
+        patch.setattr(coda_inductor.inductor.compile, "compile_fx_inner", record)
         torch.compile(model, backend="coda")(*args)
     return [g for g in graphs if g.inputs]

@@ -56,6 +56,7 @@ class Target:
     tiny: Tiles  # for up to 64 rows
     multiprocessors: int = 0  # each of which works at one tile at a time
     even: Tiles = ()  # for many rows of 16 bits, where those of the table would leave many of them idle at the end
+    longest_held: int = 0  # columns of the rows that Inductor's loops hold in registers (schedule/held.py)
 
     @property
     def caveat(self) -> str:
@@ -115,6 +116,7 @@ SM_90A = Target(
     # 4608 x 3072 x 15360 with a bias, a gate, a residual and sums: 568 and 582 us, in the best of `large` 622, and in
     # cuBLAS 563 for the product alone (H100, bench/results/tiles.jsonl).
     even=tiles("192x192co2x1n 128x224co2x1n"),
+    longest_held=8192,  # longer ones were not tried
 )
 # No card of the two below was at hand: their kernels were compiled and never timed. So their tables are no result, but
 # what compiles with the least spilled (bench/results/targets.jsonl), larger tiles first.

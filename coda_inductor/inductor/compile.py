@@ -9,14 +9,15 @@ from typing import Any
 from torch import _TorchCompileInductorWrapper, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.joint_pass import JointPass, machine
 from coda_inductor.inductor.post_pass import PostPass
 from coda_inductor.inductor.tracing import functorch_options
 from coda_inductor.inductor.undefined import detach_large
-from coda_inductor.passes.switches import NAMES
+from coda_inductor.passes.switches import NAMES, ROWS, allowed
+from coda_inductor.schedule.held import rows_held
 from coda_inductor.tuning.tuner import warm_up_early
 
 __all__ = ["NAMES", "check_options", "prepared"]
@@ -39,7 +40,8 @@ def prepared(
     ours = JointPass(settings, chained)
     behind = inductor.config.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
     patches = {"joint_custom_pre_pass": ours, "joint_custom_post_pass": PostPass(ours, behind)}
-    machine(settings, example_inputs)
+    row = machine(settings, example_inputs)
+    longest = row.longest_held if row and allowed(ROWS, NAMES, settings) else 0
     warm_up_early(settings, example_inputs)
     told = functorch_options(gm, settings)
 
@@ -48,7 +50,8 @@ def prepared(
         try:
             detached = detach_large(gm, settings, inductor.config)
             with functorch_config.patch(**told):
-                found = compile_fx(gm, example_inputs, config_patches={**inductor.config, **patches})
+                inner = rows_held(compile_fx_inner, longest)
+                found = compile_fx(gm, example_inputs, inner, config_patches={**inductor.config, **patches})
             return detached.tied(found) if detached else found
         except Exception as error:  # after the pass, in what Inductor makes of our operations
             if settings.strict or not (ours.rewrote or detached):

@@ -72,14 +72,17 @@ DEVICE = "cuda"
 MULTIPLIED = dict.fromkeys(DTYPES[name] for row in target.TARGETS.values() for name in row.multiplies)
 
 
-def machine(settings: Settings, example_inputs: Sequence[Any]) -> None:
-    """Raises Unsupported if kernels can neither run nor be kept on this machine, whatever the graph."""
-    if settings.target != "reference":
-        devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == DEVICE]
-        capability = target.capability(devices[0] if devices else None)
-        row_for(settings, capability)
-        target.available(capability, untested=True)
-        store.open_store(settings.cache_dir)
+def machine(settings: Settings, example_inputs: Sequence[Any]) -> Target | None:
+    """The target of the inputs' card, None for the reference. Raises Unsupported if kernels can neither run nor be kept
+    on this machine, whatever the graph."""
+    if settings.target == "reference":
+        return None
+    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type == DEVICE]
+    capability = target.capability(devices[0] if devices else None)
+    row = row_for(settings, capability)
+    target.available(capability, untested=True)
+    store.open_store(settings.cache_dir)
+    return row
 
 
 def row_for(settings: Settings, capability: tuple[int, int] | None) -> Target:

@@ -19,7 +19,7 @@ KINDS = {
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
 UNDEFINED, MASKS, WINDOWS, GROUPED = "undefined", "masks", "windows", "grouped"
-HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS = (
+HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS, ROWS = (
     "heads",
     "parts",
     "joined",
@@ -27,6 +27,7 @@ HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS = (
     "blocks",
     "prefix",
     "factors",
+    "rows",
 )
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
@@ -50,6 +51,7 @@ PASSES = {
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",
     BLOCKS: "no Region: scores of a head and its loss, or their gradient, are made of some rows at a time",
     UNDEFINED: "no Region: the gradient of a large output beside a loss is no tensor of zeros where none reaches it",
+    ROWS: "no Region: loops of Inductor's that go over each row more than once hold it in registers",
     LAYOUTS: "no Region: what a convolution hands on to norms lies by token; gradients of outputs that lie so, as q, k "
     "and v, are expected so, in torch 2.13 all",
 }

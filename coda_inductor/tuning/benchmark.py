@@ -19,15 +19,17 @@ from coda_inductor.codegen.tiles import Config
 from coda_inductor.core import blocks
 from coda_inductor.core.errors import CodaError, Unsupported, forget_frames
 from coda_inductor.core.settings import Settings
+from coda_inductor.kernels import launch
 from coda_inductor.measure import tune
 from coda_inductor.passes.complex import pack_pairs
 from coda_inductor.passes.reductions import write_maxima
-from coda_inductor.passes.switches import COMPLEX, ELEMENTWISE, NAMES, allowed
+from coda_inductor.passes.switches import COMPLEX, ELEMENTWISE, NAMES, ROWS, allowed
 from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns.effects import effects
 from coda_inductor.patterns.sizes import hint
 from coda_inductor.plan.built import Built, Weight
 from coda_inductor.plan.plan import Plan
+from coda_inductor.schedule.held import Holding, rows_held
 from coda_inductor.tuning.extract import Program, described, small, subgraph
 from coda_inductor.tuning.group import Group, outputs
 from coda_inductor.tuning.outcome import foreseen
@@ -61,7 +63,8 @@ class Programs:
             try:
                 with ThreadPoolExecutor(1) as worker:
                     module = fx.GraphModule(torch.nn.Module(), graph)
-                    self.done[text] = worker.submit(_compile, module, without_memory(tensors)).result()
+                    longest = launch.here().longest_held if allowed(ROWS, NAMES, self.settings) else 0
+                    self.done[text] = worker.submit(_compile, module, without_memory(tensors), longest).result()
             except Exception as error:
                 if foreseen(error) or isinstance(error, CodaError):
                     raise
@@ -125,11 +128,12 @@ def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [mode.from_tensor(t) for t in tensors]
 
 
-def _compile(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+def _compile(module: fx.GraphModule, tensors: list[Tensor], longest: int) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    patches = PLAINLY | ({"joint_custom_post_pass": Holding(longest)} if longest else {})
     with torch.no_grad():
-        made = compile_fx(module, tensors, config_patches=dict(PLAINLY))
+        made = compile_fx(module, tensors, rows_held(compile_fx_inner, longest), config_patches=patches)
         return cast(Callable[..., Any], made)
 
 

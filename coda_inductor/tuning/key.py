@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from coda_inductor.codegen import legality, target
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import record
-from coda_inductor.passes.switches import ELEMENTWISE, NAMES, TABLES, allowed
+from coda_inductor.passes.switches import COMPLEX, ELEMENTWISE, NAMES, ROWS, TABLES, allowed
 from coda_inductor.plan.plan import Plan
 from coda_inductor.tuning import around
 from coda_inductor.tuning.extract import described, laid_out, put_off, small, subgraph
@@ -21,7 +21,7 @@ def key_of(group: Group, plan: Plan, settings: Settings) -> str:
     """What the outcome depends on: both programs and what is done to them, what they run on, and the versions that
     compile them."""
     parts = [
-        *(name for name in (ELEMENTWISE, TABLES) if not allowed(name, NAMES, settings)),
+        *(name for name in (COMPLEX, ELEMENTWISE, ROWS, TABLES) if not allowed(name, NAMES, settings)),
         *sorted({str(legality.size_class(b.region, group.tokens)) for b in group.builts}),
         record.device_name(),
         record.sources_digest(),

@@ -281,7 +281,7 @@ def test_what_fails_before_inductor_does(
 ) -> None:
     """An error without words is named; one of ours is a bug, and said to be one."""
 
-    def fail(module: Any, tensors: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise error
 
     monkeypatch.setattr(benchmark, "_compile", fail)

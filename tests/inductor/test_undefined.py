@@ -149,7 +149,7 @@ def test_dynamos_graph_is_restored(config: dict[str, Any]) -> None:
 
 
 def test_where_the_compile_fails_inductor_gets_the_users_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+    def failing(gm: fx.GraphModule, inputs: Any, *_: Any, **__: Any) -> Any:
         assert len(gm.graph.output_node().args[0]) == 4  # type: ignore[arg-type]
         raise RuntimeError("behind the pass")
 

@@ -123,9 +123,9 @@ def test_through_a_contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
     real = benchmark._compile
 
-    def noted(module: Any, tensors: list[Tensor]) -> Any:
+    def noted(module: Any, tensors: list[Tensor], longest: int) -> Any:
         compiled.append(module.code)
-        return real(module, tensors)
+        return real(module, tensors, longest)
 
     monkeypatch.setattr(benchmark, "_compile", noted)
     model, x = Classifier().bfloat16(), inputs(torch.bfloat16)

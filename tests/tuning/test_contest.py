@@ -322,7 +322,7 @@ def test_the_other_side_is_inductors_default_mode(monkeypatch: pytest.MonkeyPatc
     modes = {k: v for k, v in torch._inductor.list_mode_options().items() if "autotune" in k or "reduce" in k}
     seen = list[dict[str, Any]]()
 
-    def compile_fx(module: fx.GraphModule, tensors: list[Tensor], config_patches: dict[str, Any]) -> Any:
+    def compile_fx(module: fx.GraphModule, tensors: list[Tensor], _: Any, config_patches: dict[str, Any]) -> Any:
         seen.append(config_patches)
         return module.forward
 

@@ -4,7 +4,6 @@ that torch cannot read, kernels of their own, graph breaks. Eager's result, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from compiling import REFERENCE, Half, Norm, half, run, streams
 from evaluate import strict_reference
 from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
 
 import coda_inductor.inductor.compile
 from coda_inductor.inductor.joint_pass import REPORTS
@@ -236,8 +234,7 @@ def meant(monkeypatch: pytest.MonkeyPatch, model: Half, x: Sequence[Tensor]) -> 
         return call
 
     with strict_reference(), torch.no_grad():
-        meaning = partial(compile_fx, inner_compile=interpreted)  # type: ignore[arg-type]
-        monkeypatch.setattr(coda_inductor.inductor.compile, "compile_fx", meaning)
+        monkeypatch.setattr(coda_inductor.inductor.compile, "compile_fx_inner", interpreted)
         REPORTS.clear()
         found = torch.compile(model, backend="coda", fullgraph=True)(*x)
     (report,) = REPORTS

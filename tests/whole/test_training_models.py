@@ -19,7 +19,6 @@ from evaluate import _interpreted as interpreted
 from evaluate import strict_reference
 from test_whole_graphs import SMALL, exact_module
 from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import coda_inductor.inductor.compile
@@ -308,7 +307,7 @@ def traced(name: str, made: Made, **options: Any) -> tuple[int, int]:
 
     model, batches = made(name)
     with strict_reference(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coda_inductor.inductor.compile, "compile_fx", partial(compile_fx, inner_compile=record))  # type: ignore[arg-type]
+        patch.setattr(coda_inductor.inductor.compile, "compile_fx_inner", record)
         steps(torch.compile(model, backend="coda", options=options), model, batches[:1])
     (forward, _), nodes = graphs, [n for gm in graphs for n in gm.graph.nodes]
     left = [n.meta["val"] for n in forward.graph.output_node().all_input_nodes if n.op != "placeholder"]
