@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch._inductor.compile_fx
 from float8_layers import E4M3
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from coda_inductor.codegen.target import SM_90A
 from coda_inductor.core.settings import Settings
 from coda_inductor.ops.custom import STORED
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.passes import elementwise, tables
-from coda_inductor.tuning.benchmark import as_in_the_whole
+from coda_inductor.schedule.held import Holding
+from coda_inductor.tuning import benchmark
+from coda_inductor.tuning.benchmark import Programs, as_in_the_whole
 
 
 def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -36,3 +42,24 @@ def test_as_in_the_users_graph(monkeypatch: pytest.MonkeyPatch, disable: str, pa
     module.recompile()
     for mine, theirs in zip(module(*inputs), program(*inputs), strict=True):
         assert torch.allclose(mine.float(), theirs.float())
+
+
+@pytest.mark.parametrize(("disable", "longest"), [("", SM_90A.longest_held), ("rows", 0)])
+def test_their_loops_hold_as_long_rows(monkeypatch: pytest.MonkeyPatch, disable: str, longest: int) -> None:
+    """And Inductor's caches tell such programs from others."""
+    held, passes = list[int](), list[object]()
+
+    def compile_fx(module: fx.GraphModule, _: list[Tensor], inner: object, config_patches: dict[str, Any]) -> Any:
+        passes.append(config_patches["joint_custom_post_pass"])
+        return module
+
+    def rows_held(compile_graph: object, longest: int) -> object:
+        held.append(longest)
+        return compile_graph
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    monkeypatch.setattr(benchmark, "rows_held", rows_held)
+    settings = Settings.read({}, {"disable": disable})[0]
+    Programs(settings).compiled(make_fx(torch.sin)(torch.ones(2)).graph, [torch.ones(2)])
+    assert held == [longest]
+    assert [p.uuid() if isinstance(p, Holding) else p for p in passes] == [Holding(longest).uuid() if longest else None]
