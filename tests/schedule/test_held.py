@@ -36,10 +36,21 @@ def rounded(x: Tensor, y: Tensor) -> Any:
     return h / h.abs().amax(-1, keepdim=True)
 
 
+def apart(x: Tensor, y: Tensor) -> Any:
+    """Rows with a gap behind each."""
+    return layer(x[:, :-8], y[:-8])
+
+
 def transposed(x: Tensor, y: Tensor) -> Any:
     """Its columns are stored one beside the other."""
     h = x * y
     return (h / h.abs().amax(-1, keepdim=True)).t().contiguous()
+
+
+def across(x: Tensor, y: Tensor) -> Any:
+    """Its rows are columns of what it reads."""
+    h = x.view(-1, ROWS).t()
+    return torch.add(h.abs().amax(-1, keepdim=True), h).contiguous() + y
 
 
 def columns(x: Tensor, y: Tensor) -> Any:
@@ -72,9 +83,11 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         (layer, 2048, True),
         (layer, 1536, True),
         (rounded, 4096, True),
+        (apart, 2048, True),
         (layer, 5120, False),
         (layer, 16384, False),
         (transposed, 2048, False),
+        (across, 2048, False),
         (columns, 2048, False),
         (once, 2048, False),
     ],
