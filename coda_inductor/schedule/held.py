@@ -10,6 +10,7 @@ meanwhile; longer ones it reads again. (H200, bench/results/held.jsonl, 16384 ro
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
+
+log = logging.getLogger("coda_inductor.held")
 
 TAKEN = 2048
 """The columns that Inductor's loops take at a time, at most."""
@@ -78,7 +81,10 @@ def holds(features: Any, longest: int) -> bool:
         return False
     nodes = features.scheduler_nodes()
     numbers = [sympy_product(size for sizes in node.get_ranges() for size in sizes) for node in nodes]
-    return numbers.count(features.numel * columns) > 1 and all(map(along_rows, nodes))
+    if numbers.count(features.numel * columns) < 2 or not all(map(along_rows, nodes)):
+        return False
+    log.debug("a loop over rows of %s columns holds them in registers", columns)
+    return True
 
 
 def fits(columns: int, longest: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -92,11 +93,15 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         (once, 2048, False),
     ],
 )
-def test_which_rows_are_held(loops: list[bool], program: Callable[..., Any], width: int, wanted: bool) -> None:
+def test_which_rows_are_held(
+    loops: list[bool], program: Callable[..., Any], width: int, wanted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, held.log.name)
     torch._dynamo.reset()
     with inductor_config.patch(force_disable_caches=True):
         torch.compile(program)(torch.randn(2048 if program is columns else ROWS, width), torch.randn(width))
     assert loops and any(loops) == wanted
+    assert any("holds them in registers" in said for said in caplog.messages) == wanted
 
 
 def test_rows_of_any_length_are_not(loops: list[bool]) -> None:
