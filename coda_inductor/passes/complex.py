@@ -7,11 +7,14 @@ complex operations to eager kernels, each a pass over memory of its own, with a 
 Such a loop reads each pair of 16-bit numbers four times, every second number at a time, and chooses for each number
 that it writes. Where no epilogue took it, it reads and writes a pair as one integer of 32 bits: the bits are the same.
 (H200, the rotary embeddings of a step of TorchTitan's Llama-1B: 799 us for 1,170, bench/results/profile.jsonl.)
+Loops that read the result, where it is stored for them, then read numbers of 16 bits, as in eager. Inductor's do not
+round what they make themselves.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,9 +37,6 @@ COMPUTED = frozenset({aten.mul.Tensor, aten._conj.default})
 LARGE = 1 << 22
 """The elements of a tensor from which its pairs are packed. Each view of other bits is a call of its own, of some
 microseconds on the host. Smaller tensors were not tried."""
-SINGLE = 1
-"""One loop that reads pairs turns them itself, so that they are not stored. Several would each turn them anew: those of
-a key's gradient in FP8, rows and columns with scales, [16384, 512], take 38 us with the store, 119 without (H200)."""
 
 
 def as_real(graph: fx.Graph) -> None:
@@ -127,7 +127,7 @@ def pack_pairs(graph: fx.Graph, target: str) -> tuple[Cast, ...]:
 
 def _neighbours(cat: fx.Node, target: str) -> list[fx.Node]:
     """The two parts of 16 bits that a cat puts side by side, number by number, if that is stored, or worth storing for
-    several loops. Nothing, if it does something else."""
+    the loops that read it. Nothing, if it does something else."""
     value, parts = g.tensor(cat), list(cat.all_input_nodes)
     if value is None or value.dtype not in NARROW or cat.args[1:] not in ((-1,), (value.dim() - 1,)):
         return []
@@ -136,8 +136,27 @@ def _neighbours(cat: fx.Node, target: str) -> list[fx.Node]:
         return []
     if any(p.meta["val"].dtype != value.dtype or strides(p.meta["val"])[-2] != ONE for p in parts):
         return []
-    stored = dense(cat) and sum(map(is_loop, readers(cat))) != SINGLE
+    stored = dense(cat) and (not any(map(is_loop, readers(cat))) or _is_read_by_several(cat))
     return parts if stored and (target == "reference" or elements(cat) >= LARGE) else []
+
+
+def _is_read_by_several(cat: fx.Node) -> bool:
+    """Do loops read it that cannot be one kernel, so that each would turn the pairs anew? That is where one goes over
+    all rows before another has what it needs. (A key's gradient in FP8, rows and columns with scales, [16384, 512]:
+    119 us, stored 38, H200.)"""
+    along = g.reached([cat], lambda n: [u for u in n.users if g.is_view(u) or (is_loop(u) and u is not cat)])
+    along = {n for n in along if elements(n) == elements(cat)}
+    reduced = {u for n in along for u in n.users if u.op == "call_function" and kind_of(u) == "reduction"}
+    ends = [n for n in along if n is not cat and is_loop(n) and not {*readers(n)} <= along | reduced]
+    return any(map(_across, reduced)) and len(reduced) + len(ends) > 1
+
+
+def _across(node: fx.Node) -> bool:
+    """Does a reduction not go along rows as they lie, but over columns, or over all?"""
+    value: torch.Tensor = node.all_input_nodes[0].meta["val"]
+    told: Any = node.args[1] if len(node.args) > 1 else ()
+    dims = {d % value.dim() for d in ([told] if isinstance(told, int) else told or ())}
+    return not dims or dims != {*major_to_minor(value)[-len(dims) :]}
 
 
 def _halves(parts: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -11,21 +11,28 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 from torch import fx
-from torch._inductor.choices import InductorChoices
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
+from coda_inductor.kernels.record import sources_digest
+
 log = logging.getLogger("coda_inductor.held")
 
+SHORTEST = 1025
+"""The columns of the shortest rows for which it is decided here. Shorter ones Inductor holds by itself."""
 TAKEN = 2048
-"""The columns that Inductor's loops take at a time, at most."""
+"""The columns that Inductor's loops take at a time, as a rule."""
+ROOM = 32768
+"""32-bit numbers of a row, in lanes times tensors: what was timed has 4 tensors of 8192 columns, or 7 of 2048."""
+PERSISTENT = "override_persistent_reduction"  # TritonKernel's argument
 
 
 def rows_held(compile_graph: Callable[..., Any], longest: int) -> Callable[..., Any]:
@@ -36,7 +43,7 @@ def rows_held(compile_graph: Callable[..., Any], longest: int) -> Callable[..., 
 
     @functools.wraps(compile_graph)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        with V.set_choices_handler(holding(V.choices, longest)):
+        with V.set_choices_handler(Choices(V.choices, longest)):
             return compile_graph(*args, **kwargs)
 
     return compiled
@@ -53,49 +60,91 @@ class Holding(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What such a graph depends on, beside what Inductor knows."""
-        return __name__, self.longest
+        return __name__, self.longest, sources_digest()
 
 
-def holding(theirs: InductorChoices, longest: int) -> InductorChoices:
-    """Inductor's choices, or the user's own, but for the longer rows that are held."""
-    kind: Any = type(theirs)
+class Choices:
+    """Inductor's choices (InductorChoices), or the user's own, but for the longer rows that are held."""
 
-    class Choices(kind):  # type: ignore[misc]
-        """What it does not say is `theirs`."""
+    def __init__(self, theirs: Any, longest: int) -> None:
+        self.theirs, self.longest = theirs, longest
 
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            if theirs.should_use_persistent_reduction(features, cooperative_reduction):
-                return True
-            return not cooperative_reduction and holds(features, longest)
+    def __getattr__(self, name: str) -> Any:
+        if name == "theirs":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.theirs, name)
 
-    made: InductorChoices = object.__new__(Choices)
-    vars(made).update(vars(theirs))
-    return made
+    def triton_kernel_kwargs(self, kind: Any, features: Any, tilings: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """What Inductor makes a kernel with."""
+        found: dict[str, Any] = self.theirs.triton_kernel_kwargs(kind, features, tilings, given)
+        try:
+            hold = PERSISTENT not in found and holds(features, tilings, self.longest)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # another torch, with other names
+            log.info("no loop holds its rows: %s: %s", type(error).__name__, error)
+            hold = False
+        return {**found, PERSISTENT: True} if hold else found
 
 
-def holds(features: Any, longest: int) -> bool:
-    """Is a kernel (Inductor's SIMDKernelFeatures) a loop that goes over rows more than once, and worth holding them?"""
-    columns = features.reduction_numel
-    if not isinstance(columns, int | sympy.Integer) or not fits(int(columns), longest):
+def holds(features: Any, tilings: Sequence[dict[str, Any]], longest: int) -> bool:
+    """Is a kernel (Inductor's SIMDKernelFeatures and its tiling) a loop whose rows are worth holding?"""
+    triton, (tiling,), columns = inductor_config.triton, tilings, features.reduction_numel
+    if not triton.persistent_reductions or triton.multi_kernel or triton.cooperative_reductions:
         return False
-    nodes = features.scheduler_nodes()
-    numbers = [sympy_product(size for sizes in node.get_ranges() for size in sizes) for node in nodes]
-    if numbers.count(features.numel * columns) < 2 or not all(map(along_rows, nodes)):
+    if {*tiling} != {"x", "r0_"} or not isinstance(columns, int | sympy.Integer) or not fits(int(columns), longest):
+        return False
+    nodes, numbers = features.scheduler_nodes(), features.numel * columns
+    if features.contains_op("scan") or features.contains_op("sort") or not goes_again(nodes, numbers):
+        return False
+    if not all(map(along_rows, nodes)) or tensors(nodes, numbers) * lanes(int(columns)) > ROOM:
         return False
     log.debug("a loop over rows of %s columns holds them in registers", columns)
     return True
 
 
 def fits(columns: int, longest: int) -> bool:
-    """Are there registers for a row, and no more lanes to it than a loop would take? (A row has as many as the next
-    power of two. Rows of 5120 columns, which have 8192 and loops 6144: LayerNorm with a residual takes 81 us for 94,
-    the loop of three walks 125 for 115.)"""
-    lanes = 1 << (columns - 1).bit_length()
-    return lanes <= min(longest, -(-columns // TAKEN) * TAKEN)
+    """Has a row no more lanes than a loop would take? (Rows of 5120 columns have 8192, and loops 6144: LayerNorm with a
+    residual takes 81 us for 94, the loop of three walks 125 for 115.)"""
+    return columns >= SHORTEST and lanes(columns) <= min(longest, -(-columns // TAKEN) * TAKEN)
+
+
+def lanes(columns: int) -> int:
+    """Of a row that is held: the next power of two."""
+    return 1 << (columns - 1).bit_length()
+
+
+def goes_again(nodes: Sequence[Any], numbers: Any) -> bool:
+    """Does an operation go over all numbers that waits for what another sums, or takes the largest of, over a row?"""
+    late = set[str]()
+    for node in nodes:
+        waits = not late.isdisjoint(dep.name for dep in node.read_writes.reads)
+        if waits and over_all(node, numbers):
+            return True
+        if waits or node.is_reduction():
+            late |= {out.get_name() for out in node.get_outputs()}
+    return False
+
+
+def over_all(node: Any, numbers: Any) -> bool:
+    """Does the operation go over all numbers of the rows?"""
+    return bool(sympy_product(size for sizes in node.get_ranges() for size in sizes) == numbers)
 
 
 def along_rows(node: Any) -> bool:
-    """Does all that an operation of a loop reads and writes lie along its rows, one number beside the next?"""
-    deps = [dep for dep in node.read_writes.reads | node.read_writes.writes if isinstance(dep, MemoryDep)]
-    return all(dep.is_contiguous() or dep.stride1_for_last_dim() for dep in deps)
+    """Does all that an operation of a loop reads and writes lie along its rows, one number beside the next, or is the
+    same for a whole row? No for what is computed where it lies, as a flipped row."""
+    for dep in node.read_writes.reads | node.read_writes.writes:
+        if not isinstance(dep, MemoryDep) or dep.is_indirect():
+            return False
+        if dep.var_names:
+            last = dep.var_names[-1]
+            step = dep.index.coeff(last)
+            if step not in (0, 1) or last in (dep.index - step * last).free_symbols:
+                return False
+    return True
+
+
+def tensors(nodes: Sequence[Any], numbers: Any) -> int:
+    """How many tensors of all numbers, or parts of one, the loop reads and writes; those of 64 bits count twice."""
+    deps = (dep for node in nodes for dep in node.read_writes.reads | node.read_writes.writes)
+    whole = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in deps if dep.get_numel() == numbers}
+    return sum(max(1, V.graph.get_dtype(name).itemsize // 4) for name, _ in whole)

@@ -138,7 +138,7 @@ def command(ask: Ask, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     (folder.parent / "diff_models.py").write_text(MODELS)
     monkeypatch.delitem(sys.modules, "diff_models", raising=False)
     quickly = partial(compile_fx.compile_fx, inner_compile=_interpreted)  # type: ignore[arg-type]
-    monkeypatch.setattr(coda_inductor.inductor.compile, "compile_fx", quickly)
+    monkeypatch.setattr(coda_inductor.inductor.compile, "compile_fx_inner", _interpreted)
     monkeypatch.setattr(compile_fx, "compile_fx", quickly)
     return ask
 

@@ -178,7 +178,7 @@ def test_a_name_that_is_missing_when_a_graph_is_compiled(monkeypatch: pytest.Mon
 def test_an_error_of_inductors_own_is_not_taken_for_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is raised as it is under backend="inductor", once: nothing is compiled again."""
 
-    def fail(gm: fx.GraphModule, inputs: object, **_: object) -> object:
+    def fail(gm: fx.GraphModule, *_: object, **__: object) -> object:
         raise AttributeError("provoked")
 
     monkeypatch.setattr("coda_inductor.inductor.compile.compile_fx", fail)

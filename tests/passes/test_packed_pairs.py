@@ -64,10 +64,33 @@ def read_by_a_loop(z: Tensor, turns: Tensor) -> Tensor:
     return turned(z, turns).sin()
 
 
-def read_by_loops(z: Tensor, turns: Tensor) -> Tensor:
-    """Two loops read the result, each of which would turn it anew."""
+def scaled_columns(z: Tensor, turns: Tensor) -> Tensor:
+    """One loop needs the largest of all rows before another begins: each would turn the pairs anew."""
     y = turned(z, turns)
     return y / y.nan_to_num(1.0, 1.0, 1.0).abs().amax(0)
+
+
+def scaled_columns_in_float32(z: Tensor, turns: Tensor) -> Tensor:
+    """The same, through one cast."""
+    y = turned(z, turns).float()
+    return (y / y.nan_to_num(1.0, 1.0, 1.0).abs().amax(0)).to(z.dtype)
+
+
+def scaled_by_the_largest(z: Tensor, turns: Tensor) -> Tensor:
+    y = turned(z, turns)
+    return y / y.t().nan_to_num(1.0, 1.0, 1.0).abs().max()
+
+
+def scaled_rows(z: Tensor, turns: Tensor) -> Tensor:
+    """All in one loop over the rows."""
+    y = turned(z, turns)
+    return y / y.nan_to_num(1.0, 1.0, 1.0).abs().amax(1, keepdim=True)
+
+
+def gated(z: Tensor, turns: Tensor) -> Tensor:
+    """Two operations, of one loop."""
+    y = turned(z, turns)
+    return y * y.sigmoid()
 
 
 def of_a_loop(z: Tensor, turns: Tensor) -> Tensor:
@@ -150,7 +173,11 @@ CASES: dict[str, tuple[Program, torch.dtype, int]] = {
     "halves that become neighbours": (apart, torch.bfloat16, 0),
     "one of two": (one_of_two, torch.bfloat16, 0),
     "a loop reads them": (read_by_a_loop, torch.bfloat16, 0),
-    "two loops read them": (read_by_loops, torch.bfloat16, 1),
+    "loops over columns read them": (scaled_columns, torch.bfloat16, 1),
+    "and widen them first": (scaled_columns_in_float32, torch.bfloat16, 1),
+    "a loop over all reads them": (scaled_by_the_largest, torch.bfloat16, 1),
+    "a loop over rows reads them": (scaled_rows, torch.bfloat16, 0),
+    "one loop reads them twice": (gated, torch.bfloat16, 0),
     "a loop makes them": (of_a_loop, torch.bfloat16, 0),
     "beside others": (beside, torch.bfloat16, 0),
     "chunks that become neighbours": (chunks, torch.bfloat16, 0),
