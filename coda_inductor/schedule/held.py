@@ -32,6 +32,8 @@ TAKEN = 2048
 """The columns that Inductor's loops take at a time, as a rule."""
 ROOM = 32768
 """32-bit numbers of a row, in lanes times tensors: what was timed has 4 tensors of 8192 columns, or 7 of 2048."""
+PART = 64
+"""Numbers of a row that lie one beside the next at least: a head's, say."""
 PERSISTENT = "override_persistent_reduction"  # TritonKernel's argument
 
 
@@ -130,21 +132,26 @@ def over_all(node: Any, numbers: Any) -> bool:
 
 
 def along_rows(node: Any) -> bool:
-    """Does all that an operation of a loop reads and writes lie along its rows, one number beside the next, or is the
-    same for a whole row? No for what is computed where it lies, as a flipped row."""
-    for dep in node.read_writes.reads | node.read_writes.writes:
-        if not isinstance(dep, MemoryDep) or dep.is_indirect():
-            return False
-        if dep.var_names:
-            last = dep.var_names[-1]
-            step = dep.index.coeff(last)
-            if step not in (0, 1) or last in (dep.index - step * last).free_symbols:
-                return False
-    return True
+    """Does all that an operation of a loop reads and writes lie along its rows, or is the same for a whole row? A row
+    may lie in parts, as heads do. No for a flipped row, one of columns, or one that is picked."""
+    deps = node.read_writes.reads | node.read_writes.writes
+    return all(isinstance(dep, MemoryDep) and not dep.is_indirect() and _lies_along(dep) for dep in deps)
+
+
+def _lies_along(dep: MemoryDep) -> bool:
+    if not dep.var_names or (last := dep.var_names[-1]) not in dep.index.free_symbols:
+        return True
+    first, second, behind = (_place(dep, last, i) for i in (0, 1, PART - 1))
+    return bool(second - first == 1 and behind - first == PART - 1)
+
+
+def _place(dep: MemoryDep, last: sympy.Symbol, i: int) -> Any:
+    """Where number i of the first row lies."""
+    return dep.index.subs(dict.fromkeys(dep.var_names, 0) | {last: i})
 
 
 def tensors(nodes: Sequence[Any], numbers: Any) -> int:
     """How many tensors of all numbers, or parts of one, the loop reads and writes; those of 64 bits count twice."""
     deps = (dep for node in nodes for dep in node.read_writes.reads | node.read_writes.writes)
-    whole = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in deps if dep.get_numel() == numbers}
+    whole = {(dep.name, _place(dep, dep.var_names[-1], 0)) for dep in deps if dep.get_numel() == numbers}
     return sum(max(1, V.graph.get_dtype(name).itemsize // 4) for name, _ in whole)

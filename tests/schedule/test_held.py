@@ -82,6 +82,11 @@ def apart(x: Tensor, y: Tensor) -> Any:
     return layer(x[:, :-8], y[:-8])
 
 
+def of_heads(x: Tensor, y: Tensor) -> Any:
+    """Heads of 128 lie one behind another, as attention returns them."""
+    return rounded(x.view(-1, ROWS, 128).transpose(0, 1).flatten(1), y)
+
+
 def across(x: Tensor, y: Tensor) -> Any:
     """Its rows are columns of what it reads."""
     return layer(x, x.view(-1, ROWS).t())
@@ -134,6 +139,7 @@ def few(x: Tensor, y: Tensor) -> Any:
         (rounded, 4096, HELD),
         (twice, 2560, HELD),
         (apart, 2048, HELD),
+        (of_heads, 2048, HELD),
         (layer, 5120, LOOPED),
         (layer, 16384, LOOPED),
         (layer, 1024, HELD),  # by Inductor itself
