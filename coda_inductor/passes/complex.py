@@ -156,7 +156,7 @@ def _across(node: fx.Node) -> bool:
     value: torch.Tensor = node.all_input_nodes[0].meta["val"]
     told: Any = node.args[1] if len(node.args) > 1 else ()
     dims = {d % value.dim() for d in ([told] if isinstance(told, int) else told or ())}
-    return not dims or dims != {*major_to_minor(value)[-len(dims) :]}
+    return dims != {*major_to_minor(value)[-len(dims) :]}
 
 
 def _halves(parts: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -141,8 +141,7 @@ def along_rows(node: Any) -> bool:
 def _lies_along(dep: MemoryDep) -> bool:
     if not dep.var_names or (last := dep.var_names[-1]) not in dep.index.free_symbols:
         return True
-    first, second, behind = (_place(dep, last, i) for i in (0, 1, PART - 1))
-    return bool(second - first == 1 and behind - first == PART - 1)
+    return bool(_place(dep, last, PART - 1) - _place(dep, last, 0) == PART - 1)
 
 
 def _place(dep: MemoryDep, last: sympy.Symbol, i: int) -> Any:

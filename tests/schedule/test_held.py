@@ -9,15 +9,18 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
@@ -197,6 +200,27 @@ def test_rows_across_any_number_of_them(written: Written) -> None:
     torch._dynamo.mark_dynamic(x, 0)
     torch._dynamo.mark_dynamic(z, 1)
     assert HELD not in written(lambda x, z: layer(x, z.t()), x, z)
+
+
+@pytest.mark.parametrize(
+    ("index", "names", "wanted"),
+    [
+        ("2048*d0 + d1", "d0 d1", True),
+        ("d0", "d0 d1", True),
+        ("2048*d0 + 512*(d1//64) + Mod(d1, 64)", "d0 d1", True),
+        ("0", "", True),
+        ("2048*d0 + d1//2", "d0 d1", False),
+        ("2048*d0 - d1", "d0 d1", False),
+        ("s0*d1 + d0", "d0 d1", False),
+        ("2048*d0 + indirect0", "d0 d1", False),
+    ],
+)
+def test_what_lies_along_rows(index: str, names: str, wanted: bool) -> None:
+    symbols = {name: sympy.Symbol(name, integer=True) for name in ("d0", "d1", "s0", "indirect0")}
+    found = tuple(symbols[name] for name in names.split())
+    dep = MemoryDep("x", sympy.sympify(index, locals=symbols), found, (sympy.Integer(64),) * len(found))
+    node = SimpleNamespace(read_writes=SimpleNamespace(reads=set(), writes={dep}))
+    assert held.along_rows(node) == wanted
 
 
 def test_no_tiles_of_several_rows(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
