@@ -179,7 +179,6 @@ CASES: dict[str, tuple[Program, torch.dtype, int]] = {
     "one of two": (one_of_two, torch.bfloat16, 0),
     "a loop reads them": (read_by_a_loop, torch.bfloat16, 0),
     "loops over columns read them": (scaled_columns, torch.bfloat16, 1),
-    "and widen them first": (scaled_columns_in_float32, torch.bfloat16, 1),
     "a loop over all reads them": (scaled_by_the_largest, torch.bfloat16, 1),
     "one loop over columns reads them": (largest_of_columns, torch.bfloat16, 0),
     "a loop over rows reads them": (scaled_rows, torch.bfloat16, 0),
@@ -227,6 +226,15 @@ def test_the_same_bits(name: str) -> None:
     error = 1e-5 if dtype == torch.float32 else 0.0  # there complex numbers are multiplied
     torch.testing.assert_close(found, plainly, rtol=error, atol=error, equal_nan=True)
     assert packed() == count
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_widened_for_loops_is_rounded_first() -> None:
+    """As in eager. (Torch 2.11 leaves out that it is rounded and widened again, where the pairs are not stored.)"""
+    f, given = chained(scaled_columns_in_float32), inputs(torch.bfloat16)
+    found = run(f, *given, options=ONLY).output
+    torch.testing.assert_close(found, f(*given), rtol=0.0, atol=0.0, equal_nan=True)
+    assert packed() == 1
 
 
 @pytest.mark.usefixtures("interpreted")
