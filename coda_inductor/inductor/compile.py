@@ -16,7 +16,7 @@ from coda_inductor.inductor.joint_pass import JointPass, machine
 from coda_inductor.inductor.post_pass import PostPass
 from coda_inductor.inductor.tracing import functorch_options
 from coda_inductor.inductor.undefined import detach_large
-from coda_inductor.passes.switches import NAMES, ROWS, allowed
+from coda_inductor.passes.switches import NAMES, longest_held
 from coda_inductor.schedule.held import rows_held
 from coda_inductor.tuning.tuner import warm_up_early
 
@@ -40,8 +40,7 @@ def prepared(
     ours = JointPass(settings, chained)
     behind = inductor.config.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
     patches = {"joint_custom_pre_pass": ours, "joint_custom_post_pass": PostPass(ours, behind)}
-    row = machine(settings, example_inputs)
-    longest = row.longest_held if row and allowed(ROWS, NAMES, settings) else 0
+    longest = longest_held(machine(settings, example_inputs), settings)
     warm_up_early(settings, example_inputs)
     told = functorch_options(gm, settings)
 
@@ -53,7 +52,7 @@ def prepared(
                 inner = rows_held(compile_fx_inner, longest)
                 found = compile_fx(gm, example_inputs, inner, config_patches={**inductor.config, **patches})
             return detached.tied(found) if detached else found
-        except Exception as error:  # after the pass, in what Inductor makes of our operations
+        except Exception as error:  # after the pass, in what Inductor makes of our operations, or of rows held
             if settings.strict or not (ours.rewrote or detached or longest):
                 raise
             if detached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coda_inductor.codegen.target import Target
 from coda_inductor.core.region import Region
 from coda_inductor.core.settings import RETIRED_KINDS, Settings
 from coda_inductor.passes.plain import PLAIN
@@ -62,6 +63,11 @@ NAMES = LAW_NAMES | REGION_KINDS | PASSES.keys()
 def laws_of(settings: Settings) -> frozenset[str]:
     """The laws that the derivation may use."""
     return frozenset(name for name in LAW_NAMES if allowed(name, LAW_NAMES, settings) and settings.numerics != "strict")
+
+
+def longest_held(row: Target | None, settings: Settings) -> int:
+    """The columns of the longest rows that Inductor's loops hold in registers on a target; 0: as Inductor chooses."""
+    return row.longest_held if row and allowed(ROWS, NAMES, settings) else 0
 
 
 def kind(region: Region) -> str:

@@ -22,6 +22,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
+from coda_inductor.core.errors import warn
 from coda_inductor.kernels.record import sources_digest
 
 log = logging.getLogger("coda_inductor.held")
@@ -51,7 +52,7 @@ def rows_held(compile_graph: Callable[..., Any], longest: int) -> Callable[..., 
     return compiled
 
 
-class Holding(CustomGraphPass):
+class CacheMark(CustomGraphPass):
     """Changes nothing. By it Inductor's caches tell graphs whose rows are held from others."""
 
     def __init__(self, longest: int) -> None:
@@ -82,7 +83,7 @@ class Choices:
         try:
             hold = PERSISTENT not in found and holds(features, tilings, self.longest)
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # another torch, with other names
-            log.info("no loop holds its rows: %s: %s", type(error).__name__, error)
+            warn(f"a loop does not hold its rows: {type(error).__name__}: {error}")
             hold = False
         return {**found, PERSISTENT: True} if hold else found
 
@@ -139,7 +140,8 @@ def along_rows(node: Any) -> bool:
 
 
 def _lies_along(dep: MemoryDep) -> bool:
-    if not dep.var_names or (last := dep.var_names[-1]) not in dep.index.free_symbols:
+    last = dep.var_names[-1] if dep.var_names else None
+    if last not in dep.index.free_symbols:
         return True
     return bool(_place(dep, last, PART - 1) - _place(dep, last, 0) == PART - 1)
 

@@ -23,13 +23,13 @@ from coda_inductor.kernels import launch
 from coda_inductor.measure import tune
 from coda_inductor.passes.complex import pack_pairs
 from coda_inductor.passes.reductions import write_maxima
-from coda_inductor.passes.switches import COMPLEX, ELEMENTWISE, NAMES, ROWS, allowed
+from coda_inductor.passes.switches import COMPLEX, ELEMENTWISE, NAMES, allowed, longest_held
 from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns.effects import effects
 from coda_inductor.patterns.sizes import hint
 from coda_inductor.plan.built import Built, Weight
 from coda_inductor.plan.plan import Plan
-from coda_inductor.schedule.held import Holding, rows_held
+from coda_inductor.schedule.held import CacheMark, rows_held
 from coda_inductor.tuning.extract import Program, described, small, subgraph
 from coda_inductor.tuning.group import Group, outputs
 from coda_inductor.tuning.outcome import foreseen
@@ -63,7 +63,7 @@ class Programs:
             try:
                 with ThreadPoolExecutor(1) as worker:
                     module = fx.GraphModule(torch.nn.Module(), graph)
-                    longest = launch.here().longest_held if allowed(ROWS, NAMES, self.settings) else 0
+                    longest = longest_held(launch.here(), self.settings)
                     self.done[text] = worker.submit(_compile, module, without_memory(tensors), longest).result()
             except Exception as error:
                 if foreseen(error) or isinstance(error, CodaError):
@@ -131,7 +131,7 @@ def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _compile(module: fx.GraphModule, tensors: list[Tensor], longest: int) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    patches = PLAINLY | ({"joint_custom_post_pass": Holding(longest)} if longest else {})
+    patches = PLAINLY | ({"joint_custom_post_pass": CacheMark(longest)} if longest else {})
     with torch.no_grad():
         made = compile_fx(module, tensors, rows_held(compile_fx_inner, longest), config_patches=patches)
         return cast(Callable[..., Any], made)

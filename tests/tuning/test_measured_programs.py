@@ -16,7 +16,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.ops.custom import STORED
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.passes import elementwise, tables
-from coda_inductor.schedule.held import Holding
+from coda_inductor.schedule.held import CacheMark
 from coda_inductor.tuning import benchmark
 from coda_inductor.tuning.benchmark import Programs, as_in_the_whole
 
@@ -62,4 +62,6 @@ def test_their_loops_hold_as_long_rows(monkeypatch: pytest.MonkeyPatch, disable:
     settings = Settings.read({}, {"disable": disable})[0]
     Programs(settings).compiled(make_fx(torch.sin)(torch.ones(2)).graph, [torch.ones(2)])
     assert held == [longest]
-    assert [p.uuid() if isinstance(p, Holding) else p for p in passes] == [Holding(longest).uuid() if longest else None]
+    assert [p.uuid() if isinstance(p, CacheMark) else p for p in passes] == [
+        CacheMark(longest).uuid() if longest else None
+    ]
