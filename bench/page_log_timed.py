@@ -197,7 +197,8 @@ TIMED: dict[str, Dated] = {
             (label, *(cell for side in ("before", "after")
                       for cell in cells("float8.jsonl", names.HELD_AT, f"{key}/{side}", how, case=names.HELD_STEP)))
             for label, key, how in (("alone, ms", "alone_ms", "ms"), ("Inductor's loops, us", "loops_us", "whole"),
-                                    ("passes over memory, us", "passes_us", "whole"))
+                                    ("passes over memory, us", "passes_us", "whole"),
+                                    ("a key's gradient, us", "key_gradient_us", "whole"))
         ),
     ),
 }  # fmt: skip

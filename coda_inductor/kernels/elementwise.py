@@ -17,8 +17,9 @@ from coda_inductor.kernels.module import load_module
 from coda_inductor.kernels.store import open_store
 
 BLOCK = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
-"""Of nineteen that were tried for what is written transposed, within 1 % of the fastest: casts of 16384 x 8192 in both
-layouts take 141 us, transposed alone 102, in blocks of 128 x 128 153 and 122 (H200; on an H100 as long)."""
+"""Of nineteen that were tried for what is written transposed, within 1 % of the fastest (5 % where three vectors are
+read): casts of 16384 x 8192 in both layouts take 141 us, transposed alone 102, in blocks of 128 x 128 153 and 122
+(H200; on an H100 those in both layouts take as long as before)."""
 BLOCK_OF_LARGEST = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 2}
 """Of twelve the fastest for the largest of rows and columns: 93 us, where BLOCK takes 125, 16384 x 8192."""
 BLOCK_OF_TILES = {"BLOCK_M": 1, "BLOCK_N": 2048, "num_warps": 4}
