@@ -33,8 +33,8 @@ TAKEN: dict[str, tuple[Callable[[Tensor, int], Tensor], str]] = {
 """What may be taken of a value [M, N], and over which axes: its largest magnitude; its maximum; and the sum of exp(x -
 maximum), of which a softmax is made. NaN is larger than any number. The last two walk along whole rows."""
 
-COLUMN = "column"
-"""A statement's operation without arguments: the number of the column, from 0, up to 2 ** 24."""
+PLACED = "placed"
+"""A statement's operation: a number in the column of that place (from 0, up to 2 ** 24), and 0 in the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ def verify(record: Elementwise) -> Elementwise:
         known = all(a in names for a in let.args if isinstance(a, str))
         row = OPS.get(let.op)
         computed = bool(row and row.triton and len(let.args) == row.arity and known)
-        if not computed and (let.op, let.args) != (COLUMN, ()):
+        placed = let.op == PLACED and [type(a) for a in let.args] == [str, float] and known
+        if not computed and not placed:
             problems.append(f"{let.name} = {let.op}{let.args}")
         names.append(let.name)
     for out in record.outputs:
@@ -118,9 +119,13 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
         shape = SHAPE.get(o.extent, () if o.extent == "scalar" else x.shape)
         values[o.name] = x.to(torch.float32).reshape(shape)
     columns = torch.arange(record.n, dtype=torch.float32, device=inputs[0].device).reshape(SHAPE["feature"])
+
+    def placed(place: Tensor, number: float) -> Tensor:
+        return torch.where(columns == place, number, 0.0)
+
     for let in record.lets:
-        args = [values[a] if isinstance(a, str) else a for a in let.args]
-        values[let.name] = columns if let.op == COLUMN else OPS[let.op].torch(*args)
+        args: list[Any] = [values[a] if isinstance(a, str) else a for a in let.args]
+        values[let.name] = placed(*args) if let.op == PLACED else OPS[let.op].torch(*args)
     shape = inputs[record.tile].shape
     made = []
     for out in record.outputs:

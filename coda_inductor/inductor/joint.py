@@ -258,10 +258,9 @@ def row_blocks(work: Work) -> None:
 
 
 def reductions(work: Work) -> None:
-    """What no Region takes over rows and columns is one pass over memory, for both or for a softmax; so are, in a graph
-    without a product, gradients of scores."""
-    alone = (write_gradients,) if work.device is None else ()
-    for write in (write_maxima, write_softmax_sums, *alone) if work.may(ELEMENTWISE) else ():
+    """What no Region takes over rows and columns is one pass over memory, for both or for a softmax; so are gradients
+    of scores."""
+    for write in (write_maxima, write_gradients, write_softmax_sums) if work.may(ELEMENTWISE) else ():
         work.elementwise += write(work.graph, work.target, work.before.effects)
 
 

@@ -1,6 +1,7 @@
 """torch.ops.coda.elementwise: one operation for every elementwise pass, and its lowering.
 
-Its eager meaning is the interpreter; compiled graphs on a GPU call its Triton kernel.
+Its eager meaning is the interpreter; compiled graphs on a GPU call its Triton kernel. Where nobody reads the tensor any
+more, what is made of it is written over it, as a gradient of scores over the scores.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.virtualized import V
 
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.elementwise import Elementwise, interpret, parse
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.kernels.elementwise import TritonKernel, triton_kernel
 from coda_inductor.kernels.launch import report
+from coda_inductor.ops.custom import AFTER, STORED
 from coda_inductor.ops.lowering import current, given, launched
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import may_view, viewed
 
 _library = torch.library.Library("coda", "FRAGMENT")
 _library.define("elementwise(Tensor[] inputs, str record, str target) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
@@ -40,6 +45,23 @@ torch.library.register_fake("coda::elementwise", _fake, lib=_library)
 
 ELEMENTWISE = torch.ops.coda.elementwise.default
 """elementwise(inputs, Elementwise.text, target) -> outputs, [M, N] or [N, M]."""
+
+_library.define(
+    "elementwise_over_(Tensor(a!) into, Tensor[] inputs, str record, str target) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _over(into: Tensor, inputs: list[Tensor], record: str, target: str) -> None:
+    into.copy_(interpret(parse(record), inputs)[0])
+
+
+_library.impl("elementwise_over_", _over, "CompositeExplicitAutograd")
+torch.library.register_fake("coda::elementwise_over_", lambda into, inputs, record, target: None, lib=_library)
+
+OVER = torch.ops.coda.elementwise_over_.default
+"""elementwise_over_(into, inputs, Elementwise.text, target): the one output is written over `into`, the tensor [M, N]
+among the inputs."""
 
 
 class Launcher:
@@ -79,14 +101,69 @@ class ElementwiseKernel(ir.FallbackKernel):
         name = f"coda_elementwise_{parse(text).digest}"
         wrapper.add_import_once("from coda_inductor.ops.elementwise import Launcher as coda_elementwise")
         wrapper.add_import_once(f"{name} = coda_elementwise({text!r})")
-        wrapper.writeline(f"{self.get_name()} = {name}({given(self, wrapper)})")
+        wrapper.writeline(f"{self.get_name()} = {name}({self.called_with(wrapper)})")
+
+    def called_with(self, wrapper: Any) -> str:
+        """The launch's arguments."""
+        return given(self, wrapper)
+
+
+class OverwritingKernel(ElementwiseKernel):
+    """A launch that writes over its first argument, which is one of its inputs."""
+
+    def called_with(self, wrapper: Any) -> str:
+        """The launch's arguments."""
+        into, *inputs = (x.codegen_reference() for x in self.inputs)  # type: ignore[union-attr]
+        return f"[{', '.join(inputs)}], [{into}]"
 
 
 def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
-    if target == "reference" or inputs[0].get_device().type != "cuda":
+    record, reference = parse(text), target == "reference" or inputs[0].get_device().type != "cuda"
+    if reference:
+        tensors = [*inputs]
+    else:
+        tensors = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in inputs]
+    into = inputs[record.tile]
+    if may_overwrite(record, V.graph.current_node):
+        into.realize()
+        if into.get_name() == tensors[record.tile].get_name():
+            V.graph.mark_buffer_mutated(
+                into.get_name()
+            )  # its readers so far are computed before, which `create` is late for
+            kernel = ir.FallbackKernel if reference else OverwritingKernel
+            kernel.create(OVER, into, tensors, text, target)
+            return [into]
+    if reference:
         return fallback_handler(ELEMENTWISE, add_to_fallback_set=False)(inputs, text, target)
-    tensors = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in inputs]
-    return launched(ElementwiseKernel, ELEMENTWISE, tensors, (text, target), _layouts(parse(text), tensors))
+    return launched(ElementwiseKernel, ELEMENTWISE, tensors, (text, target), _layouts(record, tensors))
+
+
+def may_overwrite(record: Elementwise, op: fx.Node) -> bool:
+    """Is one output made of one tensor, as that lies and of its dtype, in memory of the graph's own that nobody reads
+    behind the operation?"""
+    (out, *others), tiles = record.outputs, [o for o in record.operands if o.extent == "tile"]
+    if others or out.over or out.transposed or len(tiles) > 1 or tiles[0].dtype != out.dtype:
+        return False
+    node: fx.Node | None = op.args[0][record.tile]  # type: ignore[index, assignment]
+    below = node
+    while below is not None:
+        node, below = below, in_memory_of(below)
+    assert node is not None
+    names = g.reached([node], lambda n: [u for u in n.users if in_memory_of(u) is n])
+    return node.op == "call_function" and all(u in names or u is op or _before(u, op) for n in names for u in n.users)
+
+
+def in_memory_of(node: fx.Node) -> fx.Node | None:
+    """The input in whose memory the node's result lies, or may lie; None if it has memory of its own."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return viewed(node)
+    same = g.is_cast(node) and node.meta["val"].dtype == source.meta["val"].dtype
+    return source if same or may_view(node) or node.target in (AFTER, STORED) else None
+
+
+def _before(node: fx.Node, op: fx.Node) -> bool:
+    return node.op != "output" and node < op
 
 
 def _layouts(record: Elementwise, tensors: Sequence[Any]) -> list[ir.FixedLayout]:

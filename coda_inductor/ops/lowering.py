@@ -315,7 +315,11 @@ def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) 
 
 
 def _operation(x: ir.TensorBox) -> str:
-    """The name of the operation that computes a value in memory; of one of several results, of what makes them all."""
+    """The name of the operation that computes a value in memory, or writes it over another; of one of several results,
+    of what makes them all."""
+    if (last := _last_written(x.get_name())) != x.get_name():
+        writer: Any = V.graph.name_to_buffer[last].get_defining_op()
+        return str(writer.get_operation_name())
     made: Any = x.data.data  # type: ignore[attr-defined]
     kernel: Any = made.inputs[0] if isinstance(made, ir.MultiOutput) else made
     return str(kernel.get_operation_name())

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES, EIGHT_BITS, NARROW
-from coda_inductor.core.elementwise import COLUMN, Elementwise, Output, verify
+from coda_inductor.core.elementwise import PLACED, Elementwise, Output, verify
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.ops import OPS
 from coda_inductor.core.region import Let, Operand
@@ -40,6 +40,7 @@ from coda_inductor.write.writing import Writing
 
 LOADED = DTYPE_NAMES.keys() - {torch.float64}
 DEPTH = 32  # operations between a cast and its tensor
+LARGE = 2.0**126  # neither such a number nor its reciprocal is subnormal
 PITCH = 16  # elements of 8 bits of which rows are made that TMA reads
 WORTH = 1 << 24
 """The elements of a tensor from which it gets a pass: an estimate of where a pass saves as much as its launch takes.
@@ -85,13 +86,14 @@ class Expression:
     full: frozenset[int]
     operands: dict[fx.Node, str] = field(default_factory=dict)
     lets: list[Let] = field(default_factory=list)
-    columns: fx.Node | None = None
-    """What numbers the columns, if something does."""
+    places: dict[fx.Node, tuple[fx.Node, float]] = field(default_factory=dict)
+    """Of tensors of one number in each row, at which place, and the number."""
 
     def value(self, node: fx.Node) -> str:
         """The name of a node's value."""
-        if node is self.columns:
-            return self._let(COLUMN)
+        if node in self.places:
+            place, number = self.places[node]
+            return self._let(PLACED, self.value(place), number)
         if axes(self.reading, node) != self.full or node is self.source:
             return self.operands.setdefault(node, f"in{len(self.operands)}")
         if g.is_view(node):
@@ -116,6 +118,8 @@ class Expression:
         return tuple(found)
 
     def _computed(self, node: fx.Node) -> str:
+        if number := divisor(node):
+            return self._let("mul", self.value(node.all_input_nodes[0]), 1 / number)
         args = [self.value(a) if isinstance(a, fx.Node) else float(a) for a in node.args]  # type: ignore[arg-type]
         return self._let(OPERATIONS[node.target], *args)
 
@@ -227,9 +231,16 @@ def is_computed(node: fx.Node) -> bool:
     value = g.tensor(node)
     if value is None or value.dtype not in (torch.float32, *NARROW) or node.kwargs:
         return False
-    return g.is_cast(node) or (
-        node.target in OPERATIONS and all(isinstance(a, fx.Node | int | float) for a in node.args)
-    )
+    if g.is_cast(node) or divisor(node):
+        return True
+    return node.target in OPERATIONS and all(isinstance(a, fx.Node | int | float) for a in node.args)
+
+
+def divisor(node: fx.Node) -> float:
+    """The number by which the node divides, 0 if there is none. On a GPU torch and Inductor multiply by its reciprocal,
+    and so does a pass."""
+    number = node.args[1] if node.target is aten.div.Tensor else 0
+    return float(number) if isinstance(number, int | float) and 1 / LARGE < abs(number) < LARGE else 0.0
 
 
 def _inline(user: fx.Node) -> bool:

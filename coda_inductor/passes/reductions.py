@@ -10,7 +10,7 @@ x 128256 in bf16: 1,137 us, the pass 526, bench/results/loss.jsonl.)
 
 The gradient of such scores is less by a number at the target of each row. Inductor's loop adds up rows of which only
 that number is not 0. A pass knows the sum. (H200, 8192 x 128256 in bf16, forward and backward: 1,912 us, with the pass
-1,747, bench/results/loss.jsonl.)
+1,747, bench/results/loss.jsonl.) Where nobody reads the scores behind it, it writes over them (ops/elementwise.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.elementwise import EXPONENTIALS, LARGEST, MAXIMUM, Elementwise, Output, verify
+from coda_inductor.ops.custom import AFTER
+from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.passes.dropped import is_zero
 from coda_inductor.passes.elementwise import (
     Expression,
@@ -62,8 +64,8 @@ LONG_ROWS = 1 << 13
 itself: rows of 8192 take 872 us, with the pass 372, of 16384 763 and 366; shorter ones were not tried.)"""
 
 
-PICKS = (aten.gather.default, aten.index.Tensor, aten.select.int, aten.slice.Tensor)
-"""What reads a part of the rows."""
+APART = (aten.gather.default, aten.index.Tensor, aten.select.int, aten.slice.Tensor, ELEMENTWISE)
+"""What reads a part of the rows, or is no loop of Inductor's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def readers_of(source: fx.Node) -> set[fx.Node]:
         return elements(node) == size and (g.is_view(node) or is_loop(node))
 
     made = g.reached([source], lambda n: filter(same, beside(n)))
-    return {user for node in made for user in beside(node) if not same(user) and user.target not in PICKS}
+    return {user for node in made for user in beside(node) if not same(user) and user.target not in APART}
 
 
 def _softmax(total: fx.Node) -> list[tuple[fx.Node, fx.Node, str]]:
@@ -220,18 +222,17 @@ def _write(
 
 
 def write_gradients(graph: fx.Graph, target: str, before: Effects) -> tuple[Pass, ...]:
-    """Puts what is made of given scores and of one number in each row, as the gradient of a loss, into a graph as
-    passes, in place; `before` are its effects before it was rewritten. (A graph's own scores may be overwritten by
-    their gradient, which no pass does.)"""
+    """Puts what is made of scores and of one number in each row, as the gradient of a loss, into a graph as passes, in
+    place; `before` are its effects before it was rewritten."""
     made = list[Pass]()
     for scatter in graph.find_nodes(op="call_function", target=aten.scatter.value):
         if not _long_rows_of_one(scatter, target):
             continue
         there = {*graph.nodes}
-        columns, instead = _by_place(graph, scatter)
+        placed, instead = _by_place(graph, scatter)
         for old, new in instead:
             old.replace_all_uses_with(new)
-        if (done := _gradient(graph, target, instead[0][1], columns)) is not None:
+        if (done := _gradient(graph, target, placed)) is not None:
             made.append(done)
         else:
             for old, new in reversed(instead):
@@ -252,7 +253,7 @@ def _long_rows_of_one(scatter: fx.Node, target: str) -> bool:
     if not isinstance(index, fx.Node) or not isinstance(number, int | float) or not abs(number) <= GREATEST:
         return False
     columns = value.shape[-1]
-    if not isinstance(columns, int) or columns > EXACT:
+    if not isinstance(columns, int) or not 1 < columns <= EXACT:
         return False
     long = target == "reference" or (columns >= LONG_GRADIENTS and columns % STEP == 0)
     return long and dim in (-1, value.dim() - 1) and is_zero(zeros) and _of_rows(index, scatter)
@@ -264,10 +265,19 @@ def _of_rows(node: fx.Node, scatter: fx.Node) -> bool:
     return found[:-1] == g.sizes(scatter)[:-1] and found[-1:] == (ONE,)
 
 
-def _by_place(graph: fx.Graph, scatter: fx.Node) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
-    """The numbers n of columns. And what puts a number c into each row, at t, and sums over such rows times another for
-    each, with what stands for them: c [n = t] = c (1 - min(|n - t|, 1)), of which the sum over n is c. (Of an infinite
-    factor that sum is infinite here, and NaN in torch.)"""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Rows with one number each: their node, the numbers of the columns, the place in each row, and the number."""
+
+    rows: fx.Node
+    columns: fx.Node
+    place: fx.Node
+    number: float
+
+
+def _by_place(graph: fx.Graph, scatter: fx.Node) -> tuple[Placed, list[tuple[fx.Node, fx.Node]]]:
+    """What puts a number c into each row, at t, and sums over such rows times another for each, with what stands for
+    them: c [n = t] = c (1 - min(|n - t|, 1)), and f c + f 0 (NaN, as the sum is, where the factor f is infinite)."""
     _, _, index, number = scatter.args
     assert isinstance(index, fx.Node) and isinstance(number, int | float)
     writing, value = Writing(graph, scatter), scatter.meta["val"]
@@ -277,12 +287,9 @@ def _by_place(graph: fx.Graph, scatter: fx.Node) -> tuple[fx.Node, list[tuple[fx
         writing.call(scatter, prims.convert_element_type.default, x, torch.float32) for x in (numbers, index)
     )
     away = writing.call(scatter, aten.abs.default, writing.call(scatter, aten.sub.Tensor, columns, place))
-    away = writing.call(scatter, aten.clamp_max.default, away, 1.0)
-    if number > 0:  # zeros are positive
-        there = writing.call(scatter, aten.add.Tensor, writing.call(scatter, aten.neg.default, away), 1.0)
-    else:
-        there = writing.call(scatter, aten.sub.Tensor, away, 1.0)
-    found = [(scatter, writing.call(scatter, aten.mul.Tensor, there, abs(float(number))))]
+    there = writing.call(scatter, aten.sub.Tensor, writing.call(scatter, aten.clamp_max.default, away, 1.0), 1.0)
+    rows = writing.call(scatter, aten.mul.Tensor, there, -float(number))
+    found = [(scatter, rows)]
     for times in scatter.users:
         factor = next((a for a in times.all_input_nodes if a is not scatter), None)
         if times.target is not aten.mul.Tensor or factor is None or not _of_rows(factor, scatter):
@@ -290,37 +297,58 @@ def _by_place(graph: fx.Graph, scatter: fx.Node) -> tuple[fx.Node, list[tuple[fx
         for total in times.users:
             of_rows = g.reduction(total)
             if of_rows is not None and (of_rows.name, of_rows.dims) == ("sum", (value.dim() - 1,)) and of_rows.keepdim:
-                found.append((total, Writing(graph, total).call(total, aten.mul.Tensor, factor, float(number))))
-    return columns, found
+                here = Writing(graph, total)
+                there, elsewhere = (here.call(total, aten.mul.Tensor, factor, c) for c in (float(number), 0.0))
+                found.append((total, here.call(total, aten.add.Tensor, there, elsewhere)))
+    return Placed(rows, columns, place, float(number)), found
 
 
-def _gradient(graph: fx.Graph, target: str, rows: fx.Node, columns: fx.Node) -> Pass | None:
-    """The pass that makes all that is made of rows of one number each, if that is one tensor, of given scores."""
+def _stands(scores: fx.Node, gradient: fx.Node) -> bool:
+    """Are the scores in memory, and is there memory for their gradient? Inductor writes it over whole scores that the
+    forward kept, and no pass does. Over those of the gradient's own side both do. Of what a graph is given, or of some
+    rows, neither does."""
+    if is_loop(scores):
+        return False
+    whole = g.root(scores, lambda n: g.is_view(n) or n.target is aten.slice.Tensor)
+    some = whole.meta["val"].numel() > scores.meta["val"].numel()
+    return whole.op == "placeholder" or some or g.is_backward(whole) == g.is_backward(gradient)
+
+
+def _gradient(graph: fx.Graph, target: str, placed: Placed) -> Pass | None:
+    """The pass that makes all that is made of rows of one number each, if that is one tensor, of scores."""
+    rows = placed.rows
     reached = g.reached([rows], lambda n: [u for u in n.users if g.is_view(u) or is_computed(u)])
 
     def read_on(node: fx.Node) -> bool:
         return any(u not in reached and (u.users or u.op == "output") for u in readers(node))
 
+    def read_by(node: fx.Node) -> list[fx.Node]:
+        return [x for u in readers(node) for x in (read_by(u) if u.target is AFTER else [u])]
+
     lasts = [n for n in reached if not g.is_view(n) and read_on(n)]
     if len(lasts) != 1:
         return None
     reading, (last,) = read_axes(graph), lasts
-    if last not in reading.dims or any(is_loop(u) or g.reduction(u) is not None for u in readers(last)):
+    if last not in reading.dims or any(is_loop(u) or g.reduction(u) is not None for u in read_by(last)):
         return None
-    source = source_of(last.all_input_nodes[0] if g.is_cast(last) else last, reading, {})
-    if source is None or source.op != "placeholder" or not large(source, target) or overwritten(graph)(source):
+    source = source_of(last.all_input_nodes[0] if g.is_cast(last) else last, reading, {rows: set()})
+    if source is None or source in reached or not large(source, target):
+        return None
+    if not _stands(source, last) or overwritten(graph)(source):
         return None
     whole = axes_in_memory(reading, source)
     if whole is None or whole != axes_in_memory(reading, last):
         return None
-    expression = Expression(reading, source, axes(reading, source), columns=columns)
+    if tuple(i for d in reading.roots(placed.columns) for i in d) != whole[-1:]:
+        return None
+    full = axes(reading, source)
 
     def inside(node: fx.Node) -> bool:
-        return node is not source and node in reading.dims and axes(reading, node) == expression.full
+        return node not in (source, rows) and node in reading.dims and axes(reading, node) == full
 
-    known = g.reached([last], lambda n: n.all_input_nodes if inside(n) else ())
-    if not known <= reading.dims.keys() or tuple(i for d in reading.roots(columns) for i in d) != whole[-1:]:
+    if not g.reached([last], lambda n: n.all_input_nodes if inside(n) else ()) <= reading.dims.keys():
         return None
+    expression = Expression(reading, source, full, places={rows: (placed.place, placed.number)})
     value, size = expression.value(last), reading.axes.total(whole[-1:]).static
     operands = expression.loads(whole, len(whole) - 1)
     if operands is None or size is None or size != last.meta["val"].shape[-1]:

@@ -101,7 +101,9 @@ def written_out(graph: fx.Graph) -> fx.Graph:
         scores, *over = node.args
 
         def call(target: Any, *args: Any) -> fx.Node:
-            return graph.call_function(target, args)
+            made = graph.call_function(target, args)
+            made.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+            return made
 
         with graph.inserting_before(node):
             maximum = call(aten.amax.default, scores, *over)

@@ -22,7 +22,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.kernels import launch
 from coda_inductor.measure import tune
 from coda_inductor.passes.complex import pack_pairs
-from coda_inductor.passes.reductions import write_maxima
+from coda_inductor.passes.reductions import write_maxima, write_softmax_sums
 from coda_inductor.passes.switches import COMPLEX, ELEMENTWISE, NAMES, allowed, longest_held
 from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns.effects import effects
@@ -115,7 +115,8 @@ class Programs:
 def as_in_the_whole(graph: fx.Graph, settings: Settings) -> None:
     """Does to a program what is done to the user's graph behind the Regions, in place."""
     if allowed(ELEMENTWISE, NAMES, settings):
-        write_maxima(graph, SM_90A.name, effects(graph))
+        for write in (write_maxima, write_softmax_sums):
+            write(graph, SM_90A.name, effects(graph))
     if allowed(COMPLEX, NAMES, settings):
         pack_pairs(graph, SM_90A.name)
     put_into_memory(graph, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -46,4 +47,10 @@ def test_held_rows(rows: int, width: int, disable: str) -> None:
         off, tolerated = ((x.double() - wanted).norm() / wanted.norm() for x in (mine, theirs))
         assert off < 1.5 * tolerated + 2e-3
     assert len(codes) == 2
-    assert all(("def triton_per_fused" in code) == (not disable) for code in codes if rows > 64)
+    assert all(held(code, width) == (not disable) for code in codes if rows > 64)
+
+
+def held(code: str, width: int) -> bool:
+    """Does a loop hold rows of so many columns? (Sums over the tokens are finished by one that holds short ones.)"""
+    found = re.findall(r"persistent_reduction\(\s*size_hints=\{[^}]*'r0_': (\d+)", code)
+    return any(int(columns) >= width for columns in found)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import run
+from compiling import REFERENCE, run
 from programs import relative
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -238,7 +239,9 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "a loop reads it": (lambda z, y: (z.exp() * hot(y)).sin(), 0),
     "a sum reads it": (lambda z, y: (z.exp() * hot(y)).sum(-1, keepdim=True).expand(ROWS, COLUMNS), 0),
     "read in another way, too": (lambda z, y: z.exp() * (h := hot(y)) + h.cumsum(-1), 0),
-    "beside a product": (lambda z, y: z.exp() * hot(y) + (torch.ones(9, 9) @ torch.ones(9, 9)).sum(), 0),
+    "beside a product": (lambda z, y: z.exp() * hot(y) + (torch.ones(9, 9) @ torch.ones(9, 9)).sum(), 1),
+    "capped": (lambda z, y: (1 - (t := (z / 15).tanh()) * t) / 15 * hot(y), 1),
+    "divided by a number too small": (lambda z, y: (z / 1e-44).tanh() * hot(y), 0),
     "transposed": (lambda z, y: (z.view(COLUMNS, ROWS).t().exp() * hot(y)).t().reshape(ROWS, COLUMNS), 0),
 }
 """Gradients, each with the passes that make it."""
@@ -345,3 +348,23 @@ def test_a_number_is_no_row() -> None:
 
     graph = traced(model, torch.empty(()), torch.empty((), dtype=torch.long))
     assert write_gradients(graph, "reference", effects(graph)) == ()
+
+
+def capped(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(5 * torch.tanh(x @ w / 5), y, ignore_index=-1)
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize(("disable", "passes"), [("", 1), ("statistic", 2), ("elementwise", 0)])
+def test_gradients_in_blocks_are_written_over_the_scores(disable: str, passes: int) -> None:
+    """Where no epilogue takes the sums of a softmax, they are a pass too, which reads the scores before."""
+    torch.manual_seed(0)
+    y = torch.randint(0, COLUMNS, (96,)).index_fill(0, torch.tensor([3, 50]), -1)
+    x, w = torch.randn(96, 4).requires_grad_(), torch.randn(4, COLUMNS).requires_grad_()
+    options = REFERENCE | {"strict": True, "chunk": 32, "disable": disable}
+    wanted = torch.autograd.grad(capped(x, w, y), (x, w))
+    compiled = torch.compile(capped, backend="coda", options=options)
+    found, codes = run_and_get_code(lambda: torch.autograd.grad(compiled(x, w, y), (x, w)))
+    torch.testing.assert_close(found, wanted)
+    assert sum(code.count("ops.coda.elementwise_over_.default(") for code in codes) == 3 * bool(passes)
+    assert sum(code.count("ops.coda.elementwise.default(") for code in codes) == 3 * (passes == 2)

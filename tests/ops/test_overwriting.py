@@ -1,0 +1,123 @@
+"""What a pass makes is written over the tensor that it is made of where nobody reads that any more, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+from coda_inductor.core.elementwise import Elementwise, Output, verify
+from coda_inductor.core.region import Let, Operand
+from coda_inductor.ops import elementwise, lowering
+from coda_inductor.ops.custom import AFTER, STORED
+
+M, N = 6, 16
+OPERANDS = (Operand("x", "tile", "f32"), Operand("s", "token", "f32"))
+LETS = (Let("v", "mul", ("x", "s")), Let("w", "add", ("v", 1.0)))
+
+
+def text(*outputs: Output) -> str:
+    return verify(Elementwise(N, OPERANDS, LETS, outputs)).text
+
+
+RECORD = text(Output("w", "f32"))
+ROUNDED = text(Output("w", "bf16"))
+TURNED = text(Output("w", "f32", True))
+LARGEST = text(Output("w", "f32", False, "N"))
+TWICE = text(Output("v", "f32"), Output("w", "f32"))
+
+
+@pytest.fixture(autouse=True)
+def lowered() -> Iterator[None]:
+    torch._dynamo.reset()
+    lowering.register()
+    elementwise.register()
+    yield
+    torch._dynamo.reset()
+
+
+def made(x: Tensor, s: Tensor, record: str = RECORD) -> Tensor:
+    out: Tensor = torch.ops.coda.elementwise([x, s], record, "reference")[0]
+    return out
+
+
+def both(x: Tensor, s: Tensor) -> Tensor:
+    out: list[Tensor] = torch.ops.coda.elementwise([x, s], TWICE, "reference")
+    return out[0] + out[1]
+
+
+def read_late(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    out = made(y, s)
+    return out @ w.t(), y.exp()
+
+
+def viewed_late(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    rows = y.view(2, -1)
+    return made(y, s) @ w.t(), rows.sum(1)
+
+
+def read_early(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    return y.exp().sum(1), made(y, s) @ w.t()
+
+
+def picked_early(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    picked = (y.exp() - 1).gather(1, torch.arange(M)[:, None])
+    out = made(y, s)
+    return picked + 1, out @ w.t()
+
+
+def in_blocks(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    y = AFTER(x @ w, [s])
+    picked = STORED(y.exp()[:, :1])
+    return picked, AFTER(made(y, s), [picked]) @ w.t()
+
+
+def twice(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+    return made(made(x @ w, s), s) @ w.t()
+
+
+Program = Callable[[Tensor, Tensor, Tensor], Any]
+PROGRAMS: dict[str, tuple[Program, int]] = {
+    "nobody else reads it": (lambda x, w, s: made(x @ w, s) @ w.t(), 1),
+    "it is returned": (lambda x, w, s: made(x @ w, s), 1),
+    "both are returned": (lambda x, w, s: (y := x @ w, made(y, s)), 0),
+    "read behind": (read_late, 0),
+    "a view is read behind": (viewed_late, 0),
+    "read before": (read_early, 1),
+    "picked before": (picked_early, 1),
+    "in another shape": (lambda x, w, s: made((x @ w).view(2, 3, N).reshape(M, N), s).view(3, 2, N) * 2, 1),
+    "in blocks": (in_blocks, 1),
+    "over it once more": (twice, 2),
+    "of an input": (lambda x, w, s: made(w, s[:1].expand(w.shape[0]).clone()) * 2, 0),
+    "of a view of an input": (lambda x, w, s: made(w.view(-1)[: M * N].view(M, N), s) * 2, 0),
+    "rounded": (lambda x, w, s: made(x @ w, s, ROUNDED).float() * 2, 0),
+    "transposed": (lambda x, w, s: made(x @ w, s, TURNED) * 2, 0),
+    "the largest": (lambda x, w, s: made(x @ w, s, LARGEST) * 2, 0),
+    "two outputs": (lambda x, w, s: both(x @ w, s), 0),
+    "a part of it": (lambda x, w, s: made((x @ w)[1:], s[1:]) * 2, 1),
+    "a part, and the other one is read": (lambda x, w, s: (made((y := x @ w)[1:], s[1:]) * 2, y[:1] + 1), 0),
+}
+"""Programs of x [M, K], w [K, N] and s [M], each with how many of its passes write over what they read."""
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_written_over_what_nobody_reads(name: str) -> None:
+    program, count = PROGRAMS[name]
+    torch.manual_seed(0)
+    given = torch.randn(M, 16), torch.randn(16, N), torch.rand(M)
+    before = [x.clone() for x in given]
+    with inductor_config.patch(reorder_for_locality=False):  # as in training
+        found, codes = run_and_get_code(torch.compile(program, fullgraph=True), *given)
+    torch.testing.assert_close(found, program(*given))
+    assert all(map(torch.equal, given, before))
+    assert sum(code.count("ops.coda.elementwise_over_.default(") for code in codes) == count
