@@ -90,6 +90,18 @@ TIMED: dict[str, Dated] = {
             for case in ("32000", "128256")
         ),
     ),
+    "scores written over": Dated(
+        ("head and loss, forward and backward, H200", "`torch.compile`, ms", "coda, Inductor's loops, ms",
+         "coda, passes, ms", "`torch.compile`, GiB", "coda, GiB"),
+        tuple(
+            (f"vocabulary {case.replace(':cap', ', capped')}",
+             *(cell for way in ("inductor", "loops-4096", "coda-4096")
+               for cell in cells("heads.jsonl", "11c1814", f"ms/{way}", "ms", case=case)),
+             *(cell for way in ("inductor", "coda-4096")
+               for cell in cells("heads.jsonl", "11c1814", f"gib/{way}", "gib", case=case)))
+            for case in ("32000", "128256", "128256:cap")
+        ),
+    ),
     "kinds of kernels": Dated(
         ("a step on an H200", "all, ms", "products", "attention", "loops", "optimizer", "rest"),
         tuple(

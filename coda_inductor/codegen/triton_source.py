@@ -84,7 +84,7 @@ LARGEST_OVER = {
     "M": "tl.atomic_max({0} + n, tl.max({1}, 0), mask=n < N, sem='relaxed')",
 }
 PLACE = "tl.where(n[None, :] == {0}.to(tl.int64), {1}, 0.0)"
-"""Compared as integers: to convert each column's number takes as long as an exponential."""
+"""Compared as integers: a place is converted for each row, and not a number for each column."""
 MAGNITUDE = "tl.where(inside, tl.cast({0}, tl.int32, bitcast=True) & 0x7fffffff, 0)"
 
 
