@@ -21,7 +21,6 @@ from coda_inductor.core.elementwise import Elementwise, interpret, parse
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.kernels.elementwise import TritonKernel, triton_kernel
 from coda_inductor.kernels.launch import report
-from coda_inductor.ops.custom import AFTER, STORED
 from coda_inductor.ops.lowering import current, given, launched
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import may_view, viewed
@@ -150,20 +149,17 @@ def may_overwrite(record: Elementwise, op: fx.Node) -> bool:
         node, below = below, in_memory_of(below)
     assert node is not None
     names = g.reached([node], lambda n: [u for u in n.users if in_memory_of(u) is n])
-    return node.op == "call_function" and all(u in names or u is op or _before(u, op) for n in names for u in n.users)
+    return node.op == "call_function" and all(u is op or u < op for n in names for u in n.users)
 
 
 def in_memory_of(node: fx.Node) -> fx.Node | None:
-    """The input in whose memory the node's result lies, or may lie; None if it has memory of its own."""
+    """The input in whose memory the node's result lies, or may lie; None if it has memory of its own. (What coda.after
+    and coda.stored return has: they copy what somebody else reads.)"""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return viewed(node)
     same = g.is_cast(node) and node.meta["val"].dtype == source.meta["val"].dtype
-    return source if same or may_view(node) or node.target in (AFTER, STORED) else None
-
-
-def _before(node: fx.Node, op: fx.Node) -> bool:
-    return node.op != "output" and node < op
+    return source if same or may_view(node) else None
 
 
 def _layouts(record: Elementwise, tensors: Sequence[Any]) -> list[ir.FixedLayout]:

@@ -29,6 +29,8 @@ RECORD = text(Output("w", "f32"))
 ROUNDED = text(Output("w", "bf16"))
 TURNED = text(Output("w", "f32", True))
 LARGEST = text(Output("w", "f32", False, "N"))
+TWO = (Operand("x", "tile", "f32"), Operand("y", "tile", "f32"))
+OF_TWO = verify(Elementwise(N, TWO, (Let("v", "mul", ("x", "y")),), (Output("v", "f32"),))).text
 TWICE = text(Output("v", "f32"), Output("w", "f32"))
 
 
@@ -51,6 +53,11 @@ def both(x: Tensor, s: Tensor) -> Tensor:
     return out[0] + out[1]
 
 
+def beside(x: Tensor, y: Tensor) -> Tensor:
+    out: Tensor = torch.ops.coda.elementwise([x, y], OF_TWO, "reference")[0]
+    return out
+
+
 def read_late(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     y = x @ w
     out = made(y, s)
@@ -61,6 +68,12 @@ def viewed_late(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     y = x @ w
     rows = y.view(2, -1)
     return made(y, s) @ w.t(), rows.sum(1)
+
+
+def cast_late(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    y = x @ w
+    same = torch.ops.prims.convert_element_type(y, torch.float32)
+    return made(y, s) @ w.t(), same.exp()
 
 
 def read_early(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,6 +105,7 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
     "both are returned": (lambda x, w, s: (y := x @ w, made(y, s)), 0),
     "read behind": (read_late, 0),
     "a view is read behind": (viewed_late, 0),
+    "what is cast to its own dtype is read behind": (cast_late, 0),
     "read before": (read_early, 1),
     "picked before": (picked_early, 1),
     "in another shape": (lambda x, w, s: made((x @ w).view(2, 3, N).reshape(M, N), s).view(3, 2, N) * 2, 1),
@@ -103,6 +117,7 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
     "transposed": (lambda x, w, s: made(x @ w, s, TURNED) * 2, 0),
     "the largest": (lambda x, w, s: made(x @ w, s, LARGEST) * 2, 0),
     "two outputs": (lambda x, w, s: both(x @ w, s), 0),
+    "beside the row below": (lambda x, w, s: beside((y := x @ w)[:-1], y[1:]) * 2, 0),
     "a part of it": (lambda x, w, s: made((x @ w)[1:], s[1:]) * 2, 1),
     "a part, and the other one is read": (lambda x, w, s: (made((y := x @ w)[1:], s[1:]) * 2, y[:1] + 1), 0),
 }
