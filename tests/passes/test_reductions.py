@@ -368,3 +368,28 @@ def test_gradients_in_blocks_are_written_over_the_scores(disable: str, passes: i
     torch.testing.assert_close(found, wanted)
     assert sum(code.count("ops.coda.elementwise_over_.default(") for code in codes) == 3 * bool(passes)
     assert sum(code.count("ops.coda.elementwise.default(") for code in codes) == 3 * (passes == 2)
+
+
+def returned(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    scores = x @ w
+    return F.cross_entropy(scores, y), scores.detach()
+
+
+@pytest.mark.usefixtures("uncached")
+def test_gradients_of_scores_that_are_returned_have_memory_of_their_own() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(96, 4).requires_grad_(), torch.randn(4, COLUMNS).requires_grad_()
+    y, options = torch.randint(0, COLUMNS, (96,)), REFERENCE | {"strict": True, "chunk": 32}
+    compiled = torch.compile(returned, backend="coda", options=options)
+    wanted = torch.autograd.grad(returned(x, w, y)[0], (x, w))
+
+    def called() -> tuple[Tensor, tuple[Tensor, ...]]:
+        loss, scores = compiled(x, w, y)
+        return scores, torch.autograd.grad(loss, (x, w))
+
+    (scores, found), codes = run_and_get_code(called)
+    torch.testing.assert_close((scores, found), (x @ w, wanted))
+    assert [
+        sum(f"ops.coda.elementwise{over}.default(" in line for c in codes for line in c.splitlines())
+        for over in ("", "_over_")
+    ] == [3, 0]
