@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import REFERENCE, run
+from compiling import run
 from programs import relative
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -348,48 +347,3 @@ def test_a_number_is_no_row() -> None:
 
     graph = traced(model, torch.empty(()), torch.empty((), dtype=torch.long))
     assert write_gradients(graph, "reference", effects(graph)) == ()
-
-
-def capped(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(5 * torch.tanh(x @ w / 5), y, ignore_index=-1)
-
-
-@pytest.mark.usefixtures("uncached")
-@pytest.mark.parametrize(("disable", "passes"), [("", 1), ("statistic", 2), ("elementwise", 0)])
-def test_gradients_in_blocks_are_written_over_the_scores(disable: str, passes: int) -> None:
-    """Where no epilogue takes the sums of a softmax, they are a pass too, which reads the scores before."""
-    torch.manual_seed(0)
-    y = torch.randint(0, COLUMNS, (96,)).index_fill(0, torch.tensor([3, 50]), -1)
-    x, w = torch.randn(96, 4).requires_grad_(), torch.randn(4, COLUMNS).requires_grad_()
-    options = REFERENCE | {"strict": True, "chunk": 32, "disable": disable}
-    wanted = torch.autograd.grad(capped(x, w, y), (x, w))
-    compiled = torch.compile(capped, backend="coda", options=options)
-    found, codes = run_and_get_code(lambda: torch.autograd.grad(compiled(x, w, y), (x, w)))
-    torch.testing.assert_close(found, wanted)
-    assert sum(code.count("ops.coda.elementwise_over_.default(") for code in codes) == 3 * bool(passes)
-    assert sum(code.count("ops.coda.elementwise.default(") for code in codes) == 3 * (passes == 2)
-
-
-def returned(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    scores = x @ w
-    return F.cross_entropy(scores, y), scores.detach()
-
-
-@pytest.mark.usefixtures("uncached")
-def test_gradients_of_scores_that_are_returned_have_memory_of_their_own() -> None:
-    torch.manual_seed(0)
-    x, w = torch.randn(96, 4).requires_grad_(), torch.randn(4, COLUMNS).requires_grad_()
-    y, options = torch.randint(0, COLUMNS, (96,)), REFERENCE | {"strict": True, "chunk": 32}
-    compiled = torch.compile(returned, backend="coda", options=options)
-    wanted = torch.autograd.grad(returned(x, w, y)[0], (x, w))
-
-    def called() -> tuple[Tensor, tuple[Tensor, ...]]:
-        loss, scores = compiled(x, w, y)
-        return scores, torch.autograd.grad(loss, (x, w))
-
-    (scores, found), codes = run_and_get_code(called)
-    torch.testing.assert_close((scores, found), (x @ w, wanted))
-    assert [
-        sum(f"ops.coda.elementwise{over}.default(" in line for c in codes for line in c.splitlines())
-        for over in ("", "_over_")
-    ] == [3, 0]

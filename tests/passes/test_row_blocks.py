@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from compiling import REFERENCE
 from evaluate import captured, strict_reference
 from torch import Tensor, fx, nn
+from torch._inductor.utils import run_and_get_code
 
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
@@ -313,3 +314,57 @@ def test_degrees(name: str) -> None:
             assert any(not torch.allclose(f(c * t, x), c**d * f(t, x)) for c in (3, -1))
     else:
         assert walk() == wanted and all(torch.allclose(f(c * t, x), c**wanted * f(t, x)) for c in (3, -1))
+
+
+def capped_head(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(5 * torch.tanh(x @ w / 5), y, ignore_index=-1)
+
+
+@pytest.mark.parametrize(("disable", "passes"), [("", 1), ("statistic", 2), ("elementwise", 0)])
+def test_gradients_in_blocks_are_written_over_the_scores(disable: str, passes: int) -> None:
+    """Where no epilogue takes the sums of a softmax, they are a pass too, which reads the scores before."""
+    torch.manual_seed(0)
+    y = torch.randint(0, 40, (96,)).index_fill(0, torch.tensor([3, 50]), -1)
+    x, w = torch.randn(96, 4).requires_grad_(), torch.randn(4, 40).requires_grad_()
+    options = REFERENCE | {"strict": True, "chunk": 32, "disable": disable}
+    wanted = torch.autograd.grad(capped_head(x, w, y), (x, w))
+    compiled = torch.compile(capped_head, backend="coda", options=options)
+    found, codes = run_and_get_code(lambda: torch.autograd.grad(compiled(x, w, y), (x, w)))
+    torch.testing.assert_close(found, wanted)
+    assert sum(code.count("ops.coda.elementwise_over_.default(") for code in codes) == 3 * bool(passes)
+    assert sum(code.count("ops.coda.elementwise.default(") for code in codes) == 3 * (passes == 2)
+
+
+Returned = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def returned(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    scores = x @ w
+    return F.cross_entropy(scores.float(), y), scores
+
+
+def detached(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    loss, scores = returned(x, w, y)
+    return loss, scores.detach()
+
+
+@pytest.mark.parametrize(
+    ("model", "chunk", "dtype", "passes"),
+    [(detached, 32, torch.float32, 3), (detached, 96, torch.float32, 0), (returned, 32, torch.bfloat16, 0)],
+)
+def test_gradients_of_scores_that_are_returned(model: Returned, chunk: int, dtype: torch.dtype, passes: int) -> None:
+    """In blocks they have memory of their own. Whole they stay with Inductor, and so does what is added to another."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(*sizes).to(dtype).requires_grad_() for sizes in ((96, 4), (4, 40)))
+    y, options = torch.randint(0, 40, (96,)), REFERENCE | {"strict": True, "chunk": chunk}
+    compiled = torch.compile(model, backend="coda", options=options)
+    wanted = torch.autograd.grad(model(x, w, y)[0], (x, w))
+
+    def called() -> tuple[Tensor, tuple[Tensor, ...]]:
+        loss, scores = compiled(x, w, y)
+        return scores, torch.autograd.grad(loss, (x, w))
+
+    (scores, found), codes = run_and_get_code(called)
+    torch.testing.assert_close((scores, found), (x @ w, wanted), check_dtype=False)
+    written = [sum(code.count(f"ops.coda.elementwise{over}.default(") for code in codes) for over in ("", "_over_")]
+    assert written == [passes, 0]
