@@ -121,7 +121,7 @@ def interpret(record: Elementwise, inputs: Sequence[Tensor]) -> list[Tensor]:
     columns = torch.arange(record.n, dtype=torch.float32, device=inputs[0].device).reshape(SHAPE["feature"])
 
     def placed(place: Tensor, number: float) -> Tensor:
-        return torch.where(columns == place, number, 0.0)
+        return torch.where(columns == place, columns.new_tensor(number), columns.new_zeros(()))
 
     for let in record.lets:
         args: list[Any] = [values[a] if isinstance(a, str) else a for a in let.args]

@@ -108,7 +108,7 @@ class ElementwiseKernel(ir.FallbackKernel):
 
 
 class OverwritingKernel(ElementwiseKernel):
-    """A launch that writes over its first argument, which is one of its inputs."""
+    """A launch that writes over its first argument, which is one of its inputs, and in whose memory no other lies."""
 
     def called_with(self, wrapper: Any) -> str:
         """The launch's arguments."""
@@ -138,26 +138,29 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
 
 
 def may_overwrite(record: Elementwise, op: fx.Node) -> bool:
-    """Is one output made of one tensor, as that lies and of its dtype, in memory of the graph's own that nobody reads
-    behind the operation?"""
-    (out, *others), tiles = record.outputs, [o for o in record.operands if o.extent == "tile"]
-    if others or out.over or out.transposed or len(tiles) > 1 or tiles[0].dtype != out.dtype:
+    """Is one output made of a tensor, as that lies and of its dtype, in memory of the graph's own in which no other
+    input lies, and which nobody reads behind the operation?"""
+    out, *others = record.outputs
+    if others or out.over or out.transposed or record.operands[record.tile].dtype != out.dtype:
         return False
-    node: fx.Node | None = op.args[0][record.tile]  # type: ignore[index, assignment]
-    below = node
-    while below is not None:
-        node, below = below, in_memory_of(below)
-    assert node is not None
+    inputs: list[fx.Node] = [*op.args[0]]  # type: ignore[misc]
+    node = inputs.pop(record.tile)
+    while (below := in_memory_of(node)) is not None:
+        node = below
     names = g.reached([node], lambda n: [u for u in n.users if in_memory_of(u) is n])
-    return node.op == "call_function" and all(u is op or u < op for n in names for u in n.users)
+    if node.op != "call_function" or not names.isdisjoint(inputs):  # a row that all rows read, say
+        return False
+    return all(u is op or u < op for n in names for u in n.users)
 
 
 def in_memory_of(node: fx.Node) -> fx.Node | None:
-    """The input in whose memory the node's result lies, or may lie; None if it has memory of its own. (What coda.after
-    and coda.stored return has: they copy what somebody else reads.)"""
+    """The input in whose memory the node's result lies, or may lie, as an item in that of several views; None if it has
+    memory of its own. (What coda.after and coda.stored return has: they copy what somebody else reads.)"""
     source = node.args[0] if node.op == "call_function" and node.args else None
-    if not isinstance(source, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
-        return viewed(node)
+    if not isinstance(source, fx.Node):
+        return None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return source if viewed(node) is not None else None
     same = g.is_cast(node) and node.meta["val"].dtype == source.meta["val"].dtype
     return source if same or may_view(node) else None
 

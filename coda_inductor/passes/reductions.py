@@ -25,7 +25,6 @@ from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.elementwise import EXPONENTIALS, LARGEST, MAXIMUM, Elementwise, Output, verify
-from coda_inductor.ops.custom import AFTER
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.passes.dropped import is_zero
 from coda_inductor.passes.elementwise import (
@@ -277,7 +276,7 @@ class Placed:
 
 def _by_place(graph: fx.Graph, scatter: fx.Node) -> tuple[Placed, list[tuple[fx.Node, fx.Node]]]:
     """What puts a number c into each row, at t, and sums over such rows times another for each, with what stands for
-    them: c [n = t] = c (1 - min(|n - t|, 1)), and f c + f 0 (NaN, as the sum is, where the factor f is infinite)."""
+    them: c [n = t] = -c (min(|n - t|, 1) - 1), and f c + f 0 (NaN, as the sum is, where the factor f is infinite)."""
     _, _, index, number = scatter.args
     assert isinstance(index, fx.Node) and isinstance(number, int | float)
     writing, value = Writing(graph, scatter), scatter.meta["val"]
@@ -322,19 +321,14 @@ def _gradient(graph: fx.Graph, target: str, placed: Placed) -> Pass | None:
     def read_on(node: fx.Node) -> bool:
         return any(u not in reached and (u.users or u.op == "output") for u in readers(node))
 
-    def read_by(node: fx.Node) -> list[fx.Node]:
-        return [x for u in readers(node) for x in (read_by(u) if u.target is AFTER else [u])]
-
     lasts = [n for n in reached if not g.is_view(n) and read_on(n)]
     if len(lasts) != 1:
         return None
     reading, (last,) = read_axes(graph), lasts
-    if last not in reading.dims or any(is_loop(u) or g.reduction(u) is not None for u in read_by(last)):
+    if last not in reading.dims or any(is_loop(u) or g.reduction(u) is not None for u in readers(last)):
         return None
     source = source_of(last.all_input_nodes[0] if g.is_cast(last) else last, reading, {rows: set()})
-    if source is None or source in reached or not large(source, target):
-        return None
-    if not _stands(source, last) or overwritten(graph)(source):
+    if source is None or not _stands(source, last) or not large(source, target) or overwritten(graph)(source):
         return None
     whole = axes_in_memory(reading, source)
     if whole is None or whole != axes_in_memory(reading, last):

@@ -335,6 +335,22 @@ def test_gradients_in_blocks_are_written_over_the_scores(disable: str, passes: i
     assert sum(code.count("ops.coda.elementwise.default(") for code in codes) == 3 * (passes == 2)
 
 
+def test_a_gradient_that_a_loop_reads_too_is_made_in_that_loop() -> None:
+    """A norm before the head reads the sum of scores times their gradient, of each row."""
+
+    def model(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return capped_head(F.rms_norm(x, (4,)), w, y)
+
+    torch.manual_seed(0)
+    x, w = torch.randn(96, 4).requires_grad_(), torch.randn(4, 40).requires_grad_()
+    y, options = torch.randint(0, 40, (96,)), REFERENCE | {"strict": True, "chunk": 32}
+    wanted = torch.autograd.grad(model(x, w, y), (x, w))
+    compiled = torch.compile(model, backend="coda", options=options)
+    found, codes = run_and_get_code(lambda: torch.autograd.grad(compiled(x, w, y), (x, w)))
+    torch.testing.assert_close(found, wanted)
+    assert not any("ops.coda.elementwise" in code for code in codes)
+
+
 Returned = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
