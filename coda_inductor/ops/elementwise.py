@@ -126,9 +126,7 @@ def _lower(inputs: Sequence[Any], text: str, target: str) -> Any:
     if may_overwrite(record, V.graph.current_node):
         into.realize()
         if into.get_name() == tensors[record.tile].get_name():
-            V.graph.mark_buffer_mutated(
-                into.get_name()
-            )  # its readers so far are computed before, which `create` is late for
+            V.graph.mark_buffer_mutated(into.get_name())  # computes its readers so far: `create` would do so too late
             kernel = ir.FallbackKernel if reference else OverwritingKernel
             kernel.create(OVER, into, tensors, text, target)
             return [into]
