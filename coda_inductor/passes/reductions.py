@@ -252,7 +252,7 @@ def _long_rows_of_one(scatter: fx.Node, target: str) -> bool:
     if not isinstance(index, fx.Node) or not isinstance(number, int | float) or not abs(number) <= GREATEST:
         return False
     columns = value.shape[-1]
-    if not isinstance(columns, int) or not 1 < columns <= EXACT:
+    if not isinstance(columns, int) or columns > EXACT:
         return False
     long = target == "reference" or (columns >= LONG_GRADIENTS and columns % STEP == 0)
     return long and dim in (-1, value.dim() - 1) and is_zero(zeros) and _of_rows(index, scatter)
@@ -315,8 +315,7 @@ def _stands(scores: fx.Node, gradient: fx.Node) -> bool:
 
 def _gradient(graph: fx.Graph, target: str, placed: Placed) -> Pass | None:
     """The pass that makes all that is made of rows of one number each, if that is one tensor, of scores."""
-    rows = placed.rows
-    reached = g.reached([rows], lambda n: [u for u in n.users if g.is_view(u) or is_computed(u)])
+    reached = g.reached([placed.rows], lambda n: [u for u in n.users if g.is_view(u) or is_computed(u)])
 
     def read_on(node: fx.Node) -> bool:
         return any(u not in reached and (u.users or u.op == "output") for u in readers(node))
@@ -327,7 +326,7 @@ def _gradient(graph: fx.Graph, target: str, placed: Placed) -> Pass | None:
     reading, (last,) = read_axes(graph), lasts
     if last not in reading.dims or any(is_loop(u) or g.reduction(u) is not None for u in readers(last)):
         return None
-    source = source_of(last.all_input_nodes[0] if g.is_cast(last) else last, reading, {rows: set()})
+    source = source_of(last.all_input_nodes[0] if g.is_cast(last) else last, reading, {})
     if source is None or not _stands(source, last) or not large(source, target) or overwritten(graph)(source):
         return None
     whole = axes_in_memory(reading, source)
@@ -338,11 +337,11 @@ def _gradient(graph: fx.Graph, target: str, placed: Placed) -> Pass | None:
     full = axes(reading, source)
 
     def inside(node: fx.Node) -> bool:
-        return node not in (source, rows) and node in reading.dims and axes(reading, node) == full
+        return node is not source and node in reading.dims and axes(reading, node) == full
 
     if not g.reached([last], lambda n: n.all_input_nodes if inside(n) else ()) <= reading.dims.keys():
         return None
-    expression = Expression(reading, source, full, places={rows: (placed.place, placed.number)})
+    expression = Expression(reading, source, full, places={placed.rows: (placed.place, placed.number)})
     value, size = expression.value(last), reading.axes.total(whole[-1:]).static
     operands = expression.loads(whole, len(whole) - 1)
     if operands is None or size is None or size != last.meta["val"].shape[-1]:

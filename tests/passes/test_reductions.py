@@ -341,9 +341,13 @@ def test_zeros_have_no_sign(number: float) -> None:
     assert torch.equal(ran.output.signbit(), model(z, y).signbit())
 
 
-def test_a_number_is_no_row() -> None:
-    def model(z: Tensor, y: Tensor) -> Tensor:
-        return z.exp() * torch.zeros(()).scatter(0, y, 2.0)
+@pytest.mark.parametrize("shape", [(), (ROWS, 1)])
+def test_a_number_is_no_row(shape: tuple[int, ...]) -> None:
+    """Nor is one column."""
 
-    graph = traced(model, torch.empty(()), torch.empty((), dtype=torch.long))
-    assert write_gradients(graph, "reference", effects(graph)) == ()
+    def model(z: Tensor, y: Tensor) -> Tensor:
+        return z.exp() * torch.zeros(shape).scatter(-1, y, 2.0)
+
+    graph = traced(model, torch.empty(shape), torch.empty(shape, dtype=torch.long))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert write_gradients(graph, "reference", effects(graph)) == ()
