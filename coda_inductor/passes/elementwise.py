@@ -40,7 +40,7 @@ from coda_inductor.write.writing import Writing
 
 LOADED = DTYPE_NAMES.keys() - {torch.float64}
 DEPTH = 32  # operations between a cast and its tensor
-LARGE = 2.0**126  # neither such a number nor its reciprocal is subnormal
+LARGEST_DIVISOR = 2.0**126  # neither such a number nor its reciprocal is subnormal
 PITCH = 16  # elements of 8 bits of which rows are made that TMA reads
 WORTH = 1 << 24
 """The elements of a tensor from which it gets a pass: an estimate of where a pass saves as much as its launch takes.
@@ -240,7 +240,9 @@ def divisor(node: fx.Node) -> float:
     """The number by which the node divides, 0 if there is none. On a GPU torch and Inductor multiply by its reciprocal,
     and so does a pass."""
     number = node.args[1] if node.target is aten.div.Tensor else 0
-    return float(number) if isinstance(number, int | float) and 1 / LARGE < abs(number) < LARGE else 0.0
+    if not isinstance(number, int | float) or not 1 / LARGEST_DIVISOR < abs(number) < LARGEST_DIVISOR:
+        return 0.0
+    return float(number)
 
 
 def _inline(user: fx.Node) -> bool:
