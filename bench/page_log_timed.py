@@ -81,6 +81,35 @@ TIMED: dict[str, Dated] = {
             )
         ),
     ),
+    "blocks of 2816 rows": Dated(
+        ("head and loss, forward and backward, H200", "`torch.compile`, ms", "blocks of 4096, ms", "of 2816, ms",
+         "`torch.compile`, GiB", "blocks of 4096, GiB", "of 2816, GiB"),
+        tuple(
+            (f"vocabulary {case}", *(cell for key, how in (("ms", "ms"), ("gib", "gib"))
+                                     for way in ("inductor", "coda-4096", "coda-2816")
+                                     for cell in cells("heads.jsonl", "59dbf85", f"{key}/{way}", how, case=case)))
+            for case in ("32000", "128256")
+        ),
+    ),
+    "SwiGLU in FP8": Dated(
+        ("tile", "all four, us", "of rows, us", "of columns, us", "none, us", "the product alone, us"),
+        tuple(
+            (tile, *(cell for what in ("all", "rows", "columns", "none", "product")
+                     for cell in cells("float8.jsonl", "59dbf85", f"turns_us/{tile}/{what}", "whole",
+                                       case=names.SWIGLU_FP8)))
+            for tile in ("128x96pp2x1", "64x128pp2x1", "128x128co2x1")
+        ),
+    ),
+    "SwiGLU in FP8 and power": Dated(
+        ("calls in a row", *(f"{what}, {numbers}, us" for what in ("gradient", "product")
+                             for numbers in ("random numbers", "zeros"))),
+        tuple(
+            (calls, *(cell for key in ("repeated_us", "repeated_product_us") for numbers in ("random", "zeros")
+                      for cell in cells("float8.jsonl", "59dbf85", f"{key}/{numbers}/{calls}", "whole",
+                                        case=names.SWIGLU_FP8)))
+            for calls in ("3", "30", "1500")
+        ),
+    ),
     "added in place": Dated(
         ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "blocks of 2048, ms",
          "added in place, ms", "blocks of 4096, ms", "added in place, ms"),

@@ -112,6 +112,7 @@ HELD = {"rms": "RMSNorm", "layer": "LayerNorm", "rms_to_fp8": "RMSNorm to FP8",
 HELD_SIZES = (*(f"16384 x {n}" for n in (1536, 2048, 2560, 4096)), "8192 x 5120", "8192 x 8192")
 HELD_STEP, HELD_AT = "2 layers of Llama, rowwise, width 2048, before and after", "e82152a and rows held"
 CAST_BLOCKS = "kernel alone: casts transposed, or in both layouts, or the largest of rows and columns"
+SWIGLU_FP8 = "kernel alone: SwiGLU's gradient in FP8, 16384 x 8192 x 2048, e4m3, slow accumulation, bf16 beside it"
 LOSS = "cross_entropy of scores in bf16 by itself, "
 LOSSES = ("8192 x 128256", "8192 x 151936", "16384 x 50257", "32768 x 16384", "65536 x 8192")
 FLOAT8_PROFILED = "two Llama layers of width 2048, FP8 rowwise, 4 x 4096 tokens, forward and backward"
