@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from quick import quick
+from sampling import chosen
 
 from coda_inductor.core import errors
 from coda_inductor.kernels import launch, library
@@ -167,20 +167,17 @@ about and before a release. Without it they are left out, so that the suite stay
 are marked as sampled."""
 
 
-SAMPLED = 5
-
-
 def sample(items: list[pytest.Item]) -> None:
-    """Of a sampled test's cases the suite runs one in five, and one of fewer; they are chosen by their names' digests,
-    so that no parameter keeps one value. The others are slow."""
+    """Of a sampled test's cases the suite runs a few (sampling.py). The others are slow."""
     cases = dict[tuple[Path, str], list[pytest.Item]]()
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             cases.setdefault((item.path, item.name.split("[")[0]), []).append(item)
     for found in cases.values():
-        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in found[-(-len(found) // SAMPLED) :]:
-            item.add_marker("slow")
+        few = chosen([item.name for item in found])
+        for item in found:
+            if item.name not in few:
+                item.add_marker("slow")
 
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)

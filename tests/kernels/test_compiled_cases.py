@@ -61,8 +61,8 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not
 
 ALL = [make.__name__ for make in CASES]
 WITH_ANOTHER = (
-    "sample_swiglu", "swiglu", "softmax_sum", "summed_norm_backward", "unlike_columns", "adapter", "bias_sums",
-    "every_op", "rotary_tables", "rotary_neighbours_alone", "turned_left", "nested_sums", "scaled_swiglu",
+    "sample_gate", "sample_swiglu", "swiglu", "softmax_sum", "summed_norm_backward", "unlike_columns", "adapter",
+    "bias_sums", "every_op", "rotary_tables", "rotary_neighbours_alone", "turned_left", "nested_sums", "scaled_swiglu",
     "scaled_swiglu_backward", "plain", "token_scale", "norm_backward", "rotary", "rotary_neighbours", "head_norm",
 )  # fmt: skip
 """Cases whose kernels have nothing that those of the others do not have: a minute and more, which `-m slow` takes."""

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES_OF = {
     "sm_100a": ("norm_producer", "swiglu", "scaled"),
     "sm_103a": ("swiglu",),
-    "sm_120a": ("norm_producer", "rotary_tables", "scaled_norm_backward"),
+    "sm_120a": ("rotary_tables", "scaled_norm_backward"),
 }
 """By target: what is compiled here. bench/targets.py compiles all; those of sm_90a are test_compiled_cases.py's."""
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
