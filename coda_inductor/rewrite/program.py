@@ -198,8 +198,8 @@ class Program(State):
             return list(x.args)
         if self.composed(x, space):
             return [a for a, _ in self.summands(x)]
-        if self.natural(x, space.order, space.mask) is None and not self.storable(x, space):
-            raise Unsupported(NOT_ROWS)
+        if self.natural(x, space.order, space.mask) is None:
+            self.require_storable(x, space)
         return []
 
     def _of_sample(self, x: Term, space: Space) -> list[Term]:
@@ -250,8 +250,9 @@ class Program(State):
         if x.kind not in POINTWISE_KINDS or x in self.wholes or x in self.gradients:
             return False
         bases = self.bases(x, space)
-        if x in bases:
-            return False
+        if x in bases:  # a stream, which is read as it is where it lies, or can be stored
+            lies = self.natural(x, space.order, space.mask) is not None or self.storable(x, space)
+            return self.in_backward(space) and not lies
         one = len(bases) == 1 or sum(self.has_tile(a, space) for a in x.args) == 1
         return one or self.in_backward(space)
 
@@ -297,14 +298,20 @@ class Program(State):
             self._tiles[key] = held and space.extent(x) == "tile"
         return self._tiles[key]
 
+    def require_storable(self, t: Term, space: Space) -> None:
+        """Raises Unsupported unless an earlier epilogue can store t in the memory order of `space`."""
+        own = self.space(t)
+        self.check(t, own)
+        if own.order != space.order:
+            raise Unsupported(NOT_ROWS)
+
     def storable(self, t: Term, space: Space) -> bool:
-        """Can an earlier epilogue store t in the memory order of `space`?"""
+        """Can an earlier epilogue do so?"""
         try:
-            own = self.space(t)
-            self.check(t, own)
+            self.require_storable(t, space)
         except Unsupported:
             return False
-        return own.order == space.order
+        return True
 
     def statistic(self, red: Term, rows: tuple[int, ...]) -> tuple[fx.Node, Fraction] | None:
         """(node, factor) such that the reduction is factor * node: the graph holds sums, but mostly means."""

@@ -13,7 +13,6 @@ from coda_inductor.core.errors import Unsupported
 from coda_inductor.ops.custom import STORED
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
-from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.sizes import size_of
 
 ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag", "recompute", "ac_graph_id")
@@ -70,14 +69,6 @@ class Writing:
         result of four dimensions."""
         of = aten.reshape.default if node.target is aten.bmm.default else target
         return self.call(node, of, node, sizes)
-
-    def dense_as(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """node, dense, in the shape of another."""
-        value, wanted = g.tensor(node), g.tensor(like)
-        assert value is not None and wanted is not None
-        if not dense(node):
-            node = self.call(node, aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self.reshape(node, list(wanted.shape))
 
     def _size(self, size: torch.SymInt) -> fx.Node:
         if (node := self._holder(size)) is None:
