@@ -98,7 +98,7 @@ def prepared(
     failure = type(why)(why.what, where=why.where, hint=why.hint or hint)
     if settings.strict:
         raise failure from why
-    log.info("every graph is left to Inductor", exc_info=why)
+    log.info("every graph is left to Inductor: %s", failure, exc_info=why if log.isEnabledFor(logging.DEBUG) else None)
     warn(f"every graph is left to Inductor: {failure}")
     forget_frames(why)
     return None

@@ -14,7 +14,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -184,7 +184,7 @@ def an_entry(parser: ArgumentParser) -> None:
     """The arguments of `cache`."""
     does = "list, remove, or trim to the limit; write or read an archive; compile a model into it; write hints"
     what = "ls, rm: of kernels or Regions, four digits are enough; export, import: a FILE; warmup: MODULE:FUNCTION"
-    parser.add_argument("action", choices=tuple(CACHE), help=does)
+    parser.add_argument("action", metavar=f"{{{','.join(CACHE)}}}", choices=tuple(CACHE), help=does)
     parser.add_argument("what", metavar="DIGEST", nargs="*", default=[], help=what)
     parser.add_argument("--all", action="store_true", help="with rm: everything")
     parser.add_argument("--yes", action="store_true", help="with import: you trust who made the archive")
@@ -317,6 +317,13 @@ def theirs(error: Exception) -> str:
     return "{}:{}".format(*named[-1]) if named else ""
 
 
+def said_by(error: Exception) -> str:
+    """Its first line; of an operation that fails while it is traced, what that says."""
+    first, _, rest = str(error).strip().partition("\n")
+    inside = re.search(r"Explanation: .*? got (\w+\(.*)", rest)
+    return inside[1] if inside else first
+
+
 def versions() -> str:
     """One line with our version and those of what we stand on."""
     found = [f"Python {platform.python_version()}"]
@@ -353,8 +360,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.print_usage(sys.stderr)
         return 2
     try:
-        with said_once():
+        with said_once(), redirect_stdout(sys.stderr):  # what the model prints is no part of the answer
             facts, text = VERBS[arguments.verb].run(arguments)
+    except KeyboardInterrupt:
+        print("coda-inductor: interrupted", file=sys.stderr)
+        return 130
     except CodaError as error:
         print(f"coda-inductor: error: {error}", file=sys.stderr)
         return 2
@@ -362,8 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = theirs(error)
         if not place or arguments.traceback or Settings.read()[0].strict:
             raise
-        what = str(error).strip().partition("\n")[0]
-        said = Unsupported(f"{type(error).__name__}: {what}", where=place, hint="--traceback shows where it came from")
+        said = Unsupported(
+            f"{type(error).__name__}: {said_by(error)}", where=place, hint="--traceback shows where it came from"
+        )
         print(f"coda-inductor: error: {said}", file=sys.stderr)
         return 2
     try:

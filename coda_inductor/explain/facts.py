@@ -57,7 +57,7 @@ def explain(
     """The facts about every graph of model(*args, **kwargs), and their totals. Tests give another `rewrite`."""
     account = Account(settings)
     capture(model, args, kwargs, mode, lambda graph: account.add(graph, rewrite or Rewriting()), settings)
-    return account.facts()
+    return account.facts(mode)
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,8 +74,8 @@ class Account:
         self.graphs.append(facts)
         self.counted.append(totals)
 
-    def facts(self) -> Facts:
-        """The whole report."""
+    def facts(self, mode: Literal["infer", "train"]) -> Facts:
+        """The whole report, of graphs that were captured in a mode."""
         sums: Counter[str] = Counter()
         for totals in self.counted:
             sums.update(totals)
@@ -84,7 +84,8 @@ class Account:
         totals = {name: sums[name] for name in TOTALS} | {"coverage": covered / before if before else 0.0}
         target = target_of(self.settings) if self.settings else "reference"
         guessed = estimates(before, after, target)
-        return {"schema": 1, "target": target, "graphs": self.graphs, "totals": totals, "estimates": guessed}
+        facts: Facts = {"schema": 1, "mode": mode, "target": target, "graphs": self.graphs, "totals": totals}
+        return facts | {"estimates": guessed}
 
 
 def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Facts, Facts]:

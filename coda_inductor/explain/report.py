@@ -13,6 +13,7 @@ from coda_inductor.explain.modules import pattern, starred
 Facts = dict[str, Any]
 PASSES = "left to Inductor, with the first condition that failed"
 ESTIMATE = "estimated: bytes over measured bandwidth; says nothing of the step"
+NOTHING = "nothing follows a product that an epilogue could do"
 COVERAGE = "the share of the bytes before that no kernel moves any more"
 NAMED = 3  # ids of a group that are printed
 
@@ -21,6 +22,8 @@ def render(report: Facts, every: bool = False) -> str:
     """The report for people: totals first, then every graph's Regions, what is left, and what was refused. Equal
     Regions of equal layers are said once, unless `every` one is asked for."""
     lines = _totals(report)
+    if report.get("mode") == "train" and report["graphs"] and all(g["kind"] == "inference" for g in report["graphs"]):
+        lines.append("  nothing needs a gradient: this is inference")
     for i, graph in enumerate(report["graphs"]):
         lines.append(f"\ngraph {i} ({graph['kind']})")
         regions = {r["id"]: r for r in graph["regions"]}
@@ -42,6 +45,7 @@ def render(report: Facts, every: bool = False) -> str:
         read = Counter((a["shape"], a["what"], a["source"]) for a in graph["grouped"])
         lines += [f"  {what} in {plural(n, 'attention')} {shape}  {place(at)}" for (shape, what, at), n in read.items()]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
+        whole = whole or ("" if any(isinstance(facts, list) and facts for facts in graph.values()) else NOTHING)
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (
             ("its passes" if whole else PASSES, _passes(graph["passes"], whole)),

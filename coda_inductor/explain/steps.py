@@ -22,6 +22,7 @@ from coda_inductor.core.text import left, right
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.modules import Modules, together
 from coda_inductor.explain.offline import rewritten, target_of
+from coda_inductor.explain.report import NOTHING
 from coda_inductor.explain.rewriting import Derived, Rewriting
 from coda_inductor.explain.units import Facts, kernel_facts, site_facts
 from coda_inductor.inductor.records import Report
@@ -72,7 +73,7 @@ def listed(graph: fx.Graph, before: list[Facts], rewriting: Rewriting, modules: 
         return {"kind": kind, "untouched": rewriting.refused, "before": before, "after": before, "laws": []}
     listing = Listing(rewritten(graph), derived, report, modules)
     after, laws = listing.steps(), listing.laws() if derived else []
-    untouched = "" if report.rewrote else "nothing follows a product that an epilogue could do"
+    untouched = "" if report.rewrote else NOTHING
     return {"kind": kind, "untouched": untouched, "before": before, "after": after, "laws": laws}
 
 

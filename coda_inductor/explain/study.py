@@ -49,5 +49,5 @@ def study(
         found.sites.append([(site, rows_of(site, nodes)) for site in made])
 
     capture(model, args, kwargs, mode, on_graph, settings)
-    found.explained = account.facts()
+    found.explained = account.facts(mode)
     return found

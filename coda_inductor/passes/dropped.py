@@ -20,7 +20,7 @@ from coda_inductor.patterns.graph import aten
 from coda_inductor.write.linear import CONSTANTS
 from coda_inductor.write.writing import Writing
 
-PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+MULTIPLIES = (aten.mul.Tensor, aten.mul.Scalar)
 SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
 """Operations whose result is what they are given, element by element."""
 CHOSEN = {aten.le.Scalar: (1, 2), aten.gt.Scalar: (2, 1)}
@@ -65,7 +65,7 @@ def left(value: fx.Node, masks: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
     reads."""
     todo = [value]
     for node in todo:
-        made = (u for u in node.users if u.target in (*PRODUCTS, *SAME) and not g.is_backward(u) and alike(u, value))
+        made = (u for u in node.users if u.target in (*MULTIPLIES, *SAME) and not g.is_backward(u) and alike(u, value))
         todo += [user for user in made if user not in todo]
         inside, number = factors(node, value)
         mask = next((m for m in masks if len(inside) == 2 and {*inside} == {m, value}), None)
@@ -80,7 +80,7 @@ def factors(node: fx.Node, whole: fx.Node | None = None) -> tuple[list[fx.Node],
     found, number, todo = list[fx.Node](), 1.0, [node]
     while todo:
         x = todo.pop()
-        if x is not whole and (x.target in SAME or x.target in PRODUCTS):
+        if x is not whole and (x.target in SAME or x.target in MULTIPLIES):
             todo += [a for a in x.args[:2] if isinstance(a, fx.Node)]
             number *= math.prod(a for a in x.args[:2] if isinstance(a, int | float))
         else:

@@ -246,11 +246,12 @@ class Program(State):
 
     def composed(self, x: Term, space: Space) -> bool:
         """Does an epilogue make an early tile x again, of the tiles and vectors that x is made of, rather than read it?
-        In the forward if that reads one tile; the backward reads what the forward stored: products and streams."""
+        In the forward if that reads one tile; the backward reads what the forward stored, products and streams, and of
+        a stream of its own that lies nowhere what it adds up."""
         if x.kind not in POINTWISE_KINDS or x in self.wholes or x in self.gradients:
             return False
         bases = self.bases(x, space)
-        if x in bases:  # a stream, which is read as it is where it lies, or can be stored
+        if x in bases:
             lies = self.natural(x, space.order, space.mask) is not None or self.storable(x, space)
             return self.in_backward(space) and not lies
         one = len(bases) == 1 or sum(self.has_tile(a, space) for a in x.args) == 1
@@ -300,10 +301,11 @@ class Program(State):
 
     def require_storable(self, t: Term, space: Space) -> None:
         """Raises Unsupported unless an earlier epilogue can store t in the memory order of `space`."""
-        own = self.space(t)
-        self.check(t, own)
-        if own.order != space.order:
-            raise Unsupported(NOT_ROWS)
+        if t.hosts:
+            self.check(t, own := self.space(t))
+            if own.order == space.order:
+                return
+        raise Unsupported(NOT_ROWS)
 
     def storable(self, t: Term, space: Space) -> bool:
         """Can an earlier epilogue do so?"""

@@ -58,6 +58,17 @@ def unfit():
 def asks(x):
     return torch.nn.GELU(), (x,)
 
+class Talks(torch.nn.Linear):
+    def forward(self, x):
+        print("the model's own words")
+        return super().forward(x)
+
+def talks():
+    return Talks(8, 8).requires_grad_(False), (torch.randn(4, 8),)
+
+def stopped():
+    raise KeyboardInterrupt
+
 number = 3
 """
     + BROKEN
@@ -231,7 +242,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("their_model:bare", "returned a tensor where a tuple is wanted (return (model, (tensor,)))"),
         ("their_model:raises", "their_model.py:17: KeyError: 'no such size' (--traceback"),
         ("their_model:misfit", "their_model.py:20: RuntimeError: "),
-        ("their_model:fails", "their_model.py:24: "),
+        (
+            "their_model:fails",
+            "their_model.py:24: TorchRuntimeError: RuntimeError('a and b must have same reduction dim",
+        ),
         ("their_model:needs", "their_model:needs: cannot import it: No module named 'no_such_library'"),
     ],
 )
@@ -240,6 +254,26 @@ def test_a_wrong_subject_is_one_line(here: Path, spec: str, said: str, capsys: p
     error = capsys.readouterr().err
     assert said in error
     assert error.startswith("coda-inductor: error: ") and error.count("\n") == 1
+
+
+def test_what_the_model_prints_is_no_part_of_the_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "their_model:talks", "--mode", "train", "--json"]) == 0
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    assert facts["mode"] == "train" and {g["kind"] for g in facts["graphs"]} == {"inference"}
+    assert "the model's own words" in said.err
+
+
+def test_inference_and_an_untouched_graph_are_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "their_model:talks", "--mode", "train", "--target", "reference"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing needs a gradient: this is inference" in said
+    assert "left to Inductor as a whole: nothing follows a product that an epilogue could do" in said
+
+
+def test_interrupted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "their_model:stopped"]) == 130
+    assert capsys.readouterr().err == "coda-inductor: interrupted\n"
 
 
 @pytest.mark.parametrize("by_flag", [True, False])

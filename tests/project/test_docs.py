@@ -136,7 +136,7 @@ def test_the_example_of_a_build(outputs: ModuleType) -> None:
     explained = importlib.import_module("coda_inductor.explain").explain(
         *names["build"](), {}, "infer", Settings(target="sm_90a")
     )
-    assert explained["totals"]["regions"] == 1
+    assert explained["totals"]["regions"] == 2
 
 
 def test_the_table_of_options_is_that_of_the_settings() -> None:
