@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import REFERENCE, close
+from compiling import REFERENCE, close, run
 from torch import Tensor, nn
 
 from coda_inductor.core.settings import Settings
@@ -74,3 +74,19 @@ def passes(spelling: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_no_loop_adds_them_up(spelling: str) -> None:
     assert passes(spelling) == []
+
+
+def test_a_forward_reads_no_two_tiles_in_place_of_one() -> None:
+    """Which loops write anyway, for another reader."""
+
+    def call(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        s = a.transpose(0, 1).contiguous() + b.transpose(0, 1).contiguous()
+        return F.silu(x @ w) * s.transpose(0, 1), s.cos()
+
+    x, w = torch.randn(4, 128, 64, dtype=torch.float64), torch.randn(64, 96, dtype=torch.float64)
+    a, b = (torch.randn(4, 128, 96, dtype=torch.float64) for _ in "ab")
+    ran = run(call, x, w, a, b, options=STRICT)
+    for found, wanted in zip(ran.output, call(x, w, a, b), strict=True):
+        close(found, wanted)
+    refused = [r.reason for report in ran.reports for r in report.refused]
+    assert any("laid out" in reason for reason in refused), refused
