@@ -24,7 +24,7 @@ from coda_inductor.explain.capture import capture
 from coda_inductor.explain.estimate import estimates
 from coda_inductor.explain.modules import Modules, grouped, together
 from coda_inductor.explain.offline import rewritten, target_of
-from coda_inductor.explain.report import render
+from coda_inductor.explain.report import NOTHING, render
 from coda_inductor.explain.rewriting import Rewriting
 from coda_inductor.explain.units import PRODUCTS, Facts, kernel_facts, operation, site_facts
 from coda_inductor.inductor.records import Refusal, Report, Site
@@ -146,7 +146,7 @@ def explain_graph(graph: fx.Graph, settings: Any, rewrite: Rewrite) -> tuple[Fac
         "kernels_before": len(before),
         "kernels_after": len(after),
     }
-    return facts, totals
+    return with_reason(facts), totals
 
 
 def region_facts(site: Site, nodes: Mapping[str, fx.Node], bytes_before: int, settings: Any) -> Facts:
@@ -232,6 +232,13 @@ def refusal(kernel: Kernel, report: Report) -> Facts:
     else:
         why = "nothing of it could be made in an epilogue"
     return {**last, "reason": why}
+
+
+def with_reason(facts: Facts) -> Facts:
+    """The facts of a graph: if there is nothing to say of it, why."""
+    if any(facts[what] for what in facts if what != "kind"):
+        return facts
+    return facts | {"refused": [{"node": "", "reason": NOTHING, "source": ""}]}
 
 
 def lone(report: Report, nodes: Mapping[str, fx.Node], chains: Sequence[Facts]) -> list[Facts]:

@@ -45,7 +45,6 @@ def render(report: Facts, every: bool = False) -> str:
         read = Counter((a["shape"], a["what"], a["source"]) for a in graph["grouped"])
         lines += [f"  {what} in {plural(n, 'attention')} {shape}  {place(at)}" for (shape, what, at), n in read.items()]
         whole = "; ".join(r["reason"] for r in graph["refused"] if not r["node"])
-        whole = whole or ("" if any(isinstance(facts, list) and facts for facts in graph.values()) else NOTHING)
         lines += [f"  left to Inductor as a whole: {whole}"] if whole else []
         for title, rows in (
             ("its passes" if whole else PASSES, _passes(graph["passes"], whole)),

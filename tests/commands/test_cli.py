@@ -17,6 +17,7 @@ from processes import Script
 from coda_inductor import __version__, cli
 from coda_inductor.core.errors import BrokenInvariant, CodaError, Unsupported
 from coda_inductor.core.settings import Settings
+from coda_inductor.explain.report import NOTHING
 from coda_inductor.passes import switches
 
 SUBJECT = ("model", (1,), {"key": 2})
@@ -268,7 +269,10 @@ def test_inference_and_an_untouched_graph_are_said(here: Path, capsys: pytest.Ca
     assert cli.main(["explain", "their_model:talks", "--mode", "train", "--target", "reference"]) == 0
     said = capsys.readouterr().out
     assert "nothing needs a gradient: this is inference" in said
-    assert "left to Inductor as a whole: nothing follows a product that an epilogue could do" in said
+    assert f"left to Inductor as a whole: {NOTHING}" in said
+    assert cli.main(["explain", "their_model:talks", "--target", "reference", "--json"]) == 0
+    graphs = json.loads(capsys.readouterr().out)["graphs"]
+    assert NOTHING in [r["reason"] for graph in graphs for r in graph["refused"]]
 
 
 def test_interrupted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,6 @@ def test_a_random_program_is_eagers(seed: int) -> None:
 @pytest.mark.parametrize("whole", [False, True], ids=["some", "all"])
 def test_most_random_programs_get_regions(whole: bool) -> None:
     """Otherwise the tests above would say little."""
-    names = {f"test_a_random_program_is_eagers[{seed}]": seed for seed in range(COUNT)}
+    names = {f"{test_a_random_program_is_eagers.__name__}[{seed}]": seed for seed in range(COUNT)}
     found = [regions(names[name]) for name in (names if whole else chosen([*names]))]
     assert sum(found) >= 2 * len(found) and sum(not n for n in found) < 0.15 * len(found)

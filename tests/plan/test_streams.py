@@ -18,15 +18,15 @@ TOKENS, WIDTH = 320, 64
 STRICT = REFERENCE | {"strict": True}
 
 
-def square(x: Tensor) -> Tensor:
+def mean_square(x: Tensor) -> Tensor:
     return x.square().mean(-1, keepdim=True) + 1e-6
 
 
 SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gain (x / rms)": lambda x, gain: gain * (x / square(x).sqrt()),
-    "gain x / rms": lambda x, gain: gain * x / square(x).sqrt(),
-    "gain (x rsqrt)": lambda x, gain: gain * (x * square(x).rsqrt()),
-    "rsqrt x gain": lambda x, gain: square(x).rsqrt() * x * gain,
+    "gain (x / rms)": lambda x, gain: gain * (x / mean_square(x).sqrt()),
+    "gain x / rms": lambda x, gain: gain * x / mean_square(x).sqrt(),
+    "gain (x rsqrt)": lambda x, gain: gain * (x * mean_square(x).rsqrt()),
+    "rsqrt x gain": lambda x, gain: mean_square(x).rsqrt() * x * gain,
 }
 """Autograd adds up the gradients of x in another order for each. Of "gain x / rms" the product's comes last."""
 
