@@ -44,6 +44,12 @@ class Call:
         return self.given[self.masked_by] if self.masked_by else None
 
     @property
+    def scale(self) -> float:
+        """What it multiplies the products of queries and keys by."""
+        given = self.given.get("scale")
+        return float(self.given["query"].meta["val"].shape[-1] ** -0.5 if given is None else given)
+
+    @property
     def gradient(self) -> Any:
         """The gradient of the result that a backward reads; None for a forward."""
         return self.given.get("grad_out", self.given.get("grad_out_"))

@@ -35,15 +35,16 @@ one takes as many as of queries."""
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Attention that read repeated keys, or copies: its node, the shape of its queries, how many of their heads share
-    keys and values (1 if only copies went), the user's line, and the operations that nobody runs any more, of the
-    backward, too."""
+    """Attention that read repeated keys, copies, or a mask that is features: its node or the mask, the shape of its
+    queries or of the mask, how many heads share keys and values (else 1), the user's line, the operations that nobody
+    runs any more, of the backward, too, and how many features the mask is."""
 
     node: str
     shape: str
     heads: int
     source: str
     absorbed: tuple[str, ...] = ()
+    features: int = 0
 
     @property
     def name(self) -> str:
@@ -53,6 +54,8 @@ class Grouped:
     @property
     def what(self) -> str:
         """What is read where, for people."""
+        if self.features:
+            return f"what is added to scores is {self.features} features of queries and keys"
         if self.heads == 1:
             return "what was copied for it alone is read where it lies"
         return f"keys and values that {self.heads} heads share are read once"

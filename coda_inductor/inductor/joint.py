@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import torch
 from torch import fx
 
 from coda_inductor.attention.copies import read_in_place
-from coda_inductor.attention.grouped import Grouped, group_heads
-from coda_inductor.attention.masks import Mask, skip_masks
+from coda_inductor.attention.features import write_positions
+from coda_inductor.attention.grouped import group_heads
+from coda_inductor.attention.masks import skip_masks
 from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
@@ -25,15 +24,16 @@ from coda_inductor.inductor.records import Refusal, Report, RewriteAgain, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.sites import absorbed, fired, reason, site
 from coda_inductor.inductor.undefined import add_where_read
-from coda_inductor.passes.blocks import Blocks, write_blocks
-from coda_inductor.passes.casts import Cast, may_widen, round_first, widen_last, write_wide
+from coda_inductor.inductor.work import Work
+from coda_inductor.passes.blocks import write_blocks
+from coda_inductor.passes.casts import may_widen, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real, pack_pairs
 from coda_inductor.passes.dropped import read_dropped
-from coda_inductor.passes.elementwise import Pass, write_passes
+from coda_inductor.passes.elementwise import write_passes
 from coda_inductor.passes.embedding import write_rows
 from coda_inductor.passes.factors import move_factors
 from coda_inductor.passes.joined import in_vain, split_joined
-from coda_inductor.passes.parts import Packed, split_products
+from coda_inductor.passes.parts import split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
 from coda_inductor.passes.prefix import write_prefixes
 from coda_inductor.passes.reductions import write_gradients, write_maxima, write_softmax_sums
@@ -50,15 +50,15 @@ from coda_inductor.passes.switches import (
     JOINED,
     LAYOUTS,
     MASKS,
-    NAMES,
     PARTS,
+    POSITIONS,
     PREFIX,
     REGION_KINDS,
     WINDOWS,
     allowed,
     laws_of,
 )
-from coda_inductor.passes.tables import Table, put_into_memory
+from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.sizes import guards_of
 from coda_inductor.rewrite.laws import RELU
@@ -75,51 +75,6 @@ from coda_inductor.write.writing import REPLACES
 log = logging.getLogger("coda_inductor")
 
 
-@dataclass(slots=True)
-class Work:
-    """One graph on its way through the stages: what they share, and what they leave for the report."""
-
-    module: fx.GraphModule
-    settings: Settings
-    target: str
-    decisions: Decisions
-    before: Before
-    original: fx.Graph
-    """The graph as it was."""
-    device: torch.device | None
-    """Where the graph's products run; None if it has none."""
-    whole: frozenset[str] = frozenset()
-    """The products that stay whole though they are read in parts, or read what is put beside each other."""
-    unread: frozenset[str] = frozenset()
-    """The nodes that the backward would keep for sums alone, which therefore do not read them."""
-    lent: frozenset[int] = frozenset()
-    """The results, by their places, that the caller may overwrite before the backward runs: it must not read them."""
-    alone: Mapping[str, bool] = field(default_factory=dict)
-    """Those that it keeps for sums alone, and whether that pays (`kept_alone`)."""
-    packed: tuple[Packed, ...] = ()
-    """Those that were split."""
-    joined: tuple[Packed, ...] = ()
-    """Those that were split because their left operand is two tensors beside each other."""
-    sites: list[Site] = field(default_factory=list)
-    refused: tuple[Refusal, ...] = ()
-    opaque: tuple[Refusal, ...] = ()
-    tables: tuple[Table, ...] = ()
-    casts: tuple[Cast, ...] = ()
-    elementwise: tuple[Pass, ...] = ()
-    blocks: tuple[Blocks, ...] = ()
-    masks: tuple[Mask, ...] = ()
-    grouped: tuple[Grouped, ...] = ()
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The graph as it is now."""
-        return self.module.graph
-
-    def may(self, name: str) -> bool:
-        """Is a pass switched on?"""
-        return allowed(name, NAMES, self.settings)
-
-
 # ---- the stages, in order
 
 
@@ -134,10 +89,16 @@ def constant_masks(work: Work) -> None:
         work.masks = skip_masks(work.graph, work.may(WINDOWS) and work.target != "reference")
 
 
+def added_positions(work: Work) -> None:
+    """What attention adds to scores by the place of a key is features of queries and keys, not a mask."""
+    if work.may(POSITIONS) and work.settings.numerics != "strict":
+        work.grouped += write_positions(work.graph)
+
+
 def grouped_heads(work: Work) -> None:
     """Attention reads keys and values that several heads share once, and nothing that is copied for it alone."""
     if work.may(GROUPED):
-        work.grouped = group_heads(work.graph) + read_in_place(work.graph)
+        work.grouped += group_heads(work.graph) + read_in_place(work.graph)
 
 
 def parts_of_heads(work: Work) -> None:
@@ -319,6 +280,7 @@ Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     undefined_gradients,
     constant_masks,
+    added_positions,
     grouped_heads,
     features_last,
     complex_products,

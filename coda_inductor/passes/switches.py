@@ -19,7 +19,7 @@ KINDS = {
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
-UNDEFINED, MASKS, WINDOWS, GROUPED = "undefined", "masks", "windows", "grouped"
+UNDEFINED, MASKS, WINDOWS, GROUPED, POSITIONS = "undefined", "masks", "windows", "grouped", "positions"
 HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS, ROWS = (
     "heads",
     "parts",
@@ -35,6 +35,8 @@ PASSES = {
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
     MASKS: "no Region: attention reads no mask that hides the later tokens, or nothing, as transformers builds it",
     WINDOWS: "no Region: attention by a mask that shows a window of tokens is torch's flash attention without a mask",
+    POSITIONS: "no Region: what is added to scores by the place of a key, as in SAM, is features of queries and keys, "
+    "not a mask",
     GROUPED: "no Region: keys and values that are repeated for several heads are read once by all of them, and nothing "
     "is copied for attention to read",
     COMPLEX: "no Region: products of complex numbers, as of rotary embeddings, are products of real ones; loops "

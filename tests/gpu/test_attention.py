@@ -1,5 +1,5 @@
-"""Attention by masks that hide the later tokens, or nothing, or show a window, and by repeated keys on the GPU: torch's
-kernel is asked without both, and its error is no worse than eager's."""
+"""Attention by masks that hide the later tokens, or nothing, or show a window, by repeated keys, and with positions
+that are added to scores, on the GPU: torch's kernel is asked without them, and its error is no worse than eager's."""
 
 from __future__ import annotations
 
@@ -84,5 +84,49 @@ def test_its_error_is_eagers(size: int, tokens: int, groups: int, left: int | No
             assert ran == [] and [len(report.masks) for report in ran.reports] == [1]
             assert [len(report.grouped) for report in ran.reports] == [int(groups < 8)]
         found.append(results(model, ran.output if compile_it else model(leaf), leaf))
+    for wanted, eager, mine in zip(*found, strict=True):
+        assert float((mine - wanted).norm()) <= WORSE * float((eager - wanted).norm())
+
+
+class Image(nn.Module):
+    """Eight heads of `size` over an image of rows and columns, whose distances are added to scores as in SAM."""
+
+    def __init__(self, size: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.shape = rows, columns
+        self.qkv, self.o = nn.Linear(64, 24 * size), nn.Linear(8 * size, 64)
+        self.down = nn.Parameter(torch.randn(rows, rows, size) / 4)
+        self.across = nn.Parameter(torch.randn(columns, columns, size) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (8, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        image = q.unflatten(2, self.shape)
+        down = torch.einsum("bnhwc,hkc->bnhwk", image, self.down)
+        across = torch.einsum("bnhwc,wkc->bnhwk", image, self.across)
+        mask = (down[..., None] + across[..., None, :]).flatten(-2).flatten(2, 3)
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o(F.gelu(made.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("size", "rows", "columns"), [(80, 32, 32), (64, 24, 40), (80, 64, 64), (32, 25, 24), (64, 16, 33)]
+)
+def test_added_positions_are_features(size: int, rows: int, columns: int, train: bool) -> None:
+    torch.manual_seed(0)
+    exact = Image(size, rows, columns).double().cuda()
+    x = torch.randn(2, rows * columns, 64, device="cuda", dtype=torch.float64)
+    found = list[list[Tensor]]()
+    for compile_it, dtype in ((False, torch.float64), (False, torch.bfloat16), (True, torch.bfloat16)):
+        model, leaf = copy.deepcopy(exact).to(dtype), x.to(dtype, copy=True).requires_grad_(train)
+        if compile_it:
+            ran = run(model, leaf, grad=train, options={"tune": "off"})
+            assert ran == []
+            assert [a.features for report in ran.reports for a in report.grouped if a.features] == [rows + columns]
+            out = ran.output
+        else:
+            with torch.set_grad_enabled(train):
+                out = model(leaf)
+        found.append(results(model, out, leaf) if train else [out.double()])
     for wanted, eager, mine in zip(*found, strict=True):
         assert float((mine - wanted).norm()) <= WORSE * float((eager - wanted).norm())

@@ -184,6 +184,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "masks"): [],
     ("disable", "windows"): BEFORE,  # test_windows.py
     ("only", "windows"): [],
+    ("disable", "positions"): BEFORE,  # test_positions.py
+    ("only", "positions"): [],
     ("disable", "grouped"): BEFORE,  # test_grouped.py
     ("only", "grouped"): [],
     ("disable", "undefined"): BEFORE,  # test_undefined.py

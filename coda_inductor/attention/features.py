@@ -1,0 +1,118 @@
+"""What is added to scores along an axis of the keys is a feature of queries and keys, not a mask.
+
+With `E[j, y] = 1` where the key j lies at y, and 0 elsewhere:
+
+    softmax(s q k' + h E' + w F') = softmax(s [q, h/s, w/s] [k, E, F]')
+
+So nothing of the size tokens x tokens is written, read or kept, nor is its gradient: that of `h` is that of its
+features. Side condition: `h` and `w` are finite, as what products make of finite numbers is; minus infinity times 0
+would be no number. Numerics: `h/s` is rounded, where the mask's sum was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.attention import SDPBackend
+
+from coda_inductor.attention.calls import OPERANDS, Call
+from coda_inductor.attention.grouped import Grouped
+from coda_inductor.attention.masks import masked
+from coda_inductor.attention.positions import Features, Sum, parts
+from coda_inductor.attention.wider import STEP, WIDEST, padded, write
+from coda_inductor.attention.windows import steps
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.axes import Misfit
+from coda_inductor.patterns.constants import of_memory_that_is_written
+from coda_inductor.patterns.effects import draws, ordered
+
+DTYPES = (torch.bfloat16,)
+"""In float16 `h/s` may be infinite where `h` is not."""
+KEYS = 512
+"""The fewest keys with which it is faster. On an H200, forward and backward, 16 heads of 80 numbers between two
+products: 576 keys take 1.51 ms for 1.71, 4096 keys 2.48 for 5.24; but 256 keys 1.75 for 1.60."""
+
+
+def write_positions(graph: fx.Graph) -> tuple[Grouped, ...]:
+    """Has attention add up positions among the features of queries and keys, in place."""
+    calls = defaultdict[fx.Node, list[Call]](list)
+    for call in masked(graph):
+        calls[call.mask].append(call)
+    overwritten = of_memory_that_is_written(graph) if calls else set()
+    found = list[tuple[Features, list[fx.Node]]]()
+    for mask, its in calls.items():
+        for made in features(mask, its):
+            if overwritten.isdisjoint([*made.mask.way, *(a.node for a in made.mask.addends)]):
+                found.append((made, [*made.mask.way, *(n for part in made.parts for n in up_to(part.node, made))]))
+    for made, _ in found:
+        write(graph, made)
+    if found:
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+    return tuple(record(made, between, {*graph.nodes}) for made, between in found)
+
+
+def record(made: Features, between: Sequence[fx.Node], left: set[fx.Node]) -> Grouped:
+    """What explain says of it."""
+    gone = tuple(n.name for n in dict.fromkeys(between) if n not in left)
+    first = made.mask.way[0]
+    return Grouped(first.name, str([*first.meta["val"].shape]), 1, g.source_line(first), gone, made.number)
+
+
+def features(mask: fx.Node, calls: Sequence[Call]) -> list[Features]:
+    """The steps that read the mask, if it is such a sum and its features are fewer than it is worth."""
+    if not all(map(may, calls)) or not (found := steps(calls)):
+        return []
+    try:
+        made = Sum.of(mask, {call.node for call in calls})
+        its = [Features(step, made, tuple(parts(made, step))) for step in found]
+        for each in its:
+            for part in each.parts:
+                each.of_part(part)
+        return its if all(map(pays, its)) else []
+    except Misfit:
+        return []
+
+
+def may(call: Call) -> bool:
+    """Is it an operation of CUDA's that another may stand for, and are all its sizes numbers?"""
+    operands = [g.tensor(call.given[name]) for name in (*OPERANDS, call.masked_by or "")]
+    if not any(kernel in str(call.node.target) for kernel in ("cudnn", "efficient")) or draws(call.node):
+        return False
+    if any(x is None or x.dtype not in DTYPES or x.dtype != operands[0].dtype for x in operands):  # type: ignore[union-attr]
+        return False
+    return all(isinstance(n, int) for x in operands for n in x.shape) and call.scale > 0  # type: ignore[union-attr]
+
+
+def pays(made: Features) -> bool:
+    """Does cuDNN take heads with these features, and is it faster?"""
+    query, key, value = (made.step.forward.given[name].meta["val"] for name in OPERANDS)
+    width = padded(query.shape[-1] + made.number)
+    if key.shape[-2] < KEYS or max(width, value.shape[-1]) > WIDEST:
+        return False
+    if value.shape[-1] % STEP or key.shape[-2] % STEP:
+        return False
+    return query.device.type != "cuda" or not torch.cuda.is_available() or chosen(query, key, value, width)
+
+
+def chosen(query: Tensor, key: Tensor, value: Tensor, width: int) -> bool:
+    """Does torch choose cuDNN here for one head of queries and keys of this width? (torch knows by tensors that are
+    there. Where there is no GPU, we explain what one would do.)"""
+    with unset_fake_temporarily():
+        how: Any = {"dtype": query.dtype, "device": query.device}
+        shapes = (query.shape[-2], width), (key.shape[-2], width), value.shape[-2:]
+        one = [torch.empty(1, 1, *shape, **how) for shape in shapes]
+        return bool(torch._fused_sdp_choice(*one) == SDPBackend.CUDNN_ATTENTION.value)  # type: ignore[arg-type]
+
+
+def up_to(node: fx.Node, made: Features) -> list[fx.Node]:
+    """The node, and what it is made of back to attention."""
+    found = list[fx.Node]()
+    while node not in {call.node for call in made.step.backwards}:
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found
