@@ -5,7 +5,9 @@ and torchao's FP8, in one process.
 
 A CASE is `llama-1b` (transformers, 16 layers, 4 x 2048 tokens, a step with AdamW), `llama-8b` (two layers of its
 widths, 2 x 4096 tokens, forward and backward), `nano` (a GPT as nanochat trains it, a step), `dit` or `dit-infer` (two
-blocks of DiT-XL). A SIDE is one of SIDES below; all that fit the case by default. "again" is torch.compile a second
+blocks of DiT-XL), `sam` or `sam-infer` (a fourth of the image encoder of SAM ViT-H, of transformers: eight blocks, one
+of which attends to the whole image; four images). A SIDE is one of SIDES below; all that fit the case by default.
+"again" is torch.compile a second
 time: differences below its distance from "inductor" say nothing.
 
 One JSON line: for each side "ms", repeated alone for seconds, the median of rounds; "turns_ms" by turns; "gib", the
@@ -40,6 +42,7 @@ from coda_inductor.measure import sides
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels", "transformers", "liger-kernel", "torchao")
 SIDES = ("inductor", "coda", "max-autotune", "float8", "float8-coda", "again", "liger")
 """Liger changes transformers' classes, so that it must be the last of a process."""
+CASES = ("llama-1b", "llama-8b", "nano", "dit", "dit-infer", "sam", "sam-infer")
 LLAMA = ("liger", "float8", "float8-coda")  # sides for cases of transformers' Llama
 
 Step = Callable[[], Tensor]
@@ -103,6 +106,20 @@ def llama(layers: int, d: int, ff: int, heads: int, kv: int, tied: bool) -> nn.M
     return LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[no-any-return]
 
 
+def sam() -> nn.Module:
+    from transformers import SamVisionConfig, SamVisionModel
+
+    config = SamVisionConfig(
+        hidden_size=1280, num_hidden_layers=8, num_attention_heads=16, mlp_dim=5120, global_attn_indexes=[7],
+        attn_implementation="sdpa", initializer_range=0.02,
+    )  # fmt: skip
+    model = SamVisionModel(config)
+    for name, parameter in model.named_parameters():
+        if "rel_pos" in name:  # which begin at 0
+            nn.init.normal_(parameter, std=0.02)
+    return model.to(torch.bfloat16)
+
+
 def changed(side: str, model: Any) -> str | None:
     """Does to a model what its side is, in place; the mode of torch.compile."""
     if side == "liger":
@@ -129,6 +146,8 @@ def step_of(case: str, side: str) -> Step:
             given: tuple[Tensor, ...] = (torch.randint(0, 1024, (4, 2048) if whole else (2, 4096)),)
         elif case == "nano":
             model, given = Nano(20, 1280, 65536, 2048), (*torch.randint(0, 65536, (2, 16, 2048)),)
+        elif case.startswith("sam"):
+            model, given = sam(), models.tiles((4, 3, 1024, 1024))
         else:
             make, inputs = models.MODELS["dit-xl"]
             model, given = make().to(torch.bfloat16), inputs()
@@ -154,7 +173,7 @@ def step_of(case: str, side: str) -> Step:
         model.zero_grad(set_to_none=True)
         return made.detach()
 
-    return torch.no_grad()(call) if case == "dit-infer" else step
+    return torch.no_grad()(call) if case.endswith("-infer") else step
 
 
 def measure(case: str, names: list[str], seconds: float, rounds: int, found: dict[str, dict[str, Any]]) -> None:
@@ -195,7 +214,7 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=("llama-1b", "llama-8b", "nano", "dit", "dit-infer"))
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("sides", nargs="*", metavar="SIDE", help=" or ".join(SIDES))
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
@@ -205,7 +224,7 @@ def main() -> None:
     names.sort(key=SIDES.index)
     found = dict[str, dict[str, Any]]()
     row = {
-        "case": chosen.case, "mode": "infer" if chosen.case == "dit-infer" else "train", "sides": found,
+        "case": chosen.case, "mode": "infer" if chosen.case.endswith("-infer") else "train", "sides": found,
         "machine": torch.cuda.get_device_name(), "versions": versions(), "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip

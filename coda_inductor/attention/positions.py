@@ -1,6 +1,6 @@
 """What is added to the scores of attention by the place of a key along one of its axes: how the graph says it.
 
-For an image, SAM and ViTDet add two numbers to the score of a query i and a key at (y, x): `h[i, y] + w[i, x]`. torch's
+For an image, SAM adds two numbers to the score of a query i and a key at (y, x): `h[i, y] + w[i, x]`. torch's
 attention reads such a sum as a mask [tokens, tokens] of every head. Views and additions lead back from there to `h` and
 `w`; the axes of these views (patterns/axes.py) say along which axes of the keys each is told apart. The gradient of
 `h` is the mask's, summed over all others.

@@ -1,4 +1,4 @@
-"""What is added to scores by the place of a key along one of its axes, as in SAM and ViTDet, is features of queries and
+"""What is added to scores by the place of a key along one of its axes, as in SAM, is features of queries and
 keys: the same in float64, forward and backward. Here by the definition of attention; with CUDA's kernels in
 tests/gpu/test_attention.py."""
 
