@@ -6,11 +6,12 @@ With `E[j, y] = 1` where the key j lies at y, and 0 elsewhere:
 
 So nothing of the size tokens x tokens is written, read or kept, nor is its gradient: that of `h` is that of its
 features. Side condition: `h` and `w` are finite, as what products make of finite numbers is; minus infinity times 0
-would be no number. Numerics: `h/s` is rounded, where the mask's sum was.
+would be no number, so `h/s` is at most the dtype's largest number. Numerics: it is rounded, where the mask's sum was.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -30,12 +31,13 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Misfit
 from coda_inductor.patterns.constants import of_memory_that_is_written
 from coda_inductor.patterns.effects import draws, ordered
+from coda_inductor.patterns.graph import aten
 
 DTYPES = (torch.bfloat16,)
-"""In float16 `h/s` may be infinite where `h` is not."""
-KEYS = 512
-"""The fewest keys with which it is faster. On an H200, forward and backward, 16 heads of 80 numbers between two
-products: 576 keys take 1.51 ms for 1.71, 4096 keys 2.48 for 5.24; but 256 keys 1.75 for 1.60."""
+"""In float16 `h/s` is soon larger than its largest number."""
+KEYS, NUMBERS = 196, 1 << 25
+"""The fewest keys, and numbers of a mask, with which it is faster. On an H200, forward and backward, 16 heads of 80
+numbers between two products: @@"""
 
 
 def write_positions(graph: fx.Graph) -> tuple[Grouped, ...]:
@@ -59,8 +61,8 @@ def write_positions(graph: fx.Graph) -> tuple[Grouped, ...]:
 def record(made: Features, between: Sequence[fx.Node], left: set[fx.Node]) -> Grouped:
     """What explain says of it."""
     gone = tuple(n.name for n in dict.fromkeys(between) if n not in left)
-    first = made.mask.way[0]
-    return Grouped(first.name, str([*first.meta["val"].shape]), 1, g.source_line(first), gone, made.number)
+    mask, *_, deepest = *made.mask.way[:1], *made.mask.way
+    return Grouped(mask.name, str([*mask.meta["val"].shape]), 1, g.source_line(deepest), gone, made.number)
 
 
 def features(mask: fx.Node, calls: Sequence[Call]) -> list[Features]:
@@ -72,7 +74,7 @@ def features(mask: fx.Node, calls: Sequence[Call]) -> list[Features]:
         its = [Features(step, made, tuple(parts(made, step))) for step in found]
         for each in its:
             for part in each.parts:
-                each.of_part(part)
+                each.of_part(part)  # a later sum may have split its axes further
         return its if all(map(pays, its)) else []
     except Misfit:
         return []
@@ -92,18 +94,21 @@ def pays(made: Features) -> bool:
     """Does cuDNN take heads with these features, and is it faster?"""
     query, key, value = (made.step.forward.given[name].meta["val"] for name in OPERANDS)
     width = padded(query.shape[-1] + made.number)
-    if key.shape[-2] < KEYS or max(width, value.shape[-1]) > WIDEST:
+    if key.shape[-2] < KEYS or math.prod(query.shape[:-1]) * key.shape[-2] < NUMBERS:
         return False
-    if value.shape[-1] % STEP or key.shape[-2] % STEP:
+    if max(width, value.shape[-1]) > WIDEST or value.shape[-1] % STEP:
         return False
-    return query.device.type != "cuda" or not torch.cuda.is_available() or chosen(query, key, value, width)
+    if query.device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return chosen(query, key, value, width, bool(made.step.backwards))
 
 
-def chosen(query: Tensor, key: Tensor, value: Tensor, width: int) -> bool:
-    """Does torch choose cuDNN here for one head of queries and keys of this width? (torch knows by tensors that are
-    there. Where there is no GPU, we explain what one would do.)"""
+def chosen(query: Tensor, key: Tensor, value: Tensor, width: int, trained: bool) -> bool:
+    """Does torch choose cuDNN here for one head of queries and keys of this width? torch knows by tensors that are
+    there. (What `sdpa_kernel` allows within a compiled function is not seen here. Where there is no GPU, we explain
+    what a Hopper would do.)"""
     with unset_fake_temporarily():
-        how: Any = {"dtype": query.dtype, "device": query.device}
+        how: Any = {"dtype": query.dtype, "device": query.device, "requires_grad": trained}
         shapes = (query.shape[-2], width), (key.shape[-2], width), value.shape[-2:]
         one = [torch.empty(1, 1, *shape, **how) for shape in shapes]
         return bool(torch._fused_sdp_choice(*one) == SDPBackend.CUDNN_ATTENTION.value)  # type: ignore[arg-type]
@@ -114,5 +119,5 @@ def up_to(node: fx.Node, made: Features) -> list[fx.Node]:
     found = list[fx.Node]()
     while node not in {call.node for call in made.step.backwards}:
         found.append(node)
-        node = node.all_input_nodes[0]
+        node = node.args[1] if node.target is aten.slice_scatter.default else node.all_input_nodes[0]  # type: ignore[assignment]
     return found

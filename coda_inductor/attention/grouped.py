@@ -35,9 +35,11 @@ one takes as many as of queries."""
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Attention that read repeated keys, copies, or a mask that is features: its node or the mask, the shape of its
-    queries or of the mask, how many heads share keys and values (else 1), the user's line, the operations that nobody
-    runs any more, of the backward, too, and how many features the mask is."""
+    """Attention that read repeated keys, copies, or a mask that is features now.
+
+    `node` and `shape`: the attention's, and its queries'; or the mask's. `heads`: how many share keys and values, else
+    1. `source`: the user's line. `absorbed`: the operations that nobody runs any more, of the backward, too.
+    `features`: how many the mask is, else 0."""
 
     node: str
     shape: str

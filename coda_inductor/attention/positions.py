@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from coda_inductor.attention.repeats import Dims, behind, permuted
+from coda_inductor.attention.repeats import Dims, behind, permuted, summed_over
 from coda_inductor.attention.windows import Step, index
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes, Ids, Misfit
@@ -27,6 +27,9 @@ TOKENS = 3
 OF_MASK = 3
 """Which result of the memory-efficient backward is the gradient of the mask."""
 CUTS = (aten.slice.Tensor, aten.select.int)
+FINITE = (aten.mm.default, aten.bmm.default)
+WHOLE = (0, None, None, 1)
+"""The dimension, start, end and step of a slice that are not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Sum:
         `readers` read."""
         axes = Axes()
         own: Dims = tuple(() if n == ONE else (axes.new(n),) for n in g.sizes(mask))
+        if len(own) > TOKENS + 1:
+            raise Misfit("a mask of more dimensions")
         found = cls(axes, ((),) * (TOKENS + 1 - len(own)) + own)
         found._add(mask, own, readers)
         found.dims = tuple(map(axes.roots, found.dims))
@@ -76,9 +81,13 @@ class Sum:
         if not readers.issuperset(node.users):
             raise Misfit("a mask that something else reads")
         self.way.append(node)
-        if node.target is aten.add.Tensor and not node.kwargs:
+        if (source := behind_padding(node)) is not None:
+            wide = node.all_input_nodes[0]
+            self.way.append(wide)
+            self._add(source, dims, {wide} if {*wide.users} == {node} else set())
+        elif node.target is aten.add.Tensor and not node.kwargs:
             for addend in node.args:
-                if not isinstance(addend, fx.Node) or False:
+                if not isinstance(addend, fx.Node) or addend.meta["val"].dtype != node.meta["val"].dtype:
                     raise Misfit("a number, or one of another dtype, that is added to all scores")
                 self._add(addend, narrowed(addend, dims), {node})
         elif g.is_view(node):
@@ -90,17 +99,15 @@ class Sum:
     def sums(self, node: fx.Node, dims: Dims) -> Iterator[Part]:
         """What is made of the gradient of the mask, each an addend's gradient. Raises Misfit of anything else."""
         for user in node.users:
+            cut = next(iter(user.users), user)
+            if behind_padding(cut) is node and len(user.users) == 1:
+                yield from self.sums(cut, dims)
+                continue
             if g.is_view(user):
                 yield from self.sums(user, behind(self.axes, dims, [user]))
                 continue
-            _, over, keep = (*user.args, None, False)[:3]
-            if user.target is not aten.sum.dim_IntList or not over:
-                raise Misfit("a gradient that is not summed over keys")
-            if user.meta["val"].dtype != node.meta["val"].dtype:
-                raise Misfit("a sum in another dtype")
-            summed = [d % len(dims) for d in over]  # type: ignore[union-attr, operator]
-            left = [() if d in summed else dim for d, dim in enumerate(dims) if keep or d not in summed]
-            part = Part(user, self.roots(tuple(left)))
+            _, left = summed_over(user, dims, node)
+            part = Part(user, self.roots(left))
             if self.known(part.dims) in [a.keys for a in self.addends]:
                 yield part
             else:
@@ -164,8 +171,26 @@ def static(size: Any) -> int:
 
 
 def finite(node: fx.Node) -> bool:
-    """Is it what a matrix product makes of finite numbers, or some of that?"""
-    return g.root(node, lambda n: g.is_view(n) or n.target in CUTS).target in g.PRODUCTS
+    """Is it what a matrix product makes of finite numbers, or some of that? (One with a bias is not: that may hide.)"""
+    return g.root(node, lambda n: g.is_view(n) or n.target in CUTS).target in FINITE
+
+
+def behind_padding(node: fx.Node) -> fx.Node | None:
+    """The same tensor before its rows were made longer, as torch pads a mask for the memory-efficient kernel, and cut
+    off again; of a gradient the same. None if that is not what the node does."""
+    wide = next(iter(node.all_input_nodes), node)
+    read, args = tuple[Any, ...](wide.args), tuple[Any, ...](node.args)
+    if (node.target, wide.target) == (aten.slice.Tensor, aten.constant_pad_nd.default):
+        source, pads, cut = read[0], read[1], args[1:]
+    elif (node.target, wide.target) == (aten.constant_pad_nd.default, aten.slice_scatter.default):
+        source, pads, cut = read[1], args[1], read[2:]
+    else:
+        return None
+    given: list[Any] = [*cut, *WHOLE[len(cut) :]]
+    dim, start, _, step = given
+    last = len(g.sizes(node)) - 1
+    at_the_end = dim in (last, -1) and start in (0, None) and step == 1 and pads[:-1] == [0]
+    return source if at_the_end and g.sizes(source) == g.sizes(node) else None
 
 
 def before(axes: Axes, view: fx.Node, dims: Dims) -> Dims:

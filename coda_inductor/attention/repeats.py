@@ -167,14 +167,20 @@ def sums(axes: Axes, node: fx.Node, dims: Dims, own: Dims, group: Ids) -> Iterat
         if g.is_view(user):
             yield from sums(axes, user, behind(axes, dims, [user]), own, group)
             continue
-        _, summed_over, keep = (*user.args, None, False)[:3]
-        if user.target is not aten.sum.dim_IntList or not summed_over:
-            raise Misfit("a gradient that is not summed over the heads of a group")
-        if user.meta["val"].dtype != node.meta["val"].dtype:
-            raise Misfit("a sum in another dtype")
-        over: list[int] = [d % len(dims) for d in summed_over]  # type: ignore[union-attr, operator, misc]
-        left = [() if d in over else dim for d, dim in enumerate(dims) if keep or d not in over]
+        over, left = summed_over(user, dims, node)
         if tuple(i for d in over for i in dims[d]) != group or any(len(dim) > 1 for dim in left):
             raise Misfit("another sum")
         first = [own.index(dim) for dim in left if dim]
         yield Summed(user, (*first, *(d for d in range(len(own)) if d not in first)))
+
+
+def summed_over(user: fx.Node, dims: Dims, of: fx.Node) -> tuple[list[int], Dims]:
+    """The dimensions that a sum of a tensor goes over, and the axes of its own. Raises Misfit where the user is no sum,
+    or one in another dtype."""
+    if user.target is not aten.sum.dim_IntList or not user.args[1]:
+        raise Misfit("a gradient that is not summed")
+    if user.meta["val"].dtype != of.meta["val"].dtype:
+        raise Misfit("a sum in another dtype")
+    over: list[int] = [d % len(dims) for d in user.args[1]]  # type: ignore[union-attr, operator, misc]
+    keep = user.args[2] if len(user.args) > 2 else user.kwargs.get("keepdim", False)
+    return over, tuple(() if d in over else dim for d, dim in enumerate(dims) if keep or d not in over)

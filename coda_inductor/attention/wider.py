@@ -87,7 +87,9 @@ def features_of_queries(writing: Writing, made: Features, addend: Addend, by: fl
     node = writing.call(like, aten.expand.default, node, full)
     sizes = [static(made.mask.axes.total(dim)) for dim in outside]
     node = writing.call(like, aten.reshape.default, node, [*sizes, made.of(addend)])
-    return writing.call(like, aten.mul.Tensor, node, 1 / by)
+    divided = writing.call(like, aten.mul.Tensor, node, 1 / by)
+    most = torch.finfo(divided.meta["val"].dtype).max  # infinity times 0 would be no number
+    return writing.call(like, aten.clamp.default, divided, -most, most)
 
 
 def features_of_keys(writing: Writing, made: Features, addend: Addend) -> fx.Node:

@@ -16,12 +16,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._inductor import compile_fx, decomposition
 from torch._ops import resolve_key
 
 aten = torch.ops.aten
+STEP = 8
 
 
 def attention(
@@ -56,11 +58,21 @@ def attention(
                 hidden = -65504.0 if cudnn else -math.inf
                 zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, hidden))
                 attn_mask = torch.where(attn_mask, zero, never)
-            attn_mask = attn_mask if cudnn else attn_mask.expand(*query.shape[:3], key.shape[2])
+            attn_mask = attn_mask if cudnn else aligned(attn_mask).expand(*query.shape[:3], key.shape[2])
         saved = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         kernel = aten._scaled_dot_product_cudnn_attention if cudnn else aten._scaled_dot_product_efficient_attention
         out = kernel(query, key, value, attn_mask, saved, dropout_p, is_causal, scale=scale)[0]
     return out
+
+
+def aligned(mask: Tensor) -> Tensor:
+    """The mask as the memory-efficient kernel reads it: its rows begin at multiples of 8 numbers (torch's
+    attention.cpp, `pad_bias`)."""
+    *apart, last = mask.stride()
+    if last == 1 and not any(n % STEP for n in apart):
+        return mask
+    keys = mask.shape[-1]
+    return F.pad(mask, (0, STEP - keys % STEP))[..., :keys]
 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

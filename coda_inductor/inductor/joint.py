@@ -89,16 +89,16 @@ def constant_masks(work: Work) -> None:
         work.masks = skip_masks(work.graph, work.may(WINDOWS) and work.target != "reference")
 
 
+def grouped_heads(work: Work) -> None:
+    """Attention reads keys and values that several heads share once, and nothing that is copied for it alone."""
+    if work.may(GROUPED):
+        work.grouped = group_heads(work.graph) + read_in_place(work.graph)
+
+
 def added_positions(work: Work) -> None:
     """What attention adds to scores by the place of a key is features of queries and keys, not a mask."""
     if work.may(POSITIONS) and work.settings.numerics != "strict":
         work.grouped += write_positions(work.graph)
-
-
-def grouped_heads(work: Work) -> None:
-    """Attention reads keys and values that several heads share once, and nothing that is copied for it alone."""
-    if work.may(GROUPED):
-        work.grouped += group_heads(work.graph) + read_in_place(work.graph)
 
 
 def parts_of_heads(work: Work) -> None:
@@ -280,8 +280,8 @@ Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     undefined_gradients,
     constant_masks,
-    added_positions,
     grouped_heads,
+    added_positions,
     features_last,
     complex_products,
     parts_of_heads,

@@ -41,7 +41,7 @@ def chosen(
     """The kernel that CUDA has in 16 bits, in float64: the memory-efficient one where a mask has a gradient."""
     assert attn_mask is not None
     learned = attn_mask.requires_grad
-    mask = attn_mask.expand(*query.shape[:3], key.shape[2]) if learned else attn_mask
+    mask = like_cuda.aligned(attn_mask).expand(*query.shape[:3], key.shape[2]) if learned else attn_mask
     out: Tensor = KERNELS[not learned](query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
     return out
 
@@ -52,6 +52,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(like_cuda.COMPOSITES, aten.scaled_dot_product_attention.default, chosen)
     monkeypatch.setattr(features, "DTYPES", (torch.float64,))
     monkeypatch.setattr(features, "KEYS", 1)
+    monkeypatch.setattr(features, "NUMBERS", 1)
 
 
 class Attention(nn.Module):
@@ -213,9 +214,17 @@ def twice(a: Attention, q: Tensor) -> Tensor:
 
 
 def widened(a: Attention, q: Tensor) -> Tensor:
-    """Added up in float64, of numbers that are rounded more than queries are."""
-    h, w = (t.float() for t in a.along(q))
-    return sam_of(h, w.double())
+    """One addend is a product in float32."""
+    h, _ = a.along(q)
+    narrow = q.reshape(B * H, Y, X, D).float()
+    return sam_of(h, torch.einsum("bhwc,wkc->bhwk", narrow, a.columns.float()))
+
+
+def biased(a: Attention, q: Tensor) -> Tensor:
+    """One addend is a product and a bias that hides rows."""
+    bias = torch.where(torch.arange(Y) == 1, -torch.inf, 0.0).to(q.dtype)
+    h = torch.addmm(bias, q.reshape(-1, D), a.rows[0].T).reshape(-1, Y, X, Y)
+    return sam_of(h, a.along(q)[1])
 
 
 def sam_of(h: Tensor, w: Tensor) -> Tensor:
@@ -337,13 +346,57 @@ def test_under_checkpointing() -> None:
     assert number(compared(Again(sam), "train")[0]) == [Y + X]
 
 
-@pytest.mark.parametrize(("name", "value"), [("KEYS", Y * X + 1), ("WIDEST", 16)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("KEYS", Y * X + 1), ("NUMBERS", B * H * (Y * X) ** 2 + 1), ("WIDEST", 16)]
+)
 def test_few_keys_and_wide_heads_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: int) -> None:
     monkeypatch.setattr(features, name, value)
     assert number(compared(Attention(sam), "train")[0]) == []
 
 
-def test_an_odd_number_of_keys_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory-efficient kernel reads such a mask behind a copy with wider rows."""
+@pytest.mark.parametrize("spelling", ["sam", "columns_first"])
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_an_odd_number_of_keys(monkeypatch: pytest.MonkeyPatch, spelling: str, mode: str) -> None:
+    """The memory-efficient kernel reads such a mask behind a copy with longer rows."""
     monkeypatch.setitem(globals(), "X", 7)
-    assert number(compared(Attention(sam), "train")[0]) == []
+    report, graph = compared(Attention(SPELLINGS[spelling][0]), mode)
+    assert number(report) == [Y + X]
+    assert not graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+
+
+def huge(a: Attention, q: Tensor) -> Tensor:
+    """A product that hides every second row by the least number there is: over the scale it would be infinite."""
+    zero, most = (torch.full((), x, dtype=q.dtype) for x in (0.0, torch.finfo(q.dtype).min))
+    least = torch.where(torch.arange(Y) % 2 == torch.arange(2)[:, None], most, zero)
+    h = (F.one_hot(torch.arange(Y * X) % 2, 2).to(q.dtype) @ least).reshape(1, Y, X, Y)
+    return sam_of(h, a.along(q)[1])
+
+
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_the_least_number_hides(mode: str) -> None:
+    assert number(compared(Attention(huge), mode)[0]) == [Y + X]
+
+
+LIBRARY = torch.library.Library("coda_tests_positions", "DEF")
+LIBRARY.define("twice(*, Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda *, x: x * 2, "CompositeExplicitAutograd")
+torch.library.register_fake("coda_tests_positions::twice", lambda *, x: torch.empty_like(x), lib=LIBRARY)
+
+
+class Doubled(torch.autograd.Function):
+    """What reads the gradient has no argument by place."""
+
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor) -> Tensor:
+        return mask.view_as(mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.ops.coda_tests_positions.twice(x=grad)
+
+
+def test_a_gradient_that_something_else_reads_stays() -> None:
+    def mask(a: Attention, q: Tensor) -> Tensor:
+        return Doubled.apply(sam(a, q))  # type: ignore[no-any-return, no-untyped-call]
+
+    assert number(compared(Attention(mask), "train")[0]) == []
