@@ -12,6 +12,7 @@ from image_attention import KERNELS, Attention, B, D, H, Mask, X, Y, aten, compa
 from torch import Tensor, fx
 
 from coda_inductor.attention import features
+from coda_inductor.attention.positions import behind_padding
 from coda_inductor.explain.capture import capture
 
 

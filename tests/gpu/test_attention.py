@@ -110,7 +110,7 @@ class Image(nn.Module):
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
-    ("size", "rows", "columns"), [(80, 32, 32), (64, 24, 40), (80, 64, 64), (32, 25, 24), (64, 16, 33)]
+    ("size", "rows", "columns"), [(80, 48, 48), (64, 37, 40), (80, 64, 64), (32, 39, 39), (64, 38, 40)]
 )
 def test_added_positions_are_features(size: int, rows: int, columns: int, train: bool) -> None:
     torch.manual_seed(0)
