@@ -45,6 +45,34 @@ TIMED: dict[str, Dated] = {
             for what in ("by the mask", "causal", names.ATTENTION_ONCE, "flash attention, causal")
         ),
     ),
+    "positions": Dated(
+        ("images or windows, heads and numbers in each; keys", *names.BY_MODE),
+        tuple(
+            (f"{batch}, {heads} x {head}; {side} x {side}", *(
+                cell for mode in ("infer", "train") for path in ("ms/inductor", "ms/features")
+                for cell in cells("attention.jsonl", commit, path, "ms", case=names.POSITIONS, mode=mode, batch=batch,
+                                  heads=heads, side=side, head=head)))
+            for commit, batch, heads, side, head in (
+                ("on the way to a2f46a9", 1, 16, 64, 80),
+                ("on the way to a2f46a9", 4, 16, 64, 80),
+                ("on the way to a2f46a9", 2, 16, 48, 80),
+                ("on the way to a2f46a9", 8, 16, 32, 80),
+                ("on the way to a2f46a9", 8, 12, 32, 64),
+                ("on the way to a2f46a9", 8, 16, 24, 80),
+                ("074e8ae", 100, 16, 16, 80),
+                ("on the way to a2f46a9", 25, 16, 16, 80),
+            )
+        ),
+    ),
+    "SAM": Dated(
+        (f"{names.SAM_BLOCKS}, four images", "`torch.compile`, ms", "coda, ms", "`torch.compile`, GiB", "coda, GiB"),
+        tuple(
+            (label, *(cell for how, spelling in (("ms", "ms"), ("gib", "gib")) for side in ("inductor", "coda")
+                      for cell in cells("attention.jsonl", "cbab9ed", f"{how}/{side}", spelling,
+                                        case=names.SAM_BLOCKS, mode=mode)))
+            for label, mode in (("inference", "infer"), ("forward and backward", "train"))
+        ),
+    ),
     "windows": Dated(
         ("tokens, heads and numbers in each; seen on each side", "of all pairs", "by mask, ms", "window, ms"),
         tuple(

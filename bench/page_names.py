@@ -180,6 +180,10 @@ PEERS = {
     "nano": "nanochat-like, 20 layers of width 1280, 32768 tokens, with AdamW",
 }
 DIT_EXAMPLE = "DiT, width 1152, 28 blocks, 10 steps with guidance"
+POSITIONS, SAM_BLOCKS = "positions added to scores", "eight blocks of SAM ViT-H"
+BY_MODE = (
+    "`torch.compile`, inference, ms", "coda, ms", "`torch.compile`, forward and backward, ms", "coda, both, ms"
+)  # fmt: skip
 WHEEL = (
     "the wheel, installed with --no-index and --no-deps beside packed dependencies; as printed; three other GPUs of the"
     " host compiled and tested meanwhile, on cores of their own"

@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 
 from coda_inductor.attention import features
 from coda_inductor.core.settings import Settings
@@ -173,3 +176,14 @@ def compared(model: nn.Module, mode: Any, how: dict[str, Any] | None = None) -> 
 
 def number(report: Report) -> list[int]:
     return [a.features for a in report.grouped if a.features]
+
+
+def written(graph: fx.Graph) -> str:
+    """The code that Inductor makes of it, which nobody runs."""
+    values = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    module = fx.GraphModule(nn.Module(), g.copied(graph))
+    module.graph.set_codegen(fx.graph.CodeGen())
+    lowering = GraphLowering(module, values, values[0].fake_mode.shape_env)
+    with V.set_fake_mode(values[0].fake_mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
+        lowering.run(*values)
+        return str(lowering.codegen()[0])

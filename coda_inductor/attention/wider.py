@@ -89,7 +89,7 @@ def features_of_queries(writing: Writing, made: Features, addend: Addend, by: fl
     node = writing.call(like, aten.reshape.default, node, [*sizes, made.of(addend)])
     divided = writing.call(like, aten.mul.Tensor, node, 1 / by)
     most = torch.finfo(divided.meta["val"].dtype).max  # infinity times 0 would be no number
-    return writing.call(like, aten.clamp.default, divided, -most, most)
+    return writing.call(like, aten.clamp_max.default, writing.call(like, aten.clamp_min.default, divided, -most), most)
 
 
 def features_of_keys(writing: Writing, made: Features, addend: Addend) -> fx.Node:

@@ -8,7 +8,7 @@ import image_attention
 import pytest
 import torch
 import torch.nn.functional as F
-from image_attention import SPELLINGS, Attention, B, D, H, X, Y, aten, compared, number, sam, sam_of
+from image_attention import SPELLINGS, Attention, B, D, H, X, Y, aten, compared, number, sam, sam_of, written
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -106,3 +106,11 @@ def huge(a: Attention, q: Tensor) -> Tensor:
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_the_least_number_hides(mode: str) -> None:
     assert number(compared(Attention(huge), mode)[0]) == [Y + X]
+
+
+@pytest.mark.parametrize("spelling", ["sam", "in_parts"])
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_inductor_takes_what_is_written(spelling: str, mode: str) -> None:
+    """Of all that is written there is a lowering; a CPU does not run it."""
+    code = written(compared(Attention(SPELLINGS[spelling][0]), mode)[1])
+    assert "cudnn_attention.default(" in code and "efficient_attention.default(" not in code
