@@ -173,10 +173,15 @@ def place(source: str) -> str:
 
 
 def amounts(*counts: int) -> str:
-    """A number of bytes, or "before -> after": in one unit, that of the largest, to three digits (two of what is less
-    than one)."""
-    unit, name = next((u for u in ((10**9, "GB"), (10**6, "MB")) if max(counts) >= u[0]), (10**3, "kB"))
-    return " -> ".join(f"{_digits(c / unit)} {name}" for c in counts)
+    """A number of bytes, or "before -> after": in one unit, that of the largest, but for what is less than a hundredth
+    of it; to three digits (two of what is less than one)."""
+    largest = _unit(max(counts))
+    units = [largest if not c or 100 * c >= largest[0] else _unit(c) for c in counts]
+    return " -> ".join(f"{_digits(c / unit)} {name}" for c, (unit, name) in zip(counts, units, strict=True))
+
+
+def _unit(count: int) -> tuple[int, str]:
+    return next((u for u in ((10**9, "GB"), (10**6, "MB")) if count >= u[0]), (10**3, "kB"))
 
 
 def _digits(x: float) -> str:

@@ -190,7 +190,7 @@ def test_what_a_region_absorbs_and_what_is_left() -> None:
         "",
         "graph 0 (inference)",
         "  r0",
-        "      [512, 256] K=128: 1 store, 1 sum                1.05 MB -> 0.0041 MB, -99.6 %  model.py:1",
+        "      [512, 256] K=128: 1 store, 1 sum                1.05 MB -> 4.10 kB, -99.6 %  model.py:1",
         "  left to Inductor, with the first condition that failed:",
         "      1 x 1.05 MB   a reason  model.py:2",
         "                    exp",
@@ -228,9 +228,10 @@ def test_a_graph_that_is_declined_is_refused_as_a_whole() -> None:
     assert totals["saved_bytes"] == totals["saved_bytes_inductor"] > 0
 
 
-def test_amounts_are_of_one_unit() -> None:
+def test_amounts_are_of_one_unit_where_they_compare() -> None:
     assert amounts(8_310_000, 6_040_000, 0) == "8.31 MB -> 6.04 MB -> 0 MB"
-    assert amounts(133_340_000_000, 89_050_000_000, 5_000_000) == "133 GB -> 89.0 GB -> 0.005 GB"
+    assert amounts(133_340_000_000, 89_050_000_000, 50_000_000) == "133 GB -> 89.0 GB -> 0.05 GB"
+    assert amounts(2_010_000_000, 262_144, 64) == "2.01 GB -> 262 kB -> 0.064 kB"
     assert amounts(99_999_999, 9_996_000, 999_600) == "100 MB -> 10.0 MB -> 1.00 MB"
     assert amounts(0) == "0 kB"
 
