@@ -62,12 +62,12 @@ def write_positions(graph: fx.Graph) -> tuple[Grouped, ...]:
 def record(made: Features, between: Sequence[fx.Node], left: set[fx.Node]) -> Grouped:
     """What explain says of it."""
     gone = tuple(n.name for n in dict.fromkeys(between) if n not in left)
-    mask, *_, deepest = *made.mask.way[:1], *made.mask.way
-    return Grouped(mask.name, str([*mask.meta["val"].shape]), 1, g.source_line(deepest), gone, made.number)
+    mask, first = made.mask.way[0], made.mask.way[-1]
+    return Grouped(mask.name, str([*mask.meta["val"].shape]), 1, g.source_line(first), gone, made.number)
 
 
 def features(mask: fx.Node, calls: Sequence[Call]) -> list[Features]:
-    """The steps that read the mask, if it is such a sum and its features are fewer than it is worth."""
+    """The steps that read the mask, if it is such a sum and all are faster without it."""
     if not all(map(may, calls)) or not (found := steps(calls)):
         return []
     try:

@@ -27,7 +27,9 @@ TOKENS = 3
 OF_MASK = 3
 """Which result of the memory-efficient backward is the gradient of the mask."""
 CUTS = (aten.slice.Tensor, aten.select.int)
+"""What takes a part of a tensor, whose numbers it does not change."""
 FINITE = (aten.mm.default, aten.bmm.default)
+"""Products that add nothing else. (An addmm's bias may be minus infinity.)"""
 WHOLE = (0, None, None, 1)
 """The dimension, start, end and step of a slice that are not given."""
 
@@ -97,7 +99,7 @@ class Sum:
             raise Misfit("a mask that tells all keys apart, or perhaps hides some")
 
     def sums(self, node: fx.Node, dims: Dims) -> Iterator[Part]:
-        """What is made of the gradient of the mask, each an addend's gradient. Raises Misfit of anything else."""
+        """The sums of the gradient of the mask, each an addend's gradient. Raises Misfit of anything else."""
         for user in node.users:
             cut = next(iter(user.users), user)
             if behind_padding(cut) is node and len(user.users) == 1:
@@ -171,7 +173,7 @@ def static(size: Any) -> int:
 
 
 def finite(node: fx.Node) -> bool:
-    """Is it what a matrix product makes of finite numbers, or some of that? (One with a bias is not: that may hide.)"""
+    """Is it what a matrix product makes of finite numbers, or some of that?"""
     return g.root(node, lambda n: g.is_view(n) or n.target in CUTS).target in FINITE
 
 
