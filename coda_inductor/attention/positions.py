@@ -22,8 +22,8 @@ from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.layout import TRANSPOSES
 from coda_inductor.patterns.sizes import ONE
 
-TOKENS = 3
-"""The dimension of queries is the third of four, that of keys the fourth."""
+OF_KEYS = 3
+"""The dimension of keys in [batch, heads, queries, keys]."""
 OF_MASK = 3
 """Which result of the memory-efficient backward is the gradient of the mask."""
 CUTS = (aten.slice.Tensor, aten.select.int)
@@ -58,9 +58,9 @@ class Sum:
         `readers` read."""
         axes = Axes()
         own: Dims = tuple(() if n == ONE else (axes.new(n),) for n in g.sizes(mask))
-        if len(own) > TOKENS + 1:
+        if len(own) > OF_KEYS + 1:
             raise Misfit("a mask of more dimensions")
-        found = cls(axes, ((),) * (TOKENS + 1 - len(own)) + own)
+        found = cls(axes, ((),) * (OF_KEYS + 1 - len(own)) + own)
         found._add(mask, own, readers)
         found.dims = tuple(map(axes.roots, found.dims))
         found.addends = [Addend(a.node, found.roots(a.dims), axes.roots(a.keys)) for a in found.addends]
@@ -73,11 +73,11 @@ class Sum:
     def known(self, dims: Dims) -> Ids:
         """The axes of the keys among these, in their order."""
         here = {i for dim in self.roots(dims) for i in dim}
-        return tuple(i for i in self.axes.roots(self.dims[TOKENS]) if i in here)
+        return tuple(i for i in self.axes.roots(self.dims[OF_KEYS]) if i in here)
 
     def _add(self, node: fx.Node, dims: Dims, readers: set[fx.Node]) -> None:
         keys = self.known(dims)
-        if self.axes.total(keys) != self.axes.total(self.dims[TOKENS]) and finite(node):
+        if self.axes.total(keys) != self.axes.total(self.dims[OF_KEYS]) and finite(node):
             self.addends.append(Addend(node, dims, keys))
             return
         if not readers.issuperset(node.users):
