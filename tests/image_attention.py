@@ -127,11 +127,11 @@ class Meaning(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         names = [a.name for a in n.target._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = {"is_causal": False} | dict(zip(names, args, strict=False)) | kwargs
         read = [given[name] for name in ("query", "key", "value", "attn_bias")]
         leaves = [None if x is None else x.detach().requires_grad_() for x in read]
         with torch.enable_grad():
-            out = attention(leaves, given.get("scale"))
+            out = attention(leaves, given.get("scale"), given["is_causal"])
         if n.target in KERNELS:
             return (like(out.detach(), n.meta["val"][0]), *[torch.zeros(())] * 8)
         there = [x for x in leaves if x is not None]
@@ -139,9 +139,12 @@ class Meaning(fx.Interpreter):
         return tuple(like(x, val) for x, val in zip(made, n.meta["val"], strict=False))
 
 
-def attention(read: list[Any], scale: float | None) -> Tensor:
+def attention(read: list[Any], scale: float | None, causal: bool) -> Tensor:
     query, key, value, bias = read
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return (scores if bias is None else scores + bias).softmax(-1) @ value  # type: ignore[no-any-return]
 
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.attention import SDPBackend
 
 from coda_inductor.ops.attention import WINDOWED, WINDOWED_BACKWARD
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.graph import aten
 
 MASKS = ("attn_bias", "attn_mask")
 """What the operations call the mask."""
@@ -77,3 +80,31 @@ def attention(graph: fx.Graph) -> Iterator[Call]:
                 call = Call(node)
                 if all(g.tensor(call.given[name]) is not None for name in OPERANDS):
                     yield call
+
+
+# ---- cuDNN's
+
+WIDEST, STEP = 256, 8
+"""Numbers in a head: the most that cuDNN takes on a Hopper, and in which steps."""
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
+CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
+SAVED = (0, 1, 6, 7)
+"""Which results of the forward its backward reads: the result, the sums of exponentials, and a seed and an offset."""
+
+
+def padded(width: int) -> int:
+    """So many numbers of a head are enough for so many features."""
+    return -(-width // STEP) * STEP
+
+
+def chosen(query: Tensor, key: Tensor, value: Tensor, width: int, trained: bool) -> bool:
+    """Does torch choose cuDNN here for one head of queries and keys of this width? torch knows by tensors that are
+    there. (What `sdpa_kernel` allows within a compiled function is not seen here. Where there is no GPU, we explain
+    what a Hopper would do.)"""
+    if query.device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    with unset_fake_temporarily():
+        how: Any = {"dtype": query.dtype, "device": query.device, "requires_grad": trained}
+        shapes = (query.shape[-2], width), (key.shape[-2], width), value.shape[-2:]
+        one = [torch.empty(1, 1, *shape, **how) for shape in shapes]
+        return bool(torch._fused_sdp_choice(*one) == SDPBackend.CUDNN_ATTENTION.value)  # type: ignore[arg-type]

@@ -8,32 +8,41 @@ goes.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from torch import fx
 
 from coda_inductor.attention.calls import OPERANDS, Call, attention
-from coda_inductor.attention.grouped import TAKE_FEWER, Grouped
+from coda_inductor.attention.changes import Changed
+from coda_inductor.attention.grouped import TAKE_FEWER
 from coda_inductor.attention.sources import Sources
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import base, ordered
 from coda_inductor.patterns.layout import side_by_side
-from coda_inductor.patterns.sizes import product
+from coda_inductor.patterns.sizes import product, size_of
 from coda_inductor.write.strides import OutputStrides
 from coda_inductor.write.writing import Writing
 
+WHAT = "what was copied for it alone is read where it lies"
 
-def read_in_place(graph: fx.Graph) -> tuple[Grouped, ...]:
+
+def read_in_place(graph: fx.Graph) -> tuple[Changed, ...]:
     """Has attention read what is copied for it alone, in place."""
     copies = copied(graph)
     if not copies:
         return ()
     safe, layouts = Sources.of(graph).safe, OutputStrides(graph)
     still, gone = layouts.fixed(), defaultdict[fx.Node, list[str]](list)
+    sources = {copy: copy.all_input_nodes[0] for copy in copies}
     for copy, calls in copies.items():
-        source = copy.all_input_nodes[0]
-        if not still.isdisjoint(call.node for call in calls) or not side_by_side(source.meta["val"], -1):
-            continue
-        if not safe([source], calls) or (any(call.is_backward for call in calls) and not whole(source)):
+        source = sources[copy]
+        moved = not still.isdisjoint(call.node for call in calls)
+        if moved or not side_by_side(source.meta["val"], -1) or not safe([source], calls):
+            del sources[copy]
+    parts = {source: all_of(base(source), sources.values()) for source in sources.values()}
+    for copy, source in sources.items():
+        calls = copies[copy]
+        if any(call.is_backward for call in calls) and not parts[source]:
             continue
         for call in calls:
             call.node.replace_input_with(copy, source)
@@ -42,7 +51,7 @@ def read_in_place(graph: fx.Graph) -> tuple[Grouped, ...]:
     if gone:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
         layouts.restore(Writing(graph, graph.output_node()).call)
-    return tuple(Grouped.of(Call(node), 1, names) for node, names in gone.items())
+    return tuple(Changed.of(node, Call(node).given["query"], WHAT, names) for node, names in gone.items())
 
 
 def copied(graph: fx.Graph) -> dict[fx.Node, list[Call]]:
@@ -63,6 +72,10 @@ def as_operands(node: fx.Node, call: Call) -> bool:
     return sum(a is node for a in call.node.args) == sum(call.given[name] is node for name in OPERANDS)
 
 
-def whole(node: fx.Node) -> bool:
-    """Is the node all of its memory? Of a part of a larger tensor the backward would keep all."""
-    return product(g.sizes(base(node))) == product(g.sizes(node))
+def all_of(memory: fx.Node, sources: Iterable[fx.Node]) -> bool:
+    """Are these together all of that memory, as queries, keys and values are all that one product makes? Of some of its
+    parts the backward would keep all."""
+    values = [n.meta["val"] for n in {*sources} if base(n) is memory]
+    places = {(str(v.storage_offset()), str(v.shape), str(v.stride())): product(map(size_of, v.shape)) for v in values}
+    whole = product(g.sizes(memory))
+    return sum(part.coefficient for part in places.values() if part.powers == whole.powers) >= whole.coefficient

@@ -14,18 +14,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.attention import SDPBackend
+from torch import fx
 
-from coda_inductor.attention.calls import OPERANDS, Call
-from coda_inductor.attention.grouped import Grouped
+from coda_inductor.attention.calls import OPERANDS, STEP, WIDEST, Call, chosen, padded
+from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.masks import masked
 from coda_inductor.attention.positions import Features, Sum, parts
-from coda_inductor.attention.wider import STEP, WIDEST, padded, write
+from coda_inductor.attention.wider import write
 from coda_inductor.attention.windows import steps
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Misfit
@@ -41,7 +38,7 @@ numbers between two products: 4096 keys take 2.48 ms for 5.24, 100 windows of 25
 windows 1.75 for 1.60."""
 
 
-def write_positions(graph: fx.Graph) -> tuple[Grouped, ...]:
+def write_positions(graph: fx.Graph) -> tuple[Changed, ...]:
     """Has attention add up positions among the features of queries and keys, in place."""
     calls = defaultdict[fx.Node, list[Call]](list)
     for call in masked(graph):
@@ -59,11 +56,13 @@ def write_positions(graph: fx.Graph) -> tuple[Grouped, ...]:
     return tuple(record(made, between, {*graph.nodes}) for made, between in found)
 
 
-def record(made: Features, between: Sequence[fx.Node], left: set[fx.Node]) -> Grouped:
+def record(made: Features, between: Sequence[fx.Node], left: set[fx.Node]) -> Changed:
     """What explain says of it."""
     gone = tuple(n.name for n in dict.fromkeys(between) if n not in left)
     mask, first = made.mask.way[0], made.mask.way[-1]
-    return Grouped(mask.name, str([*mask.meta["val"].shape]), 1, g.source_line(first), gone, made.number)
+    what = f"what is added to scores is {made.number} features of queries and keys"
+    shape = str([*mask.meta["val"].shape])
+    return Changed(mask.name, shape, what, g.source_line(first), gone, features=made.number)
 
 
 def features(mask: fx.Node, calls: Sequence[Call]) -> list[Features]:
@@ -99,20 +98,7 @@ def pays(made: Features) -> bool:
         return False
     if max(width, value.shape[-1]) > WIDEST or value.shape[-1] % STEP:
         return False
-    if query.device.type != "cuda" or not torch.cuda.is_available():
-        return True
     return chosen(query, key, value, width, bool(made.step.backwards))
-
-
-def chosen(query: Tensor, key: Tensor, value: Tensor, width: int, trained: bool) -> bool:
-    """Does torch choose cuDNN here for one head of queries and keys of this width? torch knows by tensors that are
-    there. (What `sdpa_kernel` allows within a compiled function is not seen here. Where there is no GPU, we explain
-    what a Hopper would do.)"""
-    with unset_fake_temporarily():
-        how: Any = {"dtype": query.dtype, "device": query.device, "requires_grad": trained}
-        shapes = (query.shape[-2], width), (key.shape[-2], width), value.shape[-2:]
-        one = [torch.empty(1, 1, *shape, **how) for shape in shapes]
-        return bool(torch._fused_sdp_choice(*one) == SDPBackend.CUDNN_ATTENTION.value)  # type: ignore[arg-type]
 
 
 def up_to(node: fx.Node, made: Features) -> list[fx.Node]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 from torch import fx
 
 from coda_inductor.attention.calls import WINDOWS, Call, attention
+from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.repeats import GRADIENTS, Repeated, Summed, chains, repeated, summed
 from coda_inductor.attention.sources import Sources
 from coda_inductor.patterns import graph as g
@@ -33,43 +33,7 @@ TAKE_FEWER = frozenset(
 one takes as many as of queries."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grouped:
-    """Attention that read repeated keys, copies, or a mask that is features now.
-
-    `node` and `shape`: the attention's, and its queries'; or the mask's. `heads`: how many share keys and values, else
-    1. `source`: the user's line. `absorbed`: the operations that nobody runs any more, of the backward, too.
-    `features`: how many the mask is, else 0."""
-
-    node: str
-    shape: str
-    heads: int
-    source: str
-    absorbed: tuple[str, ...] = ()
-    features: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its own, among those who absorb operations."""
-        return f"grouped {self.node}"
-
-    @property
-    def what(self) -> str:
-        """What is read where, for people."""
-        if self.features:
-            return f"what is added to scores is {self.features} features of queries and keys"
-        if self.heads == 1:
-            return "what was copied for it alone is read where it lies"
-        return f"keys and values that {self.heads} heads share are read once"
-
-    @classmethod
-    def of(cls, call: Call, heads: int, gone: Sequence[str]) -> Grouped:
-        """The record of an operation."""
-        shape = str([*call.given["query"].meta["val"].shape])
-        return cls(call.node.name, shape, heads, g.source_line(call.node), tuple(gone))
-
-
-def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
+def group_heads(graph: fx.Graph) -> tuple[Changed, ...]:
     """Has attention read keys and values before they are repeated, in place."""
     together = defaultdict[tuple[fx.Node, fx.Node], list[Call]](list)
     for call in attention(graph):
@@ -77,7 +41,7 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
     sources = {nodes: tuple(repeated(n, calls) for n in nodes) for nodes, calls in together.items()}
     if not any(map(all, sources.values())):
         return ()
-    safe, found = Sources.of(graph).safe, list[Grouped]()
+    safe, found = Sources.of(graph).safe, list[Changed]()
     layouts = OutputStrides(graph)
     still = layouts.fixed()
     for nodes, calls in together.items():
@@ -91,7 +55,9 @@ def group_heads(graph: fx.Graph) -> tuple[Grouped, ...]:
             gone = [n.name for n in (*key.read[1:], *value.read[1:], *chains(sums))]
             for call, its in zip(calls, sums, strict=True):
                 regroup(graph, call, (key, value), its or {}, still)
-            found += [Grouped.of(call, key.times, gone) for call in calls if not call.is_backward]
+            what = f"keys and values that {key.times} heads share are read once"
+            forwards = [call for call in calls if not call.is_backward]
+            found += [Changed.of(c.node, c.given["query"], what, gone, heads=key.times) for c in forwards]
     if found:
         graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
         layouts.restore(Writing(graph, graph.output_node()).call)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from coda_inductor.attention.calls import Call
+from coda_inductor.attention.calls import CUDNN, CUDNN_BACKWARD, SAVED, Call, padded
 from coda_inductor.attention.positions import OF_MASK, Addend, Features, in_order, static
 from coda_inductor.attention.windows import erase, index
 from coda_inductor.patterns.graph import aten, prims
@@ -16,17 +16,8 @@ from coda_inductor.patterns.layout import major_to_minor
 from coda_inductor.write.strides import restrided
 from coda_inductor.write.writing import Writing
 
-WIDEST, STEP = 256, 8
-"""Numbers in a head: the most that cuDNN takes on a Hopper, and in which steps."""
 FEATURES = 3
 """Their dimension of [batch, heads, tokens, features], which is the last in memory, too."""
-CUDNN = aten._scaled_dot_product_cudnn_attention.default
-CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
-
-
-def padded(width: int) -> int:
-    """So many numbers of a head are enough for so many features."""
-    return -(-width // STEP) * STEP
 
 
 def write(graph: fx.Graph, made: Features) -> None:
@@ -41,7 +32,7 @@ def write(graph: fx.Graph, made: Features) -> None:
     key = beside(writing, forward, "key", has, order)
     value, saved = (forward.given[name] for name in ("value", "compute_log_sumexp"))
     node = writing.instead(forward.node, CUDNN, query, key, value, None, saved, 0.0, False, False, scale=by)
-    own = {i: writing.call(forward.node, operator.getitem, node, i) for i in (0, 1, 6, 7)}
+    own = {i: writing.call(forward.node, operator.getitem, node, i) for i in SAVED}
     for call in made.step.backwards:
         there = Writing(graph, call.node)
         sizes = [x.meta["val"].shape[2] for x in (query, key)]

@@ -14,6 +14,7 @@ from torch import fx
 
 from coda_inductor.attention.copies import read_in_place
 from coda_inductor.attention.features import write_positions
+from coda_inductor.attention.fused import fuse_attention
 from coda_inductor.attention.grouped import group_heads
 from coda_inductor.attention.masks import skip_masks
 from coda_inductor.codegen.target import TARGETS
@@ -39,6 +40,7 @@ from coda_inductor.passes.prefix import write_prefixes
 from coda_inductor.passes.reductions import write_gradients, write_maxima, write_softmax_sums
 from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
+    ATTENTION,
     BLOCKS,
     CASTS,
     COMPLEX,
@@ -83,6 +85,12 @@ def undefined_gradients(work: Work) -> None:
     add_where_read(work.graph)
 
 
+def written_attention(work: Work) -> None:
+    """Attention that is written out, as products and a softmax, is one operation."""
+    if work.may(ATTENTION) and work.target != "reference" and work.settings.numerics != "strict":
+        work.grouped += fuse_attention(work.graph)
+
+
 def constant_masks(work: Work) -> None:
     """Attention reads no mask that hides the later tokens or nothing, or shows a window."""
     if work.may(MASKS):
@@ -92,7 +100,7 @@ def constant_masks(work: Work) -> None:
 def grouped_heads(work: Work) -> None:
     """Attention reads keys and values that several heads share once, and nothing that is copied for it alone."""
     if work.may(GROUPED):
-        work.grouped = group_heads(work.graph) + read_in_place(work.graph)
+        work.grouped += group_heads(work.graph) + read_in_place(work.graph)
 
 
 def added_positions(work: Work) -> None:
@@ -279,6 +287,7 @@ def little_kept(work: Work) -> None:
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     undefined_gradients,
+    written_attention,
     constant_masks,
     grouped_heads,
     added_positions,

@@ -46,7 +46,7 @@ from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.kernels import record, store
 from coda_inductor.measure import free_memory
 from coda_inductor.ops import attention, elementwise, gradients, lowering
-from coda_inductor.passes.switches import ELEMENTWISE, NAMES, POSITIONS, WINDOWS
+from coda_inductor.passes.switches import ATTENTION, ELEMENTWISE, NAMES, POSITIONS, WINDOWS
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.tuning import shipped
@@ -107,7 +107,11 @@ def opting_in(row: Target) -> str:
 def within(settings: Settings, row: Target) -> Settings:
     """The settings of one graph: on a target that was never run on a card, elementwise passes, whose kernels nothing
     compares there, stay with Inductor, and attention keeps the kernel that torch chose."""
-    return settings if row.tested else replace(settings, disable=settings.disable | {ELEMENTWISE, WINDOWS, POSITIONS})
+    return (
+        settings
+        if row.tested
+        else replace(settings, disable=settings.disable | {ELEMENTWISE, WINDOWS, POSITIONS, ATTENTION})
+    )
 
 
 class JointPass(CustomGraphPass):

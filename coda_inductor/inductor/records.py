@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from coda_inductor.attention.grouped import Grouped
+from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.masks import Mask
 from coda_inductor.core.region import Region
 from coda_inductor.passes.blocks import Blocks
@@ -55,7 +55,7 @@ class Report:
     """Scores, or their gradients, that are made by blocks of rows."""
     masks: tuple[Mask, ...] = ()
     """Masks that attention reads no more, since they hide exactly the later tokens, or nothing."""
-    grouped: tuple[Grouped, ...] = ()
+    grouped: tuple[Changed, ...] = ()
     """Attention that reads keys and values once which were repeated for several heads, or what was copied."""
     rewrote: bool = False
     """Is the graph another than it was?"""

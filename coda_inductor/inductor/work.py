@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from coda_inductor.attention.grouped import Grouped
+from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.masks import Mask
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.records import Refusal, Site
@@ -55,7 +55,7 @@ class Work:
     elementwise: tuple[Pass, ...] = ()
     blocks: tuple[Blocks, ...] = ()
     masks: tuple[Mask, ...] = ()
-    grouped: tuple[Grouped, ...] = ()
+    grouped: tuple[Changed, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -19,8 +19,9 @@ KINDS = {
 }
 REGION_KINDS = frozenset(KINDS)
 CASTS, TABLES, LAYOUTS, COMPLEX, ELEMENTWISE = "casts", "tables", "layouts", "complex", "elementwise"
-UNDEFINED, MASKS, WINDOWS, GROUPED, POSITIONS = "undefined", "masks", "windows", "grouped", "positions"
-HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS, ROWS = (
+UNDEFINED, ATTENTION, MASKS, WINDOWS, GROUPED = "undefined", "attention", "masks", "windows", "grouped"
+POSITIONS, HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS, ROWS = (
+    "positions",
     "heads",
     "parts",
     "joined",
@@ -33,6 +34,7 @@ HEADS, PARTS, JOINED, EMBEDDING, BLOCKS, PREFIX, FACTORS, ROWS = (
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
     CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
+    ATTENTION: "no Region: attention that is written out, as products and a softmax, is torch's operation of attention",
     MASKS: "no Region: attention reads no mask that hides the later tokens, or nothing, as transformers builds it",
     WINDOWS: "no Region: attention by a mask that shows a window of tokens is torch's flash attention without a mask",
     POSITIONS: "no Region: what is added to scores by the place of a key, as in SAM, is features of queries and keys, "

@@ -180,6 +180,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("disable", "prefix"): BEFORE,  # test_prefix.py
     ("disable", "heads"): BEFORE,  # test_all_parts.py
     ("only", "heads"): [],
+    ("disable", "attention"): BEFORE,  # test_written.py
+    ("only", "attention"): [],
     ("disable", "masks"): BEFORE,  # test_masks.py
     ("only", "masks"): [],
     ("disable", "windows"): BEFORE,  # test_windows.py

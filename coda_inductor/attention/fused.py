@@ -1,0 +1,239 @@
+"""One operation of attention in place of products and a softmax (written.py says which)."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from coda_inductor.attention.calls import CUDNN, CUDNN_BACKWARD, SAVED
+from coda_inductor.attention.changes import Changed
+from coda_inductor.attention.meaning import Added, Hidden
+from coda_inductor.attention.positions import before, finite, static
+from coda_inductor.attention.repeats import Dims
+from coda_inductor.attention.scores import Operand, Read
+from coda_inductor.attention.written import VALUE, Written, rows, written_out
+from coda_inductor.core.errors import BrokenInvariant
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.axes import Axes, Ids, Misfit
+from coda_inductor.patterns.constants import of_memory_that_is_written
+from coda_inductor.patterns.effects import ordered
+from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.layout import side_by_side
+from coda_inductor.write.strides import OutputStrides, restrided
+from coda_inductor.write.writing import Writing
+
+LEAST = -1e30
+"""What hides a score. cuDNN turns scores into powers of two, where the least number of bfloat16 would be infinite."""
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+WHAT = "products and a softmax are one operation of attention"
+
+
+def fuse_attention(graph: fx.Graph) -> tuple[Changed, ...]:
+    """Has torch compute attention that is written out, in place."""
+    found = [*written_out(graph, of_memory_that_is_written(graph))]
+    if not found:
+        return ()
+    layouts, there, now = OutputStrides(graph), [*graph.nodes], dict[fx.Node, fx.Node]()
+    still = layouts.fixed()
+    changes = [(Fusing(graph, one, still, now).write(), one) for one in found]
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+    layouts.restore(Writing(graph, graph.output_node()).call)
+    left = {*graph.nodes}
+    gone = [n for n in there if n not in left]
+    return tuple(record(node, one, gone) for node, one in changes)
+
+
+def record(node: fx.Node, written: Written, gone: Sequence[fx.Node]) -> Changed:
+    """What explain says of it."""
+    its = {*written.scores.own, *(r.product for r in written.scores.reads)}
+    return Changed.of(node, written.scores.first, WHAT, [n.name for n in gone if n in its])
+
+
+Way = list[tuple[fx.Node, Dims]]
+"""What holds the numbers of an operand, from the operand itself back through views and copies, and the axes of its
+dimensions."""
+
+
+@dataclass(slots=True)
+class Fusing:
+    """The operation that stands for attention that is written out. Results of `still` lie in memory as they did; `now`
+    has what stands for results of attention that was written before."""
+
+    graph: fx.Graph
+    written: Written
+    still: AbstractSet[fx.Node]
+    now: dict[fx.Node, fx.Node]
+
+    def write(self) -> fx.Node:
+        """The forward, and the backward if there is one."""
+        its, scores = self.written, self.written.scores
+        axes, first, by = scores.axes, scores.first, its.softmax.scale
+        wide = [axes.new(g.sizes(x.node)[1 if x.turned else 2]) for x in its.operands]
+        places = [*zip((scores.queries, scores.keys, scores.keys), wide, strict=True)]
+        ways = [self.way(x, *place) for x, place in zip(its.operands, places, strict=True)]
+        asked = self.way(its.gradient, scores.queries, wide[-1]) if its.gradient else []
+        parts = [(part, *once(axes, part.node, part.dims)) for part in its.softmax.parts]
+        at = Writing(self.graph, its.result.product)  # all axes are known from here on
+        read = [self.laid_out(at, first, way, place) for way, place in zip(ways, places, strict=True)]
+        mask = self.mask(at, parts)
+        trained = bool(its.gradients)
+        node = at.instead(its.result.product, CUDNN, *read, mask, trained, 0.0, False, False, scale=by)
+        own = [at.call(its.result.product, operator.getitem, node, i) for i in SAVED]
+        self.in_place_of(at, its.result, own[0], 1.0)
+        if trained:
+            like = min(read.product for read, _, _ in its.gradients)
+            at = Writing(self.graph, like)
+            given = self.laid_out(at, like, asked, (scores.queries, wide[-1]), copied=False)
+            self.backward(at, like, [given, *read, *own, mask])
+        return node
+
+    def backward(self, at: Writing, like: fx.Node, read: Sequence[fx.Node | None]) -> None:
+        """The gradients, in place of the products that made them."""
+        by, (_, query, key, *_) = self.written.softmax.scale, read
+        sizes = [x.meta["val"].shape[2] for x in (query, key) if x is not None]
+        node = at.instead(like, CUDNN_BACKWARD, *read, None, None, *sizes, 0.0, False, scale=by)
+        made = [at.call(like, operator.getitem, node, i) for i in range(3)]
+        for product, whose, times in self.written.gradients:
+            self.in_place_of(at, product, made[whose], times if whose == VALUE else times / by)
+
+    # ---- operands
+
+    @property
+    def groups(self) -> tuple[Ids, Ids]:
+        """The axes of samples and those of heads."""
+        apart = self.written.scores.axes.roots([self.written.scores.apart])
+        return apart[:1], apart[1:]
+
+    def way(self, operand: Operand, rows: int, features: int) -> Way:
+        """What holds an operand's numbers; `rows` and `features` are axes."""
+        axes, apart = self.written.scores.axes, self.written.scores.apart
+        node: fx.Node = self.now.get(operand.node, operand.node)
+        dims: Dims = ((apart,), (features,), (rows,)) if operand.turned else ((apart,), (rows,), (features,))
+        found: Way = [(node, dims)]
+        while g.is_view(node):
+            source = node.all_input_nodes[0]
+            if node.target is aten.expand.default and g.sizes(node) != g.sizes(source):
+                break
+            try:
+                node, dims = source, before(axes, node, dims)
+            except Misfit:
+                break
+            found.append((node, dims))
+        return found
+
+    def laid_out(self, at: Writing, like: fx.Node, way: Way, own: tuple[int, int], copied: bool = True) -> fx.Node:
+        """An operand [samples, heads, rows, features], of the first of what holds its numbers that shows them so. A
+        copy where a row's numbers lie apart; and where there was one, if it is still `copied`: the next stage knows
+        where attention may read what was copied."""
+        axes = self.written.scores.axes
+        wanted = [*self.groups, *(axes.roots([i]) for i in own)]
+        shape = [static(axes.total(group)) for group in wanted]
+        for source, dims in reversed(way):
+            order = in_place(tuple(map(axes.roots, dims)), [i for group in wanted for i in group])
+            value = source.meta["val"]
+            if order is None or not viewable(value.permute(order), shape):
+                continue
+            node = at.call(like, aten.permute.default, source, order)
+            node = at.call(like, aten.view.default, node, shape)
+            copied &= any(n.target in g.COPIES for n, _ in way[: way.index((source, dims))])
+            if copied or not side_by_side(node.meta["val"], -1):
+                node = at.call(like, aten.clone.default, node, memory_format=torch.contiguous_format)
+            return node
+        raise BrokenInvariant("an operand that is not [samples and heads, rows, features]")
+
+    # ---- the mask
+
+    def mask(self, at: Writing, parts: Sequence[tuple[Added | Hidden, fx.Node, Dims]]) -> fx.Node | None:
+        """[samples or 1, heads or 1, queries, keys]: what is added to scores; None if nothing is."""
+        its, like = self.written, self.written.scores.first
+        value = its.operands[0].node.meta["val"]
+        how = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        total: fx.Node | None = None
+        for part, source, dims in reversed(parts):
+            one = self.spread(at, source, dims)
+            if isinstance(part, Added):
+                one = one if part.times == 1 else at.call(like, aten.mul.Tensor, one, part.times)
+                total = one if total is None else at.call(like, aten.add.Tensor, total, one)
+            else:
+                rest = total or at.call(like, aten.full.default, [], 0.0, **how)
+                never = at.call(like, aten.full.default, [], LEAST, **how)
+                total = at.call(like, aten.where.self, one, *((never, rest) if part.where else (rest, never)))
+        if total is None:
+            return None
+        if any(isinstance(part, Added) and not finite(source) for part, source, _ in parts):
+            total = at.call(like, aten.clamp_min.default, total, LEAST)
+        shape = [*total.meta["val"].shape[:2], *rows_by_keys(its)]
+        if [*total.meta["val"].shape] != shape:
+            total = at.call(like, aten.expand.default, total, shape)
+            total = at.call(like, aten.clone.default, total, memory_format=torch.contiguous_format)
+        return total
+
+    def spread(self, at: Writing, source: fx.Node, dims: Dims) -> fx.Node:
+        """Part of a mask [samples or 1, heads or 1, queries or 1, keys or 1]."""
+        scores, like = self.written.scores, self.written.scores.first
+        axes, size = scores.axes, scores.axes.size
+        wanted = [*self.groups, *(axes.roots([i]) for i in (scores.queries, scores.keys))]
+        own, every = [i for dim in dims for i in axes.roots(dim)], [i for group in wanted for i in group]
+        node = at.call(like, aten.reshape.default, source, [static(size[i]) for i in own])
+        node = at.call(like, aten.permute.default, node, [own.index(i) for i in every if i in own])
+        node = at.call(like, aten.reshape.default, node, [static(size[i]) if i in own else 1 for i in every])
+        full = [[static(size[i]) if {*group} & {*own} else 1 for i in group] for group in wanted]
+        node = at.call(like, aten.expand.default, node, [n for group in full for n in group])
+        return at.call(like, aten.reshape.default, node, [math.prod(group) for group in full])
+
+    # ---- results
+
+    def in_place_of(self, at: Writing, read: Read, made: fx.Node, times: float) -> None:
+        """What an operation made, [samples, heads, rows, features], in place of a product and of views of that."""
+        like = read.product
+        node = at.call(like, aten.permute.default, made, [0, 1, 3, 2]) if read.turned else made
+        if not math.isclose(times, 1.0, rel_tol=1e-9):
+            node = at.call(like, aten.mul.Tensor, node, times)
+        for old in [*(user for user in like.users if user.target in VIEWS), like]:
+            value = old.meta["val"]
+            new = at.call(old, aten.reshape.default, node, [*value.shape])
+            self.now[old] = restrided(new, value, at.call) if old in self.still else new
+            old.replace_all_uses_with(self.now[old])
+
+
+def rows_by_keys(written: Written) -> list[int]:
+    """How many queries there are, and how many keys."""
+    query, key, _ = rows(written)
+    return [query.shape[1], key.shape[1]]
+
+
+def once(axes: Axes, node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
+    """The tensor before it was repeated, and the axes of its dimensions: BLOOM repeats a mask for all samples."""
+    while node.target in (aten.repeat.default, aten.expand.default):
+        source: fx.Node = node.all_input_nodes[0]
+        sizes, found = g.sizes(source), list[Ids]()
+        for dim, size in zip(dims[len(dims) - len(sizes) :], sizes, strict=True):
+            times = axes.total(dim).over(size)
+            found.append(axes.regroup(dim, [times, size])[1] if dim and times else ())
+        node, dims = source, tuple(found)
+    return node, tuple(map(axes.roots, dims))
+
+
+def in_place(dims: Dims, wanted: Sequence[int]) -> list[int] | None:
+    """The order of a tensor's dimensions in which its axes are the wanted ones; None if there is none."""
+    own = [dim for dim in dims if dim]
+    found = sorted(own, key=lambda dim: wanted.index(dim[0]) if dim[0] in wanted else -1)
+    if [i for dim in found for i in dim] != [*wanted]:
+        return None
+    order = [dims.index(dim) for dim in found]
+    return [*(d for d, dim in enumerate(dims) if not dim), *order]
+
+
+def viewable(value: torch.Tensor, shape: Sequence[int]) -> bool:
+    """May it be viewed in that shape?"""
+    try:
+        value.view(shape)
+    except (RuntimeError, ValueError):
+        return False
+    return True
