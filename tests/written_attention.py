@@ -32,8 +32,8 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if CUDA's kernels took float64, and paid for any number of keys."""
     for module in (written, features):
         monkeypatch.setattr(module, "DTYPES", (torch.float64,))
-        monkeypatch.setattr(module, "KEYS", 1)
-        monkeypatch.setattr(module, "NUMBERS", 1)
+        for least in ("KEYS", "NUMBERS", *(("KEYS_TRAINED", "NUMBERS_TRAINED") if module is written else ())):
+            monkeypatch.setattr(module, least, 1)
 
 
 class Layer(nn.Module):

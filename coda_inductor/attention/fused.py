@@ -29,7 +29,8 @@ from coda_inductor.write.strides import OutputStrides, restrided
 from coda_inductor.write.writing import Writing
 
 LEAST = -1e30
-"""What hides a score. cuDNN turns scores into powers of two, where the least number of bfloat16 would be infinite."""
+"""What hides a score, or float16's least number. cuDNN turns scores into powers of two, where the least number of
+bfloat16 would be infinite."""
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 WHAT = "products and a softmax are one operation of attention"
 
@@ -154,7 +155,7 @@ class Fusing:
         its, like = self.written, self.written.scores.first
         value = its.operands[0].node.meta["val"]
         how = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        total: fx.Node | None = None
+        total, least = None, max(LEAST, torch.finfo(value.dtype).min)
         for part, source, dims in reversed(parts):
             one = self.spread(at, source, dims)
             if isinstance(part, Added):
@@ -162,12 +163,12 @@ class Fusing:
                 total = one if total is None else at.call(like, aten.add.Tensor, total, one)
             else:
                 rest = total or at.call(like, aten.full.default, [], 0.0, **how)
-                never = at.call(like, aten.full.default, [], LEAST, **how)
+                never = at.call(like, aten.full.default, [], least, **how)
                 total = at.call(like, aten.where.self, one, *((never, rest) if part.where else (rest, never)))
         if total is None:
             return None
         if any(isinstance(part, Added) and not finite(source) for part, source, _ in parts):
-            total = at.call(like, aten.clamp_min.default, total, LEAST)
+            total = at.call(like, aten.clamp_min.default, total, least)
         shape = [*total.meta["val"].shape[:2], *rows_by_keys(its)]
         if [*total.meta["val"].shape] != shape:
             total = at.call(like, aten.expand.default, total, shape)

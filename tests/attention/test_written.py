@@ -120,8 +120,18 @@ def test_it_may_be_switched_off(how: dict[str, object]) -> None:
     assert fused(graph) == 0 and report.grouped == ()
 
 
-@pytest.mark.parametrize(("name", "value"), [("KEYS", T + 1), ("NUMBERS", B * H * T * T + 1), ("DTYPES", ())])
+@pytest.mark.parametrize(("name", "value"), [("KEYS", T + 1), ("NUMBERS", B * H * T * T + 1)])
 def test_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    with monkeypatch.context() as few:
+        few.setattr(written, name, value)
+        assert fused(compared(Layer(plain), "infer")[1]) == 0
+    few.setattr(written, f"{name}_TRAINED", value)
+    assert fused(compared(Layer(plain), "train")[1]) == 0
+    assert fused(compared(Layer(plain), "infer")[1]) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("DTYPES", ()), ("STEP", 16), ("WIDEST", 4)])
+def test_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     monkeypatch.setattr(written, name, value)
     assert fused(compared(Layer(plain), "infer")[1]) == 0
 
