@@ -88,7 +88,10 @@ WIDEST, STEP = 256, 8
 """Numbers in a head: the most that cuDNN takes on a Hopper, and in which steps."""
 CUDNN = aten._scaled_dot_product_cudnn_attention.default
 CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
-SAVED = (0, 1, 6, 7)
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+"""The memory-efficient kernel: it alone has a mask's gradient."""
+SAVED, SAVED_BY_EFFICIENT = (0, 1, 6, 7), (0, 1, 2, 3)
 """Which results of the forward its backward reads: the result, the sums of exponentials, and a seed and an offset."""
 
 

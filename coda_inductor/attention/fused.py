@@ -11,10 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from coda_inductor.attention.calls import CUDNN, CUDNN_BACKWARD, SAVED
+from coda_inductor.attention.calls import (
+    CUDNN,
+    CUDNN_BACKWARD,
+    EFFICIENT,
+    EFFICIENT_BACKWARD,
+    SAVED,
+    SAVED_BY_EFFICIENT,
+)
 from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.meaning import Added, Hidden
-from coda_inductor.attention.positions import before, finite, static
+from coda_inductor.attention.positions import OF_MASK, before, finite, static
 from coda_inductor.attention.repeats import Dims
 from coda_inductor.attention.scores import Operand, Read
 from coda_inductor.attention.written import VALUE, Written, rows, written_out
@@ -35,9 +42,9 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 WHAT = "products and a softmax are one operation of attention"
 
 
-def fuse_attention(graph: fx.Graph) -> tuple[Changed, ...]:
-    """Has torch compute attention that is written out, in place."""
-    found = [*written_out(graph, of_memory_that_is_written(graph))]
+def fuse_attention(graph: fx.Graph, positions: bool) -> tuple[Changed, ...]:
+    """Has torch compute attention that is written out, in place. `positions`: masks may become features later."""
+    found = [*written_out(graph, of_memory_that_is_written(graph), positions)]
     if not found:
         return ()
     layouts, there, now = OutputStrides(graph), [*graph.nodes], dict[fx.Node, fx.Node]()
@@ -83,15 +90,19 @@ class Fusing:
         at = Writing(self.graph, its.result.product)  # all axes are known from here on
         read = [self.laid_out(at, first, way, place) for way, place in zip(ways, places, strict=True)]
         mask = self.mask(at, parts)
-        trained = bool(its.gradients)
-        node = at.instead(its.result.product, CUDNN, *read, mask, trained, 0.0, False, False, scale=by)
-        own = [at.call(its.result.product, operator.getitem, node, i) for i in SAVED]
+        trained, learned = bool(its.gradients), bool(scores.sums)
+        kernel, more, saved = (EFFICIENT, (), SAVED_BY_EFFICIENT) if learned else (CUDNN, (False,), SAVED)
+        node = at.instead(its.result.product, kernel, *read, mask, trained, 0.0, False, *more, scale=by)
+        own = [at.call(its.result.product, operator.getitem, node, i) for i in saved]
         self.in_place_of(at, its.result, own[0], 1.0)
         if trained:
             like = min(read.product for read, _, _ in its.gradients)
             at = Writing(self.graph, like)
             given = self.laid_out(at, like, asked, (scores.queries, wide[-1]), copied=False)
-            self.backward(at, like, [given, *read, *own, mask])
+            if learned:
+                self.learned(at, like, [given, *read, mask, *own])
+            else:
+                self.backward(at, like, [given, *read, *own, mask])
         return node
 
     def backward(self, at: Writing, like: fx.Node, read: Sequence[fx.Node | None]) -> None:
@@ -99,9 +110,24 @@ class Fusing:
         by, (_, query, key, *_) = self.written.softmax.scale, read
         sizes = [x.meta["val"].shape[2] for x in (query, key) if x is not None]
         node = at.instead(like, CUDNN_BACKWARD, *read, None, None, *sizes, 0.0, False, scale=by)
-        made = [at.call(like, operator.getitem, node, i) for i in range(3)]
+        self.gradients(at, [at.call(like, operator.getitem, node, i) for i in range(3)])
+
+    def learned(self, at: Writing, like: fx.Node, read: Sequence[fx.Node | None]) -> None:
+        """The gradients, and that of the mask in place of what is summed of the scores'."""
+        by = self.written.softmax.scale
+        node = at.instead(like, EFFICIENT_BACKWARD, *read, 0.0, [True] * 4, False, scale=by)
+        made = [at.call(like, operator.getitem, node, i) for i in range(4)]
+        self.gradients(at, made)
+        for total, scores in self.written.scores.sums.items():
+            here = Writing(self.graph, total)
+            total.replace_input_with(
+                scores, here.call(total, aten.reshape.default, made[OF_MASK], [*scores.meta["val"].shape])
+            )
+
+    def gradients(self, at: Writing, made: Sequence[fx.Node]) -> None:
+        """Those of queries, keys and values in place of the products that made them."""
         for product, whose, times in self.written.gradients:
-            self.in_place_of(at, product, made[whose], times if whose == VALUE else times / by)
+            self.in_place_of(at, product, made[whose], times if whose == VALUE else times / self.written.softmax.scale)
 
     # ---- operands
 

@@ -94,7 +94,7 @@ class Read:
 @dataclass(slots=True)
 class Scores:
     """The tensors that are computed of some scores, with the axes of their dimensions, those that come from elsewhere,
-    and the products that read the first."""
+    and the products that read the first. `sums`: sums of them over more than the keys, or fewer, and of what."""
 
     first: fx.Node
     axes: Axes = field(default_factory=Axes)
@@ -104,6 +104,7 @@ class Scores:
     own: dict[fx.Node, Dims] = field(default_factory=dict)
     others: dict[fx.Node, Dims] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *products: Product, strictly: bool = True) -> Scores:
@@ -134,12 +135,15 @@ class Scores:
             try:
                 self.own[node] = self.dims_of(node)
             except Misfit:
-                if strictly:
+                reduction = g.reduction(node)
+                if reduction is not None and reduction.name == "sum":
+                    self.sums[node] = reduction.source
+                elif strictly:
                     raise
                 continue
             for user in node.users:
                 heapq.heappush(todo, user)
-        for scores, user in [(n, user) for n in self.own for user in n.users if user not in self.own]:
+        for scores, user in [(n, user) for n in self.own for user in n.users if user not in {**self.own, **self.sums}]:
             try:
                 self.reads.append(self.read(scores, user))
             except Misfit:

@@ -16,7 +16,7 @@ no number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -24,11 +24,13 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from coda_inductor.attention.calls import STEP, WIDEST, chosen
+from coda_inductor.attention import features
+from coda_inductor.attention.calls import STEP, WIDEST, chosen, padded
 from coda_inductor.attention.meaning import SEEDS, Added, Hidden, Softmax, ratio, values
+from coda_inductor.attention.positions import finite, static
 from coda_inductor.attention.scores import PRODUCTS, Operand, Product, Read, Scores, factors
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.axes import Misfit
+from coda_inductor.patterns.axes import Ids, Misfit
 from coda_inductor.patterns.constants import constant, made_of, structure
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -58,13 +60,16 @@ class Written:
     gradients: tuple[tuple[Read, int, float], ...] = ()
 
 
-def written_out(graph: fx.Graph, overwritten: AbstractSet[fx.Node]) -> Iterator[Written]:
-    """What of a graph is such attention, and may be one operation."""
+def written_out(graph: fx.Graph, overwritten: AbstractSet[fx.Node], positions: bool) -> Iterator[Written]:
+    """What of a graph is such attention, and may be one operation. `positions`: what is added by the place of a key may
+    be features."""
     looked = Looked()
     for node in [n for n in graph.nodes if n.target in PRODUCTS and long_enough(n)]:
         for turned in (False, True):
             try:
                 found = read(node, turned)
+                if found.scores.sums and not positions:
+                    continue
                 check(found, overwritten, looked)
             except Misfit:
                 continue
@@ -117,6 +122,8 @@ def roles(found: Written, products: list[fx.Node], seed: int) -> list[tuple[Read
     if len(raw) > 1:
         inner = weights * raw[1]
         gradient = inner - weights * inner.sum(-1, keepdim=True)
+    if not all(len(raw) > 1 and one(ratio(of[scores], gradient)) for scores in found.scores.sums.values()):
+        raise Misfit("sums of something else than the gradient of a softmax")
     query, key, _ = found.operands
     its = list[tuple[Read, int, float]]()
     for read in found.scores.reads:
@@ -167,14 +174,43 @@ def check(found: Written, overwritten: AbstractSet[fx.Node], looked: Looked) -> 
             raise Misfit("a mask that leaves a weight")
         if isinstance(part, Added) and part.node.meta["val"].dtype != dtype:
             raise Misfit("a mask of another dtype")
-        hides = isinstance(part, Added) or part.value != -math.inf  # by that it has no number, as nothing else has
-        if hides and (trained or dtype not in WIDE) and not looked.shows(part):
+        if may_hide(part) and (trained or dtype not in WIDE) and not looked.shows(part):
             raise Misfit("rows whose every key is hidden, perhaps")
+    if found.scores.sums:
+        check_learned(found, widths)
     operands = (*found.operands, *filter(None, [found.gradient]))
     if not overwritten.isdisjoint(n for x in operands for n in (x.node, *x.node.all_input_nodes)):
         raise Misfit("operands in memory that is overwritten")
     if not chosen(*rows(found), widths[0], trained):
         raise Misfit("torch would choose another kernel here")
+
+
+def may_hide(part: Added | Hidden) -> bool:
+    """May it hide keys by a number? What products make of finite numbers hides none; and a row whose every key minus
+    infinity hides is no number as it was written."""
+    return not finite(part.node) if isinstance(part, Added) else part.value != -math.inf
+
+
+def check_learned(found: Written, widths: Sequence[int]) -> None:
+    """Raises Misfit of a mask whose gradient is asked for, unless it will be features (positions.py): of no kernel that
+    has a mask's gradient attention is faster than as it was written."""
+    scores, number = found.scores, 0
+    axes, queries, keys = scores.axes, *(x.shape[1] for x in rows(found)[:2])
+    every = axes.roots([scores.keys])
+    told = list[Ids]()
+    for part in found.softmax.parts:
+        if isinstance(part, Hidden) or not one(part.times) or not finite(part.node):
+            raise Misfit("a learned mask")
+        told.append(tuple(i for i in every if i in {i for dim in part.dims for i in axes.roots(dim)}))
+        number += static(axes.total(told[-1]))
+    for node, source in scores.sums.items():
+        over = [i for d in g.reduction(node).dims for i in axes.roots(scores.own[source][d])]  # type: ignore[union-attr]
+        if not {*over} <= {*every} or tuple(i for i in every if i not in over) not in told:
+            raise Misfit("a learned mask, which is summed over queries")
+    if every in told or padded(widths[QUERY] + number) > WIDEST or keys % STEP:
+        raise Misfit("a learned mask of too many features")
+    if queries * keys * scores.first.meta["val"].shape[0] < features.NUMBERS or keys < features.KEYS:
+        raise Misfit("too few keys, or scores, for features")
 
 
 def rows(found: Written) -> tuple[Tensor, Tensor, Tensor]:

@@ -88,7 +88,7 @@ def undefined_gradients(work: Work) -> None:
 def written_attention(work: Work) -> None:
     """Attention that is written out, as products and a softmax, is one operation."""
     if work.may(ATTENTION) and work.target != "reference" and work.settings.numerics != "strict":
-        work.grouped += fuse_attention(work.graph)
+        work.grouped += fuse_attention(work.graph, work.may(POSITIONS))
 
 
 def constant_masks(work: Work) -> None:

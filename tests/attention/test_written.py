@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from written_attention import SPELLINGS, UNKNOWN, B, H, Layer, T, Y, aten, compared, fused, image, plain
 
 from coda_inductor.attention import written
+from coda_inductor.attention.calls import EFFICIENT
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +60,12 @@ def test_nothing_is_copied(spelling: str, mode: str) -> None:
 
 def test_what_is_added_by_places_is_features() -> None:
     """As in the first code of SAM: no mask is made of two numbers for each query."""
-    report, graph = compared(Layer(image), "infer")
-    assert fused(graph) == 1 and [a.features for a in report.grouped if a.features] == [Y + T // Y]
+    for mode in ("infer", "train"):
+        report, graph = compared(Layer(image), mode)
+        assert fused(graph) == 1 and [a.features for a in report.grouped if a.features] == [Y + T // Y]
+        assert not [n for n in graph.nodes if n.target is EFFICIENT]
+    report, graph = compared(Layer(image), "train", {"disable": frozenset({"positions"})})
+    assert report.grouped == ()
 
 
 def test_masks_of_all_samples_are_made_once() -> None:
