@@ -1,14 +1,14 @@
 """The same model by what else makes it faster: torch.compile's default, ours, Inductor's max-autotune, Liger's kernels
 and torchao's FP8, in one process.
 
-    python bench/peers.py CASE [SIDE ...] [--seconds S] [--rounds R] [--out FILE]
+    python bench/peers.py CASE [SIDE ...] [--attention eager] [--seconds S] [--rounds R] [--out FILE]
 
 A CASE is `llama-1b` (transformers, 16 layers, 4 x 2048 tokens, a step with AdamW), `llama-8b` (two layers of its
 widths, 2 x 4096 tokens, forward and backward), `nano` (a GPT as nanochat trains it, a step), `dit` or `dit-infer` (two
 blocks of DiT-XL), `sam` or `sam-infer` (a fourth of the image encoder of SAM ViT-H, of transformers: eight blocks, one
-of which attends to the whole image; four images). A SIDE is one of SIDES below; all that fit the case by default.
-"again" is torch.compile a second
-time: differences below its distance from "inductor" say nothing.
+of which attends to the whole image; four images). With `--attention eager` transformers writes attention out, as two
+products and a softmax. A SIDE is one of SIDES below; all that fit the case by default. "again" is torch.compile a
+second time: differences below its distance from "inductor" say nothing.
 
 One JSON line: for each side "ms", repeated alone for seconds, the median of rounds; "turns_ms" by turns; "gib", the
 peak over what lies there; "compile_s", the first two calls; "result", the loss of the first call (or the mean square of
@@ -95,23 +95,23 @@ class Nano(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def llama(layers: int, d: int, ff: int, heads: int, kv: int, tied: bool) -> nn.Module:
+def llama(layers: int, d: int, ff: int, heads: int, kv: int, tied: bool, attention: str) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=d, intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv, vocab_size=128256 if tied else 1024, tie_word_embeddings=tied, use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[no-any-return]
 
 
-def sam() -> nn.Module:
+def sam(attention: str) -> nn.Module:
     from transformers import SamVisionConfig, SamVisionModel
 
     config = SamVisionConfig(
         hidden_size=1280, num_hidden_layers=8, num_attention_heads=16, mlp_dim=5120, global_attn_indexes=[7],
-        attn_implementation="sdpa", initializer_range=0.02,
+        attn_implementation=attention, initializer_range=0.02,
     )  # fmt: skip
     model = SamVisionModel(config)
     for name, parameter in model.named_parameters():
@@ -134,7 +134,7 @@ def changed(side: str, model: Any) -> str | None:
     return "max-autotune-no-cudagraphs" if side == "max-autotune" else None
 
 
-def step_of(case: str, side: str) -> Step:
+def step_of(case: str, side: str, attention: str) -> Step:
     """A step of a fresh model with the same weights for each side."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -142,12 +142,13 @@ def step_of(case: str, side: str) -> Step:
     with torch.device("cuda"):
         if case.startswith("llama"):
             whole = case == "llama-1b"
-            model = llama(16, 2048, 8192, 32, 8, True) if whole else llama(2, 4096, 14336, 32, 8, False)
+            sizes = (16, 2048, 8192, 32, 8, True) if whole else (2, 4096, 14336, 32, 8, False)
+            model = llama(*sizes, attention)
             given: tuple[Tensor, ...] = (torch.randint(0, 1024, (4, 2048) if whole else (2, 4096)),)
         elif case == "nano":
             model, given = Nano(20, 1280, 65536, 2048), (*torch.randint(0, 65536, (2, 16, 2048)),)
         elif case.startswith("sam"):
-            model, given = sam(), models.tiles((4, 3, 1024, 1024))
+            model, given = sam(attention), models.tiles((4, 3, 1024, 1024))
         else:
             make, inputs = models.MODELS["dit-xl"]
             model, given = make().to(torch.bfloat16), inputs()
@@ -176,12 +177,14 @@ def step_of(case: str, side: str) -> Step:
     return torch.no_grad()(call) if case.endswith("-infer") else step
 
 
-def measure(case: str, names: list[str], seconds: float, rounds: int, found: dict[str, dict[str, Any]]) -> None:
+def measure(
+    case: str, names: list[str], attention: str, seconds: float, rounds: int, found: dict[str, dict[str, Any]]
+) -> None:
     """Adds what is found out of each side as soon as it is."""
     steps = dict[str, Step]()
     for name in names:
         start = time.perf_counter()
-        step = step_of(case, name)
+        step = step_of(case, name, attention)
         result = step()
         if result.dim():
             result = result.float().square().mean()
@@ -216,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("sides", nargs="*", metavar="SIDE", help=" or ".join(SIDES))
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="of transformers' models")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -224,7 +228,7 @@ def main() -> None:
     names.sort(key=SIDES.index)
     found = dict[str, dict[str, Any]]()
     row = {
-        "case": chosen.case, "mode": "infer" if chosen.case.endswith("-infer") else "train", "sides": found,
+        "case": chosen.case, "attention": chosen.attention, "mode": "infer" if chosen.case.endswith("-infer") else "train", "sides": found,
         "machine": torch.cuda.get_device_name(), "versions": versions(), "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
@@ -241,7 +245,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, ended)
     try:
-        measure(chosen.case, names, chosen.seconds, chosen.rounds, found)
+        measure(chosen.case, names, chosen.attention, chosen.seconds, chosen.rounds, found)
     finally:
         leave()
 
