@@ -228,9 +228,9 @@ def main() -> None:
     names.sort(key=SIDES.index)
     found = dict[str, dict[str, Any]]()
     row = {
-        "case": chosen.case, "attention": chosen.attention, "mode": "infer" if chosen.case.endswith("-infer") else "train", "sides": found,
-        "machine": torch.cuda.get_device_name(), "versions": versions(), "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
+        "case": chosen.case, "mode": "infer" if chosen.case.endswith("-infer") else "train",
+        "attention": chosen.attention, "sides": found, "machine": torch.cuda.get_device_name(), "versions": versions(),
+        "command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
 
     def leave() -> None:

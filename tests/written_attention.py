@@ -214,6 +214,16 @@ def image(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.view(-1, T, T).softmax(-1) @ v).view(B, H, T, D)
 
 
+def image_of_sums(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As transformers has it: both are added up before."""
+    places = q.reshape(B * H, Y, T // Y, D)
+    down = torch.einsum("bhwc,hkc->bhwk", places, a.learned[0, : Y * Y, :D].reshape(Y, Y, D))
+    across = torch.einsum("bhwc,wkc->bhwk", places, a.learned[:2, :32, :D].reshape(T // Y, T // Y, D))
+    scores = (q * 0.3) @ k.mT
+    both = (down[:, :, :, :, None] + across[:, :, :, None, :]).reshape(scores.shape)
+    return (scores + both).softmax(-1, dtype=q.dtype) @ v
+
+
 UNKNOWN: dict[str, Written] = {f.__name__: f for f in (table, windows, keys_of_samples, low_of_buffers)}
 
 

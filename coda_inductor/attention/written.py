@@ -27,11 +27,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from coda_inductor.attention import features
 from coda_inductor.attention.calls import STEP, WIDEST, chosen, padded
 from coda_inductor.attention.meaning import SEEDS, Added, Hidden, Softmax, ratio, values
-from coda_inductor.attention.positions import finite, static
+from coda_inductor.attention.positions import before, finite, narrowed, static
 from coda_inductor.attention.scores import PRODUCTS, Operand, Product, Read, Scores, factors
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Ids, Misfit
 from coda_inductor.patterns.constants import constant, made_of, structure
+from coda_inductor.patterns.graph import aten
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDE = (torch.bfloat16, torch.float64)
@@ -109,7 +110,30 @@ def read(product: fx.Node, turned: bool = False) -> Written:
         its = [roles(found, [p.node for p in products], seed) for seed in range(SEEDS)]
     if any(not same(its[0], again) for again in its[1:]):
         raise Misfit("another gradient")
-    return replace(found, gradients=tuple(its[0]))
+    parts = tuple(one for part in found.softmax.parts for one in addends(scores, part))
+    return replace(found, softmax=replace(found.softmax, parts=parts), gradients=tuple(its[0]))
+
+
+def addends(scores: Scores, part: Added | Hidden) -> list[Added | Hidden]:
+    """What is a sum of products' results is each of them: by the place of a key such a mask may be features."""
+    found = [*terms(scores, part)] if isinstance(part, Added) else []
+    return [*found] if found and all(finite(each.node) for each in found) else [part]
+
+
+def terms(scores: Scores, part: Added) -> Iterator[Added]:
+    """The addends of a mask, and theirs, behind views."""
+    node, dims = part.node, part.dims
+    while g.is_view(node):
+        try:
+            node, dims = node.all_input_nodes[0], before(scores.axes, node, dims)
+        except Misfit:
+            break
+    its = [a for a in node.args if isinstance(a, fx.Node)] if node.target is aten.add.Tensor and not node.kwargs else []
+    if len(its) < 2 or any(a.meta["val"].dtype != node.meta["val"].dtype for a in its):
+        yield part
+        return
+    for each in its:
+        yield from terms(scores, Added(each, narrowed(each, dims), part.times))
 
 
 def roles(found: Written, products: list[fx.Node], seed: int) -> list[tuple[Read, int, float]]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Memory, computes
 
+FEW = 1 << 10
+"""Numbers that the graph holds itself and that are copied to be looked at, at most."""
 MOST = 1 << 30
 """Bytes that are computed for one value, at most. The mask of transformers for 8192 by 8192 tokens takes half of it."""
 
@@ -24,13 +26,14 @@ def constant(node: fx.Node, overwritten: AbstractSet[fx.Node], most: int = MOST)
     """The node's value on the CPU. None if it depends on an input, on random numbers, on a size that is a symbol or on
     what is overwritten, if more than `most` bytes would be computed, or if an operation raises on the CPU."""
     nodes = made_of(node)
-    if not all(computes(n) and written(n) and known(n) for n in nodes) or not overwritten.isdisjoint(nodes):
+    values: dict[fx.Node, Any] = {n: there for n in nodes if (there := held(n)) is not None}
+    rest = [n for n in nodes if n not in values]
+    if not all(computes(n) and written(n) and known(n) for n in rest) or not overwritten.isdisjoint(nodes):
         return None
     if sum(map(size, nodes)) > most:
         return None
-    values = dict[fx.Node, Any]()
     with torch.no_grad(), unset_fake_temporarily():
-        for n in nodes:
+        for n in rest:
             args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
             args = tree_map_only(torch.device, lambda _: torch.device("cpu"), args)
             here = dict.fromkeys(kwargs.keys() & {"device"}, "cpu")
@@ -40,6 +43,18 @@ def constant(node: fx.Node, overwritten: AbstractSet[fx.Node], most: int = MOST)
                 return None
     found: Tensor = values[node]
     return found
+
+
+def held(node: fx.Node) -> Tensor | None:
+    """The few numbers that the graph holds itself, on the CPU, as `torch.tensor(0.0)` within a model; None if the node
+    is nothing of the kind."""
+    if node.op != "get_attr" or "." in str(node.target):
+        return None
+    there = getattr(node.graph.owning_module, str(node.target), None)
+    if not isinstance(there, Tensor) or isinstance(there, FakeTensor) or there.numel() > FEW:
+        return None
+    with unset_fake_temporarily():
+        return there.detach().cpu()
 
 
 def made_of(node: fx.Node) -> list[fx.Node]:

@@ -9,7 +9,22 @@ import written_attention
 from image_attention import written as code_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from written_attention import SPELLINGS, UNKNOWN, B, H, Layer, T, Y, aten, compared, fused, image, plain
+from written_attention import (
+    SPELLINGS,
+    UNKNOWN,
+    B,
+    H,
+    Layer,
+    T,
+    Written,
+    Y,
+    aten,
+    compared,
+    fused,
+    image,
+    image_of_sums,
+    plain,
+)
 
 from coda_inductor.attention import written
 from coda_inductor.attention.calls import EFFICIENT
@@ -58,8 +73,9 @@ def test_nothing_is_copied(spelling: str, mode: str) -> None:
     assert not [n for n in copies if not n.all_input_nodes[0].meta["val"].is_contiguous()]
 
 
-def test_what_is_added_by_places_is_features() -> None:
-    """As in the first code of SAM: no mask is made of two numbers for each query."""
+@pytest.mark.parametrize("image", [image, image_of_sums], ids=lambda f: f.__name__)
+def test_what_is_added_by_places_is_features(image: Written) -> None:
+    """No mask is made of two numbers for each query."""
     for mode in ("infer", "train"):
         report, graph = compared(Layer(image), mode)
         assert fused(graph) == 1 and [a.features for a in report.grouped if a.features] == [Y + T // Y]

@@ -117,7 +117,7 @@ def compared(hide: Scores, size: int, groups: int, tokens: int, train: bool, dty
     """One operation, with errors that are at most eager's."""
     torch.manual_seed(0)
     exact = Attention(size, groups, tokens, hide).double().cuda()
-    x = torch.randn(4 if tokens > 600 else 32, tokens, 64, device="cuda", dtype=torch.float64)
+    x = torch.randn(4 if tokens > 600 else 64, tokens, 64, device="cuda", dtype=torch.float64)
     found = list[list[Tensor]]()
     for compile_it, at in ((False, torch.float64), (False, dtype), (True, dtype)):
         model, leaf = copy.deepcopy(exact).to(at), x.to(at, copy=True).requires_grad_(train)
