@@ -4,7 +4,7 @@ after they are rewritten for CUDA's kernels."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -142,6 +142,26 @@ def distances(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm((scores + later).softmax(-1).view(B * H, T, T), v).view(B, H, T, D)
 
 
+def of_few_bits(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A mask of another dtype, exact in any."""
+    mask = torch.full((T, T), -math.inf).triu(1)
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+def adds_nothing(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As Megatron has it: what lies there is not read."""
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    there = torch.full((B * H, T, T), math.inf, dtype=q.dtype)
+    return torch.bmm(torch.baddbmm(there, q, k.mT, beta=0.0, alpha=0.25).softmax(-1), v).view(B, H, T, D)
+
+
+def heads_first(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mask is repeated for other samples than its own: heads and samples are another product."""
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    hidden = (torch.arange(B)[:, None, None] + torch.arange(T)[:, None] < torch.arange(T)).repeat(H, 1, 1)
+    return torch.bmm(torch.bmm(q, k.mT).masked_fill(hidden, -math.inf).softmax(-1), v).view(B, H, T, D)
+
+
 def subtracted(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     apart = (torch.arange(T)[:, None] - torch.arange(T)).abs().to(q.dtype)
     return ((q @ k.mT - apart) * 0.5).softmax(-1) @ v
@@ -170,8 +190,8 @@ SPELLINGS: dict[str, Written] = {
     f.__name__: f
     for f in (
         plain, scaled_queries, einsum, heads_in_batches, keys_first, first_axis, turned, by_hand, late_quotient,
-        buffer, later, low, seen,
-        added, distances, subtracted, grouped, twice, values_are_keys, all_alike,
+        buffer, later, low, seen, added, of_few_bits, adds_nothing, heads_first, distances, subtracted, grouped, twice,
+        values_are_keys, all_alike,
     )
 }  # fmt: skip
 
@@ -224,7 +244,43 @@ def image_of_sums(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores + both).softmax(-1, dtype=q.dtype) @ v
 
 
-UNKNOWN: dict[str, Written] = {f.__name__: f for f in (table, windows, keys_of_samples, low_of_buffers)}
+def two_hide(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows whose every key is hidden, some by minus infinity."""
+    odd, least = torch.arange(T) % 2 == 1, torch.finfo(q.dtype).min
+    scores = (q @ k.mT).masked_fill(odd & (a.past == 0), -math.inf)
+    return (scores + torch.zeros(T, T, dtype=q.dtype).masked_fill(a.past[0, 0] == 0, least).flip(0)).softmax(-1) @ v  # type: ignore[index]
+
+
+def two_are_added(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Together they are minus infinity."""
+    least = torch.finfo(q.dtype).min
+    first = torch.zeros(T, T, dtype=q.dtype).masked_fill(a.past[0, 0] == 0, least)  # type: ignore[index]
+    return (q @ k.mT + first + first.flip(0) + first.flip(1)).softmax(-1) @ v
+
+
+def two_levels(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of a row whose every key is hidden the higher number counts."""
+    i = torch.arange(T)
+    return (q @ k.mT).masked_fill(i[:, None] < i, -1e30).masked_fill(i[:, None] == i, -1e12).softmax(-1) @ v
+
+
+def padded_left(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Padding in front, beside what minus infinity hides."""
+    i = torch.arange(T)
+    return (q @ k.mT).masked_fill(i[:, None] < i, -math.inf).masked_fill(i < 7, -1e30).softmax(-1) @ v
+
+
+def complements(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    odd = (torch.arange(T) % 2).to(q.dtype)
+    return (q @ k.mT - 1e35 * odd - 1e34 * (1 - odd)).softmax(-1) @ v
+
+
+UNKNOWN: dict[str, Written] = {
+    f.__name__: f
+    for f in (
+        two_hide, two_are_added, two_levels, padded_left, complements, table, windows, keys_of_samples, low_of_buffers,
+    )
+}  # fmt: skip
 
 
 # ---- graphs
@@ -233,13 +289,16 @@ UNKNOWN: dict[str, Written] = {f.__name__: f for f in (table, windows, keys_of_s
 def results(graph: fx.Graph) -> list[Any]:
     """What it returns for random inputs; what is a triangle stays one."""
     torch.manual_seed(1)
-    values = [torch.randn(n.meta["val"].shape, dtype=torch.float64) for n in graph.find_nodes(op="placeholder")]
+    inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    values = [torch.randn(x.shape, dtype=torch.float64) for x in inputs]
     values = [torch.ones_like(x).tril() if x.shape == (1, 1, T, T) else x for x in values]
     made = Meaning(fx.GraphModule(nn.Module(), graph)).run(*values)
     return [x for x in tree_leaves(made) if x is not None]
 
 
-def both(model: nn.Module, mode: Any, how: dict[str, Any] | None = None) -> tuple[Report, fx.Graph, fx.Graph]:
+def both(
+    model: nn.Module, mode: Any, how: dict[str, Any] | None = None, inputs: Sequence[Tensor] = ()
+) -> tuple[Report, fx.Graph, fx.Graph]:
     """The report, the graph before, and the graph after."""
     found = list[tuple[Report, fx.Graph, fx.Graph]]()
 
@@ -248,16 +307,18 @@ def both(model: nn.Module, mode: Any, how: dict[str, Any] | None = None) -> tupl
         report = joint.rewrite(graph, Settings(**(how or {})), "sm_90a", stages=STAGES)
         found.append((report, before, graph.owning_module.graph))  # type: ignore[union-attr]
 
-    x = torch.randn(B, T, 16, dtype=torch.float64, requires_grad=mode == "train")
-    capture(model.double(), (x,), {}, mode, one)
+    given = inputs or [torch.randn(B, T, 16, dtype=torch.float64, requires_grad=mode == "train")]
+    capture(model.double(), (*given,), {}, mode, one)
     return found[0]
 
 
-def compared(model: nn.Module, mode: Any, how: dict[str, Any] | None = None) -> tuple[Report, fx.Graph]:
+def compared(
+    model: nn.Module, mode: Any, how: dict[str, Any] | None = None, inputs: Sequence[Tensor] = ()
+) -> tuple[Report, fx.Graph]:
     """The report, and the graph; its results are those of the graph before, and lie as they did."""
-    report, before, after = both(model, mode, how)
+    report, before, after = both(model, mode, how, inputs)
     for a, b in zip(results(after), results(before), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
         assert a.stride() == b.stride()
     return report, after
 

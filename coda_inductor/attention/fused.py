@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -23,33 +23,31 @@ from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.meaning import Added, Hidden
 from coda_inductor.attention.positions import OF_MASK, before, finite, static
 from coda_inductor.attention.repeats import Dims
-from coda_inductor.attention.scores import Operand, Read
-from coda_inductor.attention.written import VALUE, Written, rows, written_out
+from coda_inductor.attention.scores import Operand, Read, Scores
+from coda_inductor.attention.written import LEAST, NEVER, VALUE, Written, written_out
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes, Ids, Misfit
 from coda_inductor.patterns.constants import of_memory_that_is_written
 from coda_inductor.patterns.effects import ordered
-from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.layout import side_by_side
 from coda_inductor.write.strides import OutputStrides, restrided
 from coda_inductor.write.writing import Writing
 
-LEAST = -1e30
-"""What hides a score, or float16's least number. cuDNN turns scores into powers of two, where the least number of
-bfloat16 would be infinite."""
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 WHAT = "products and a softmax are one operation of attention"
 
 
 def fuse_attention(graph: fx.Graph, positions: bool) -> tuple[Changed, ...]:
     """Has torch compute attention that is written out, in place. `positions`: masks may become features later."""
-    found = [*written_out(graph, of_memory_that_is_written(graph), positions)]
+    overwritten = of_memory_that_is_written(graph)
+    found = [*located(written_out(graph, overwritten, positions), overwritten)]
     if not found:
         return ()
     layouts, there, now = OutputStrides(graph), [*graph.nodes], dict[fx.Node, fx.Node]()
     still = layouts.fixed()
-    changes = [(Fusing(graph, one, still, now).write(), one) for one in found]
+    changes = [(Fusing(graph, one, still, now).write(), one.written) for one in found]
     graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
     layouts.restore(Writing(graph, graph.output_node()).call)
     left = {*graph.nodes}
@@ -63,9 +61,81 @@ def record(node: fx.Node, written: Written, gone: Sequence[fx.Node]) -> Changed:
     return Changed.of(node, written.scores.first, WHAT, [n.name for n in gone if n in its])
 
 
+# ---- where its operands and its mask come from
+
+
 Way = list[tuple[fx.Node, Dims]]
 """What holds the numbers of an operand, from the operand itself back through views and copies, and the axes of its
 dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Attention that is written out; the ways of its operands and of the result's gradient, the axes of their rows and
+    features; and the parts of its mask before they were repeated."""
+
+    written: Written
+    ways: tuple[Way, ...]
+    places: tuple[tuple[int, int], ...]
+    masks: tuple[tuple[Added | Hidden, fx.Node, Dims], ...]
+
+    @classmethod
+    def of(cls, written: Written, overwritten: AbstractSet[fx.Node]) -> Located:
+        """Raises Misfit where views cut across each other, and of memory that is overwritten."""
+        scores, operands = written.scores, [*written.operands, *filter(None, [written.gradient])]
+        wide = [scores.axes.new(g.sizes(x.node)[1 if x.turned else 2]) for x in written.operands]
+        of_rows = scores.queries, scores.keys, scores.keys, scores.queries
+        places = tuple(zip(of_rows, (*wide, wide[-1]), strict=True))[: len(operands)]
+        ways = tuple(way(scores, x, *place) for x, place in zip(operands, places, strict=True))
+        if not overwritten.isdisjoint(node for each in ways for node, _ in each):
+            raise Misfit("operands in memory that is overwritten")
+        masks = tuple((part, *once(scores.axes, part.node, part.dims)) for part in written.softmax.parts)
+        return cls(written, ways, places, masks)
+
+
+def located(found: Iterable[Written], overwritten: AbstractSet[fx.Node]) -> Iterator[Located]:
+    """Those of which nothing stands in the way; of what makes one result, the first."""
+    results = set[fx.Node]()
+    for one in found:
+        try:
+            each = Located.of(one, overwritten)
+        except Misfit:
+            continue
+        if one.result.product not in results:
+            results.add(one.result.product)
+            yield each
+
+
+def way(scores: Scores, operand: Operand, rows: int, features: int) -> Way:
+    """What holds an operand's numbers; `rows` and `features` are axes."""
+    node = operand.node
+    dims: Dims = ((scores.apart,), (features,), (rows,)) if operand.turned else ((scores.apart,), (rows,), (features,))
+    found: Way = [(node, dims)]
+    while g.is_view(node):
+        source: fx.Node = node.all_input_nodes[0]
+        if node.target is aten.expand.default and g.sizes(node) != g.sizes(source):
+            break
+        try:
+            node, dims = source, before(scores.axes, node, dims)
+        except Misfit:
+            break
+        found.append((node, dims))
+    return found
+
+
+def once(axes: Axes, node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
+    """The tensor before it was repeated, and the axes of its dimensions: BLOOM repeats a mask for all samples."""
+    while node.target in (aten.repeat.default, aten.expand.default):
+        source: fx.Node = node.all_input_nodes[0]
+        sizes, found = g.sizes(source), list[Ids]()
+        for dim, size in zip(dims[len(dims) - len(sizes) :], sizes, strict=True):
+            times = axes.total(dim).over(size)
+            found.append(axes.regroup(dim, [times, size])[1] if dim and times else ())
+        node, dims = source, tuple(found)
+    return node, tuple(map(axes.roots, dims))
+
+
+# ---- writing
 
 
 @dataclass(slots=True)
@@ -74,35 +144,34 @@ class Fusing:
     has what stands for results of attention that was written before."""
 
     graph: fx.Graph
-    written: Written
+    found: Located
     still: AbstractSet[fx.Node]
     now: dict[fx.Node, fx.Node]
+
+    @property
+    def written(self) -> Written:
+        """What it stands for."""
+        return self.found.written
 
     def write(self) -> fx.Node:
         """The forward, and the backward if there is one."""
         its, scores = self.written, self.written.scores
-        axes, first, by = scores.axes, scores.first, its.softmax.scale
-        wide = [axes.new(g.sizes(x.node)[1 if x.turned else 2]) for x in its.operands]
-        places = [*zip((scores.queries, scores.keys, scores.keys), wide, strict=True)]
-        ways = [self.way(x, *place) for x, place in zip(its.operands, places, strict=True)]
-        asked = self.way(its.gradient, scores.queries, wide[-1]) if its.gradient else []
-        parts = [(part, *once(axes, part.node, part.dims)) for part in its.softmax.parts]
-        at = Writing(self.graph, its.result.product)  # all axes are known from here on
-        read = [self.laid_out(at, first, way, place) for way, place in zip(ways, places, strict=True)]
-        mask = self.mask(at, parts)
+        first, result, by = scores.first, self.written.result.product, self.written.softmax.scale
+        at, ways, places = Writing(self.graph, result), self.found.ways, self.found.places
+        read = [self.laid_out(at, first, *each) for each in zip(ways[:3], places, strict=False)]
+        mask = self.mask(at)
         trained, learned = bool(its.gradients), bool(scores.sums)
         kernel, more, saved = (EFFICIENT, (), SAVED_BY_EFFICIENT) if learned else (CUDNN, (False,), SAVED)
-        node = at.instead(its.result.product, kernel, *read, mask, trained, 0.0, False, *more, scale=by)
-        own = [at.call(its.result.product, operator.getitem, node, i) for i in saved]
+        node = at.instead(result, kernel, *read, mask, trained, 0.0, False, *more, scale=by)
+        own = [at.call(result, operator.getitem, node, i) for i in saved]
         self.in_place_of(at, its.result, own[0], 1.0)
         if trained:
             like = min(read.product for read, _, _ in its.gradients)
             at = Writing(self.graph, like)
-            given = self.laid_out(at, like, asked, (scores.queries, wide[-1]), copied=False)
-            if learned:
-                self.learned(at, like, [given, *read, mask, *own])
-            else:
-                self.backward(at, like, [given, *read, *own, mask])
+            given = self.laid_out(at, like, ways[-1], places[-1], copied=False)
+            (self.learned if learned else self.backward)(
+                at, like, [given, *read, mask, *own] if learned else [given, *read, *own, mask]
+            )
         return node
 
     def backward(self, at: Writing, like: fx.Node, read: Sequence[fx.Node | None]) -> None:
@@ -137,23 +206,6 @@ class Fusing:
         apart = self.written.scores.axes.roots([self.written.scores.apart])
         return apart[:1], apart[1:]
 
-    def way(self, operand: Operand, rows: int, features: int) -> Way:
-        """What holds an operand's numbers; `rows` and `features` are axes."""
-        axes, apart = self.written.scores.axes, self.written.scores.apart
-        node: fx.Node = self.now.get(operand.node, operand.node)
-        dims: Dims = ((apart,), (features,), (rows,)) if operand.turned else ((apart,), (rows,), (features,))
-        found: Way = [(node, dims)]
-        while g.is_view(node):
-            source = node.all_input_nodes[0]
-            if node.target is aten.expand.default and g.sizes(node) != g.sizes(source):
-                break
-            try:
-                node, dims = source, before(axes, node, dims)
-            except Misfit:
-                break
-            found.append((node, dims))
-        return found
-
     def laid_out(self, at: Writing, like: fx.Node, way: Way, own: tuple[int, int], copied: bool = True) -> fx.Node:
         """An operand [samples, heads, rows, features], of the first of what holds its numbers that shows them so. A
         copy where a row's numbers lie apart; and where there was one, if it is still `copied`: the next stage knows
@@ -161,14 +213,15 @@ class Fusing:
         axes = self.written.scores.axes
         wanted = [*self.groups, *(axes.roots([i]) for i in own)]
         shape = [static(axes.total(group)) for group in wanted]
-        for source, dims in reversed(way):
+        for old, dims in reversed(way):
+            source = self.now.get(old, old)
             order = in_place(tuple(map(axes.roots, dims)), [i for group in wanted for i in group])
             value = source.meta["val"]
             if order is None or not viewable(value.permute(order), shape):
                 continue
             node = at.call(like, aten.permute.default, source, order)
             node = at.call(like, aten.view.default, node, shape)
-            copied &= any(n.target in g.COPIES for n, _ in way[: way.index((source, dims))])
+            copied &= any(n.target in g.COPIES for n, _ in way[: way.index((old, dims))])
             if copied or not side_by_side(node.meta["val"], -1):
                 node = at.call(like, aten.clone.default, node, memory_format=torch.contiguous_format)
             return node
@@ -176,28 +229,37 @@ class Fusing:
 
     # ---- the mask
 
-    def mask(self, at: Writing, parts: Sequence[tuple[Added | Hidden, fx.Node, Dims]]) -> fx.Node | None:
+    def mask(self, at: Writing) -> fx.Node | None:
         """[samples or 1, heads or 1, queries, keys]: what is added to scores; None if nothing is."""
         its, like = self.written, self.written.scores.first
         value = its.operands[0].node.meta["val"]
         how = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        total, least = None, max(LEAST, torch.finfo(value.dtype).min)
-        for part, source, dims in reversed(parts):
-            one = self.spread(at, source, dims)
+        total: fx.Node | None = None
+        bottom = torch.finfo(value.dtype).min
+
+        def number(x: float) -> fx.Node:
+            return at.call(like, aten.full.default, [], x if x == -math.inf else max(x, bottom), **how)
+
+        for part, source, dims in reversed(self.found.masks):
+            one = self.spread(at, self.now.get(source, source), dims)
             if isinstance(part, Added):
+                if one.meta["val"].dtype != value.dtype:
+                    one = at.call(like, prims.convert_element_type.default, one, value.dtype)
                 one = one if part.times == 1 else at.call(like, aten.mul.Tensor, one, part.times)
                 total = one if total is None else at.call(like, aten.add.Tensor, total, one)
             else:
-                rest = total or at.call(like, aten.full.default, [], 0.0, **how)
-                never = at.call(like, aten.full.default, [], least, **how)
-                total = at.call(like, aten.where.self, one, *((never, rest) if part.where else (rest, never)))
+                hidden, rest = number(part.value), number(0.0) if total is None else total
+                total = at.call(like, aten.where.self, one, *((hidden, rest) if part.where else (rest, hidden)))
         if total is None:
             return None
-        if any(isinstance(part, Added) and not finite(source) for part, source, _ in parts):
-            total = at.call(like, aten.clamp_min.default, total, least)
-        shape = [*total.meta["val"].shape[:2], *rows_by_keys(its)]
+        if not all(map(bounded, its.softmax.parts)):
+            never = at.call(like, aten.eq.Scalar, total, -math.inf)
+            total = at.call(like, aten.clamp_min.default, total, max(LEAST, bottom))
+            total = at.call(like, aten.where.self, never, number(NEVER), total)
+        shape = [*total.meta["val"].shape[:2], *(x.shape[1] for x in its.rows[:2])]
         if [*total.meta["val"].shape] != shape:
             total = at.call(like, aten.expand.default, total, shape)
+        if not total.meta["val"].is_contiguous():
             total = at.call(like, aten.clone.default, total, memory_format=torch.contiguous_format)
         return total
 
@@ -207,12 +269,14 @@ class Fusing:
         axes, size = scores.axes, scores.axes.size
         wanted = [*self.groups, *(axes.roots([i]) for i in (scores.queries, scores.keys))]
         own, every = [i for dim in dims for i in axes.roots(dim)], [i for group in wanted for i in group]
-        node = at.call(like, aten.reshape.default, source, [static(size[i]) for i in own])
-        node = at.call(like, aten.permute.default, node, [own.index(i) for i in every if i in own])
-        node = at.call(like, aten.reshape.default, node, [static(size[i]) if i in own else 1 for i in every])
+        node = at.reshape(source, [static(size[i]) for i in own], aten.reshape.default)
+        if (order := [own.index(i) for i in every if i in own]) != sorted(order):
+            node = at.call(like, aten.permute.default, node, order)
+        node = at.reshape(node, [static(size[i]) if i in own else 1 for i in every], aten.reshape.default)
         full = [[static(size[i]) if {*group} & {*own} else 1 for i in group] for group in wanted]
-        node = at.call(like, aten.expand.default, node, [n for group in full for n in group])
-        return at.call(like, aten.reshape.default, node, [math.prod(group) for group in full])
+        if [*node.meta["val"].shape] != (long := [n for group in full for n in group]):
+            node = at.call(like, aten.expand.default, node, long)
+        return at.reshape(node, [math.prod(group) for group in full], aten.reshape.default)
 
     # ---- results
 
@@ -222,29 +286,19 @@ class Fusing:
         node = at.call(like, aten.permute.default, made, [0, 1, 3, 2]) if read.turned else made
         if not math.isclose(times, 1.0, rel_tol=1e-9):
             node = at.call(like, aten.mul.Tensor, node, times)
-        for old in [*(user for user in like.users if user.target in VIEWS), like]:
+        users = [user for user in like.users if user.target in VIEWS]
+        if not self.still.isdisjoint([like, *users]):
+            users = []  # results that share memory with this one stay views of it
+        for old in (*users, like):
             value = old.meta["val"]
             new = at.call(old, aten.reshape.default, node, [*value.shape])
             self.now[old] = restrided(new, value, at.call) if old in self.still else new
             old.replace_all_uses_with(self.now[old])
 
 
-def rows_by_keys(written: Written) -> list[int]:
-    """How many queries there are, and how many keys."""
-    query, key, _ = rows(written)
-    return [query.shape[1], key.shape[1]]
-
-
-def once(axes: Axes, node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
-    """The tensor before it was repeated, and the axes of its dimensions: BLOOM repeats a mask for all samples."""
-    while node.target in (aten.repeat.default, aten.expand.default):
-        source: fx.Node = node.all_input_nodes[0]
-        sizes, found = g.sizes(source), list[Ids]()
-        for dim, size in zip(dims[len(dims) - len(sizes) :], sizes, strict=True):
-            times = axes.total(dim).over(size)
-            found.append(axes.regroup(dim, [times, size])[1] if dim and times else ())
-        node, dims = source, tuple(found)
-    return node, tuple(map(axes.roots, dims))
+def bounded(part: Added | Hidden) -> bool:
+    """Is all that it adds or puts in place of scores a number that cuDNN may turn into powers of two?"""
+    return finite(part.node) if isinstance(part, Added) else part.value >= NEVER
 
 
 def in_place(dims: Dims, wanted: Sequence[int]) -> list[int] | None:

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from coda_inductor.attention.positions import narrowed
@@ -21,13 +22,17 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.axes import Axes, Ids, Misfit
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.layout import TRANSPOSES
+from coda_inductor.patterns.sizes import ONE
 
 PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 """The products of attention: [samples and heads, rows, inner] and [samples and heads, inner, columns]."""
 ANALYTIC = frozenset(
     {"add", "sub", "mul", "div", "neg", "reciprocal", "exp", "log", "where", "convert_element_type", "fma"}
 )
-"""What is computed of scores. Comparisons and bounds are not: meaning.py compares at a few points."""
+"""What is computed of scores. Comparisons and bounds are not: meaning.py compares at a few points. Nor is a number that
+is added, which may be too small to be seen there."""
+EXACT = (torch.float32, torch.float64)
+"""Dtypes to which scores are cast without a loss."""
 REDUCTIONS = ("sum", "max")
 """What a softmax and its gradient take over the keys."""
 
@@ -37,6 +42,14 @@ def factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     left, right = product.args[-2:]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     return left, right
+
+
+def added(product: fx.Node) -> fx.Node | None:
+    """What it adds to the products; None if it adds nothing, as where beta is 0, whatever lies there."""
+    if product.target is not aten.baddbmm.default or product.kwargs.get("beta", 1) == 0:
+        return None
+    addend = product.args[0]
+    return addend if isinstance(addend, fx.Node) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +128,8 @@ class Scores:
         found = cls(first.node, axes, apart, *((columns, rows) if first.turned else (rows, columns)))
         for product in products:
             found.own[product.node] = found.square(product.turned)
-            if product.node.target is aten.baddbmm.default:
-                addend = product.node.args[0]
-                found.others[addend] = narrowed(addend, found.own[product.node])  # type: ignore[index, arg-type]
+            if (addend := added(product.node)) is not None:
+                found.others[addend] = narrowed(addend, found.own[product.node])
         found._grow(strictly)
         return found
 
@@ -162,21 +174,28 @@ class Scores:
                 raise Misfit("a sum of scores over queries, or over heads")
             over = set(reduction.dims)
             return tuple(() if d in over else dim for d, dim in enumerate(dims) if reduction.keepdim or d not in over)
-        chosen = node.args[0] if node.target is aten.where.self else None
-        if g.name_of(node) not in ANALYTIC or chosen in self.own or not g.floating(node):
-            raise Misfit(f"{g.name_of(node) or node.op} of scores")
+        name, chosen = g.name_of(node), node.args[0] if node.target is aten.where.self else None
+        if name not in ANALYTIC or chosen in self.own or not g.floating(node):
+            raise Misfit(f"{name or node.op} of scores")
+        if g.is_cast(node) and g.tensor(node).dtype not in (*EXACT, g.tensor(self.first).dtype):  # type: ignore[union-attr]
+            raise Misfit("scores that are rounded")
+        if name in ("add", "sub", "fma") and any(self._number(a) for a in node.args):
+            raise Misfit("a number that is added to scores")
         return self._together(node)
+
+    def _number(self, value: object) -> bool:
+        """Is it one number for all scores?"""
+        if not isinstance(value, fx.Node):
+            return True
+        return value not in self.own and g.tensor(value) is not None and all(n == ONE for n in g.sizes(value))
 
     def _expanded(self, node: fx.Node) -> Dims:
         """One number a row stands for all keys."""
         source = node.all_input_nodes[0]
         dims, sizes = self.own[source], g.sizes(node)
         grown = [d for d, (a, b) in enumerate(zip(g.sizes(source), sizes, strict=False)) if a != b]
-        if (
-            len(dims) != len(sizes)
-            or any(dims[d] or sizes[d] != self.axes.size[self.keys] for d in grown[:1])
-            or grown[1:]
-        ):
+        to_keys = all(not dims[d] and sizes[d] == self.axes.size[self.keys] for d in grown)
+        if len(dims) != len(sizes) or len(grown) > 1 or not to_keys:
             raise Misfit("scores that are repeated")
         return tuple((self.keys,) if d in grown else dim for d, dim in enumerate(dims))
 
@@ -192,6 +211,8 @@ class Scores:
         if any(self.axes.total(dim) != size for dim, size in zip(dims, sizes, strict=True)):
             raise Misfit("scores that are repeated")
         for source in node.all_input_nodes:
+            if g.tensor(source) is None:
+                raise Misfit("scores and a size")
             if source not in self.own:
                 its = narrowed(source, tuple(dims))
                 if self._roots(self.others.setdefault(source, its)) != self._roots(its):

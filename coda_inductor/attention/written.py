@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from coda_inductor.attention import features
 from coda_inductor.attention.calls import STEP, WIDEST, chosen, padded
-from coda_inductor.attention.meaning import SEEDS, Added, Hidden, Softmax, ratio, values
+from coda_inductor.attention.meaning import Added, Hidden, Numbers, Softmax, cases
 from coda_inductor.attention.positions import before, finite, narrowed, static
 from coda_inductor.attention.scores import PRODUCTS, Operand, Product, Read, Scores, factors
 from coda_inductor.patterns import graph as g
@@ -43,8 +43,13 @@ KEYS, KEYS_TRAINED = 96, 128
 for 4.77 and 4.49 for 4.85, 96 with a mask 4.90 for 4.49."""
 NUMBERS, NUMBERS_TRAINED = 1 << 20, 1 << 24
 """The fewest scores: with fewer the host takes longer than the card, and cuDNN longest."""
-LOW = -(2.0**30)
-"""A score whose weight is 0 in float32 beside any that is not hidden."""
+LOW = -65504.0
+"""A score whose weight is 0 beside any that is not hidden: float16's least number, by which torch hides, too."""
+ABSORBS = -1e12
+"""A score that no other one changes in float32."""
+LEAST, NEVER = -1e38, -2e38
+"""What is written for a lower number, and for minus infinity; or float16's least number. cuDNN turns scores into powers
+of two, where the least number of bfloat16 would be infinite."""
 QUERY, KEY, VALUE = range(3)
 
 
@@ -60,6 +65,12 @@ class Written:
     gradient: Operand | None = None
     gradients: tuple[tuple[Read, int, float], ...] = ()
 
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The operands [samples and heads, rows, features], as fake tensors."""
+        query, key, value = (x.node.meta["val"].mT if x.turned else x.node.meta["val"] for x in self.operands)
+        return query, key, value
+
 
 def written_out(graph: fx.Graph, overwritten: AbstractSet[fx.Node], positions: bool) -> Iterator[Written]:
     """What of a graph is such attention, and may be one operation. `positions`: what is added by the place of a key may
@@ -68,10 +79,7 @@ def written_out(graph: fx.Graph, overwritten: AbstractSet[fx.Node], positions: b
     for node in [n for n in graph.nodes if n.target in PRODUCTS and long_enough(n)]:
         for turned in (False, True):
             try:
-                found = read(node, turned)
-                if found.scores.sums and not positions:
-                    continue
-                check(found, overwritten, looked)
+                found = checked(read(node, turned), overwritten, positions, looked)
             except Misfit:
                 continue
             yield found
@@ -104,14 +112,12 @@ def read(product: fx.Node, turned: bool = False) -> Written:
     scores = Scores.of(*products)
     if len(products) > 2 or (len(products) < 2 and len(scores.reads) > 1):
         raise Misfit("gradients of several results")
-    gradient = products[1].by if len(products) > 1 else None
-    found = Written(scores, Softmax.of(scores), (query, key, result.by), result, gradient)
+    found = Written(scores, Softmax.of(scores), (query, key, result.by), result)
+    found = replace(found, gradient=products[1].by if len(products) > 1 else None)
     with unset_fake_temporarily(), torch.no_grad():
-        its = [roles(found, [p.node for p in products], seed) for seed in range(SEEDS)]
-    if any(not same(its[0], again) for again in its[1:]):
-        raise Misfit("another gradient")
+        its = roles(found, [p.node for p in products])
     parts = tuple(one for part in found.softmax.parts for one in addends(scores, part))
-    return replace(found, softmax=replace(found.softmax, parts=parts), gradients=tuple(its[0]))
+    return replace(found, softmax=replace(found.softmax, parts=parts), gradients=its)
 
 
 def addends(scores: Scores, part: Added | Hidden) -> list[Added | Hidden]:
@@ -136,134 +142,155 @@ def terms(scores: Scores, part: Added) -> Iterator[Added]:
         yield from terms(scores, Added(each, narrowed(each, dims), part.times))
 
 
-def roles(found: Written, products: list[fx.Node], seed: int) -> list[tuple[Read, int, float]]:
+def roles(found: Written, products: Sequence[fx.Node]) -> tuple[tuple[Read, int, float], ...]:
     """Of each product that reads scores, but for that of the result: whose gradient it makes, and how often, as random
     numbers say. Raises Misfit where it makes something else, or the result is something else."""
-    of, raw = values(found.scores, seed, products)
-    weights = found.softmax.value(raw[0], of)
-    if not one(ratio(of[found.result.scores], weights)):
-        raise Misfit("something else than a softmax")
-    if len(raw) > 1:
-        inner = weights * raw[1]
-        gradient = inner - weights * inner.sum(-1, keepdim=True)
-    if not all(len(raw) > 1 and one(ratio(of[scores], gradient)) for scores in found.scores.sums.values()):
-        raise Misfit("sums of something else than the gradient of a softmax")
+    reads, sums = [r for r in found.scores.reads if r != found.result], found.scores.sums
+    perhaps: list[dict[int, float | None]] = [dict.fromkeys(whose(found, read)) for read in reads]
+    for case in cases(found.scores):
+        drawn = Numbers.drawn(found.scores, found.softmax, products, case)
+        if not drawn.is_weights(found.result.scores):
+            raise Misfit("something else than a softmax")
+        if drawn.gradient is None and (reads or sums):
+            raise Misfit("gradients of nothing")
+        if drawn.gradient is not None and not all(drawn.agrees(n, drawn.gradient, 1.0) for n in sums.values()):
+            raise Misfit("sums of something else than the gradient of a softmax")
+        for read, each in zip(reads, perhaps, strict=True):
+            for i, times in [*each.items()]:
+                like = drawn.weights if i == VALUE else drawn.gradient
+                assert like is not None
+                each[i] = drawn.times(read.scores, like) if times is None else times
+                if not drawn.agrees(read.scores, like, each[i]):
+                    del each[i]
+    its = [next(((i, times) for i, times in each.items() if times), None) for each in perhaps]
+    if any(role is None for role in its):
+        raise Misfit("something else than the gradient of a softmax")
+    return tuple((read, *role) for read, role in zip(reads, its, strict=True) if role is not None)
+
+
+def whose(found: Written, read: Read) -> Iterator[int]:
+    """Whose gradient a product may make, by what it multiplies scores with."""
     query, key, _ = found.operands
-    its = list[tuple[Read, int, float]]()
-    for read in found.scores.reads:
-        if read == found.result:
-            continue
-        like = {KEY: (query, False), QUERY: (key, True)}
-        whose = [i for i, how in like.items() if how == (read.by, read.over_keys) and len(raw) > 1]
-        times = [(i, ratio(of[read.scores], gradient)) for i in whose]
-        if (read.by, read.over_keys) == (found.gradient, False):
-            times.append((VALUE, ratio(of[read.scores], weights)))
-        by = next(((i, n) for i, n in times if n is not None), None)
-        if by is None:
-            raise Misfit("something else than the gradient of a softmax")
-        its.append((read, *by))
-    return its
-
-
-def one(number: float | None) -> bool:
-    """Is it 1, but for rounding?"""
-    return number is not None and math.isclose(number, 1.0, rel_tol=1e-9)
-
-
-def same(a: list[tuple[Read, int, float]], b: list[tuple[Read, int, float]]) -> bool:
-    """Do two lists say the same, but for rounding?"""
-    return all(x[:2] == y[:2] and math.isclose(x[2], y[2], rel_tol=1e-9) for x, y in zip(a, b, strict=True))
+    its = {QUERY: (key, True), KEY: (query, False), VALUE: (found.gradient, False)}
+    return (i for i, how in its.items() if how == (read.by, read.over_keys))
 
 
 # ---- conditions
 
 
-def check(found: Written, overwritten: AbstractSet[fx.Node], looked: Looked) -> None:
-    """Raises Misfit of attention that the operation does not take, or that would mean something else."""
-    query, key, value = (x.node.meta["val"] for x in found.operands)
-    dtype, widths = query.dtype, [x.width for x in found.operands]
-    trained = bool(found.gradients)
-    if rows(found)[KEY].shape[1] < (KEYS_TRAINED if trained else KEYS):
+def checked(found: Written, overwritten: AbstractSet[fx.Node], positions: bool, looked: Looked) -> Written:
+    """The same, with masks as they are written. Raises Misfit of attention that the operation does not take, or that
+    would mean something else."""
+    dtype, widths, trained = found.rows[QUERY].dtype, [x.width for x in found.operands], bool(found.gradients)
+    if found.rows[KEY].shape[1] < (KEYS_TRAINED if trained else KEYS):
         raise Misfit("few keys")
     if found.scores.first.meta["val"].numel() < (NUMBERS_TRAINED if trained else NUMBERS):
         raise Misfit("few scores")
-    if dtype not in DTYPES or any(x.dtype != dtype for x in (key, value)):
+    if dtype not in DTYPES or any(x.dtype != dtype for x in found.rows):
         raise Misfit(f"attention in {dtype}")
-    if widths[0] != widths[1] or any(width % STEP or width > WIDEST for width in widths):
+    if widths[QUERY] != widths[KEY] or any(width % STEP or width > WIDEST for width in widths):
         raise Misfit("heads of a width that cuDNN does not take")
-    for part in found.softmax.parts:
-        if not overwritten.isdisjoint(made_of(part.node)):
-            raise Misfit("a mask in memory that is overwritten")
+    found = bounded(found, trained or dtype not in WIDE, looked)
+    if found.scores.sums:
+        check_learned(found, positions)
+    if any(not overwritten.isdisjoint(made_of(part.node)) for part in found.softmax.parts):
+        raise Misfit("a mask in memory that is overwritten")
+    if not chosen(*found.rows, widths[QUERY], trained):
+        raise Misfit("torch would choose another kernel here")
+    return found
+
+
+def bounded(found: Written, known: bool, looked: Looked) -> Written:
+    """With such numbers in place of hidden scores as kernels may compute with. Raises Misfit of masks in another dtype,
+    of what another product adds to all scores, and of such as may hide every key of a row by a number, if that is to be
+    `known`: the number has absorbed the row's scores, all weights are equal, and have a gradient if the mask is added.
+    A kernel finds weights again by a sum of exponentials, which is absorbed as well; and float16 has no such number. A
+    row whose every key minus infinity hides is no number as it was written."""
+    scores, parts, hiding = found.scores, list(found.softmax.parts), list[int]()
+    for i, part in enumerate(parts):
+        facts = looked.at(scores, part)
         if isinstance(part, Hidden) and part.value > LOW:
             raise Misfit("a mask that leaves a weight")
-        if isinstance(part, Added) and part.node.meta["val"].dtype != dtype:
+        if isinstance(part, Added) and part.node.meta["val"].dtype != found.rows[QUERY].dtype and not facts.exact:
             raise Misfit("a mask of another dtype")
-        if may_hide(part) and (trained or dtype not in WIDE) and not looked.shows(part):
-            raise Misfit("rows whose every key is hidden, perhaps")
-    if found.scores.sums:
-        check_learned(found, widths)
-    operands = (*found.operands, *filter(None, [found.gradient]))
-    if not overwritten.isdisjoint(n for x in operands for n in (x.node, *x.node.all_input_nodes)):
-        raise Misfit("operands in memory that is overwritten")
-    if not chosen(*rows(found), widths[0], trained):
-        raise Misfit("torch would choose another kernel here")
+        if isinstance(part, Added) and finite(part.node) and keys_of(scores, part) == scores.axes.roots([scores.keys]):
+            raise Misfit("a sum of two products for each score")
+        if isinstance(part, Hidden) and part.value != -math.inf and any(isinstance(p, Added) for p in parts[:i]):
+            raise Misfit("what is added to a number that hides")  # it may show the key again
+        if facts.hides:
+            hiding.append(i)
+    one = parts[hiding[0]] if len(hiding) == 1 else None
+    infinite = isinstance(one, Hidden) and one.value == -math.inf
+    shows = not hiding or (one is not None and looked.at(scores, one).shows)
+    if known and not infinite and not shows:
+        raise Misfit("rows whose every key is hidden, perhaps")
+    if isinstance(one, Hidden):
+        parts[hiding[0]] = replace(one, value=NEVER if infinite else LEAST)
+    elif any(part.value > ABSORBS for part in parts if isinstance(part, Hidden)):
+        raise Misfit("masks of which none absorbs all scores")
+    return replace(found, softmax=replace(found.softmax, parts=tuple(parts)))
 
 
-def may_hide(part: Added | Hidden) -> bool:
-    """May it hide keys by a number? What products make of finite numbers hides none; and a row whose every key minus
-    infinity hides is no number as it was written."""
-    return not finite(part.node) if isinstance(part, Added) else part.value != -math.inf
+def keys_of(scores: Scores, part: Added | Hidden) -> Ids:
+    """The axes of the keys that a mask tells apart."""
+    its = {i for dim in part.dims for i in scores.axes.roots(dim)}
+    return tuple(i for i in scores.axes.roots([scores.keys]) if i in its)
 
 
-def check_learned(found: Written, widths: Sequence[int]) -> None:
+def check_learned(found: Written, positions: bool) -> None:
     """Raises Misfit of a mask whose gradient is asked for, unless it will be features (positions.py): of no kernel that
     has a mask's gradient attention is faster than as it was written."""
-    scores, number = found.scores, 0
-    axes, queries, keys = scores.axes, *(x.shape[1] for x in rows(found)[:2])
-    every = axes.roots([scores.keys])
-    told = list[Ids]()
-    for part in found.softmax.parts:
-        if isinstance(part, Hidden) or not one(part.times) or not finite(part.node):
-            raise Misfit("a learned mask")
-        told.append(tuple(i for i in every if i in {i for dim in part.dims for i in axes.roots(dim)}))
-        number += static(axes.total(told[-1]))
+    scores, told, parts = found.scores, list[Ids](), found.softmax.parts
+    if not positions or any(isinstance(p, Hidden) or p.times != 1 or not finite(p.node) for p in parts):
+        raise Misfit("a learned mask")
+    told = [keys_of(scores, part) for part in parts]
+    every = scores.axes.roots([scores.keys])
     for node, source in scores.sums.items():
-        over = [i for d in g.reduction(node).dims for i in axes.roots(scores.own[source][d])]  # type: ignore[union-attr]
+        over = [i for d in g.reduction(node).dims for i in scores.axes.roots(scores.own[source][d])]  # type: ignore[union-attr]
         if not {*over} <= {*every} or tuple(i for i in every if i not in over) not in told:
             raise Misfit("a learned mask, which is summed over queries")
-    if every in told or padded(widths[QUERY] + number) > WIDEST or keys % STEP:
-        raise Misfit("a learned mask of too many features")
-    if queries * keys * scores.first.meta["val"].shape[0] < features.NUMBERS or keys < features.KEYS:
-        raise Misfit("too few keys, or scores, for features")
+    width = found.operands[QUERY].width + sum(static(scores.axes.total(keys)) for keys in told)
+    keys, number = found.rows[KEY].shape[1], scores.first.meta["val"].numel()
+    if padded(width) > WIDEST or keys % STEP or number < features.NUMBERS or keys < features.KEYS:
+        raise Misfit("a learned mask that will not be features")
 
 
-def rows(found: Written) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands [samples and heads, rows, features], as fake tensors."""
-    query, key, value = (x.node.meta["val"].mT if x.turned else x.node.meta["val"] for x in found.operands)
-    return query, key, value
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of a mask: may it hide a key? Is it known to leave each row one? Is it known to be exact in any dtype, as of 0
+    and of what hides?"""
+
+    hides: bool = True
+    shows: bool = False
+    exact: bool = False
+
+    @classmethod
+    def of(cls, part: Added | Hidden, along: tuple[int, ...], value: Tensor) -> Facts:
+        """Of the mask's value, with keys along these dimensions."""
+        with unset_fake_temporarily():
+            if isinstance(part, Hidden):
+                hidden, exact = value == part.where, True
+            else:
+                hidden = value * part.times <= LOW
+                exact = bool((hidden | (value == 0)).all())
+            whole = hidden.all(along) if along else hidden
+            return cls(bool(hidden.any()), not bool(whole.any()), exact)
 
 
 @dataclass(slots=True)
 class Looked:
-    """What masks show, by how they are computed: each layer may make its own."""
+    """What is known of masks, by how they are computed: each layer may make its own."""
 
-    found: dict[tuple[str, bool, float], bool] = field(default_factory=dict)
+    found: dict[tuple[object, ...], Facts] = field(default_factory=dict)
 
-    def shows(self, part: Added | Hidden) -> bool:
-        """Is it known to leave each row a key?"""
-        where, times = (part.where, 0.0) if isinstance(part, Hidden) else (False, part.times)
-        how = structure(part.node), where, times
+    def at(self, scores: Scores, part: Added | Hidden) -> Facts:
+        """Of a mask that no input enters, all; of others nothing. What products make of finite numbers hides none."""
+        if isinstance(part, Added) and finite(part.node):
+            return Facts(hides=False, shows=True)
+        keys = scores.axes.roots([scores.keys])
+        along = tuple(d for d, dim in enumerate(part.dims) if not {*keys}.isdisjoint(scores.axes.roots(dim)))
+        how = structure(part.node), along, part.where if isinstance(part, Hidden) else part.times
         if how not in self.found:
-            self.found[how] = shows(part, constant(part.node, frozenset()))
+            value = constant(part.node, frozenset())
+            self.found[how] = Facts() if value is None else Facts.of(part, along, value)
         return self.found[how]
-
-
-def shows(part: Added | Hidden, value: Tensor | None) -> bool:
-    """Does a mask of this value leave each row a key? Of a value that only a run knows nobody can say. Where every key
-    of a row is hidden, a number has absorbed the row's scores: its weights are equal, and have gradients if the mask is
-    added. Kernels find these weights by a sum of exponentials that is absorbed, too."""
-    if value is None:
-        return False
-    with unset_fake_temporarily():
-        hidden = value == part.where if isinstance(part, Hidden) else value * part.times <= LOW
-        return not bool(hidden.all(-1).any())

@@ -19,6 +19,7 @@ from written_attention import (
     Written,
     Y,
     aten,
+    both,
     compared,
     fused,
     image,
@@ -88,6 +89,37 @@ def test_masks_of_all_samples_are_made_once() -> None:
     _, graph = compared(Layer(SPELLINGS["distances"]), "infer")
     (call,) = [n for n in graph.nodes if n.target is written_attention.CUDNN]
     assert call.args[3].meta["val"].shape == (1, H, T, T)
+
+
+class Viewed(nn.Module):
+    """The result and a view of it are returned."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.unflatten(-1, (3, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+        made = (q @ k.mT * 0.3).softmax(-1) @ v
+        return made, made.transpose(2, 3)
+
+
+class Divided(nn.Module):
+    """Scores are divided by a size that is a symbol, or by 0."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+        return (q @ k.mT / by.shape[0]).softmax(-1) @ v, by * 2
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_results_that_share_memory(train: bool) -> None:
+    given = [torch.randn(T, 2, 24, dtype=torch.float64, requires_grad=train) for _ in "qkv"]
+    assert fused(compared(Viewed(), "train" if train else "infer", inputs=given)[1]) == 1
+
+
+def test_what_no_number_divides() -> None:
+    by = torch.randn(5, dtype=torch.float64)
+    torch._dynamo.mark_dynamic(by, 0)
+    given = [*(torch.randn(2, 3, T, 8, dtype=torch.float64) for _ in "qkv"), by]
+    assert fused(both(Divided(), "infer", inputs=given)[2]) == 0
+    given[-1] = torch.randn(0, dtype=torch.float64)
+    assert fused(both(Divided(), "infer", inputs=given)[2]) == 0
 
 
 class Again(Layer):

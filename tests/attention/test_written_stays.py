@@ -113,10 +113,88 @@ def every_key_hidden(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.where(stays, q @ k.mT, -1e30).softmax(-1) @ v
 
 
+# ---- what a mask does to weights, and small numbers
+
+
+def queries_hidden(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows of weights that are 0."""
+    return (q @ k.mT).softmax(-1).masked_fill(a.windows[:, None, :, :1] > 0, 0.0) @ v  # type: ignore[index]
+
+
+def heads_hidden(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.where(a.table[:, :1, :1] > 0, 0.0, (q @ k.mT).softmax(-1)) @ v  # type: ignore[index]
+
+
+def all_hidden(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of one flag."""
+    return (q @ k.mT).softmax(-1).masked_fill(a.size > 0, 0.0) @ v
+
+
+def without_nan(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A row whose every key is hidden is 0."""
+    hidden = a.windows[:, None] > 0.5  # type: ignore[index]
+    hidden = hidden | (torch.arange(T)[:, None] == 3)
+    weights = (q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1)
+    return weights.masked_fill(hidden.all(-1, keepdim=True), 0.0) @ v
+
+
+def hidden_twice(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As ESPnet and WeNet have it."""
+    hidden = (a.windows[:, None] > 0.5) | (torch.arange(T)[:, None] == 3)  # type: ignore[index]
+    return (q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def low_twice(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = (a.windows[:, None] > 0.5) | (torch.arange(T)[:, None] == 3)  # type: ignore[index]
+    return (q @ k.mT).masked_fill(hidden, -1e30).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def at_least(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A small number that is added to the sum of a row."""
+    hidden = torch.arange(T)[:, None] <= torch.arange(T)
+    e = (q @ k.mT).masked_fill(hidden, -math.inf).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-10)) @ v
+
+
+def at_least_of_tensors(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = (q @ k.mT).exp()
+    return (e / (e.sum(-1, keepdim=True) + torch.full((), 1e-10, dtype=q.dtype))) @ v
+
+
+def repeated_sums(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each row's sum, times the number of keys."""
+    e = (q @ k.mT).exp()
+    return (e / e.sum(-1, keepdim=True).expand(e.shape).sum(-1, keepdim=True)) @ v
+
+
+def of_eight_bits(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).to(torch.float8_e4m3fn).to(q.dtype) @ v
+
+
+def two_products(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As DeepSeek writes it."""
+    return ((q @ k.mT + q.sin() @ k.cos().mT) * 0.3).softmax(-1) @ v
+
+
+def of_no_size(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.0).softmax(-1) @ v
+
+
+def over_nothing(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) / 2.0 + 1.0) @ v
+
+
+def undone(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What is hidden is shown again."""
+    hidden = torch.arange(T)[:, None] < torch.arange(T)
+    return ((q @ k.mT).masked_fill(hidden, -1e30) + 1e30 * hidden.to(q.dtype)).softmax(-1) @ v
+
+
 STAY: list[Written] = [
     over_queries, over_heads, capped, bounded, of_bounded_weights, of_temperature, negated, mixed, sigmoid, linear,
     off_by_one, twice_softmax, squared, above_mean, leaves_weights, sums_are_read, weights_are_read, two_values,
-    of_another_dtype,
+    of_another_dtype, queries_hidden, heads_hidden, all_hidden, without_nan, hidden_twice, low_twice, at_least,
+    at_least_of_tensors, repeated_sums, of_eight_bits, two_products, of_no_size, over_nothing, undone,
 ]  # fmt: skip
 
 
@@ -142,7 +220,22 @@ def once_more(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights.detach() @ v + (weights - weights.detach()) @ v.sin()
 
 
-@pytest.mark.parametrize("attention", [learned, every_key_hidden, once_more], ids=lambda f: f.__name__)
+def hidden_together(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each mask leaves each row a key, both leave the first none."""
+    i = torch.arange(T)
+    return (q @ k.mT).masked_fill(i[:, None] < i, -1e12).masked_fill(i[:, None] == i, -1e12).softmax(-1) @ v
+
+
+def keys_as_rows(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mask is [keys, queries]: of the first query every key is hidden."""
+    hidden = (torch.arange(T) == 0).expand(T, T)
+    return (k @ q.mT).masked_fill(hidden, -1e30).transpose(-1, -2).softmax(-1) @ v
+
+
+IN_TRAINING = [learned, every_key_hidden, once_more, hidden_together, keys_as_rows]
+
+
+@pytest.mark.parametrize("attention", IN_TRAINING, ids=lambda f: f.__name__)
 def test_it_stays_in_training(attention: Written) -> None:
     assert fused(compared(Layer(attention), "train")[1]) == 0
 
