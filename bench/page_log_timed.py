@@ -64,6 +64,37 @@ TIMED: dict[str, Dated] = {
             )
         ),
     ),
+    "written out": Dated(
+        ("keys; 131072 tokens, 16 heads of 64", "mask", *names.BY_MODE),
+        tuple(
+            (str(keys), mask, *(
+                cell for mode in ("infer", "train") for side in ("inductor", "coda")
+                for cell in cells("attention.jsonl", "on the way to 5651418", f"ms/{side}", "ms",
+                                  case=names.WRITTEN, mask=mask, mode=mode, keys=keys)))
+            for keys in (49, 64, 96, 128, 192, 256) for mask in ("no mask", "hidden by a buffer")
+        ),
+    ),
+    "layers written out": Dated(
+        ("a layer", *names.BY_MODE, "`torch.compile`, GiB", "coda, GiB"),
+        tuple(
+            (layer, *(
+                cell for mode, path, spelling in (("infer", "ms", "ms"), ("train", "ms", "ms"), ("train", "gib", "gib"))
+                for side in ("inductor", "coda")
+                for cell in cells("attention.jsonl", commit, f"{path}/{side}", spelling,
+                                  case=names.WRITTEN_LAYER, layer=layer, mode=mode)))
+            for layer, commit in names.WRITTEN_LAYERS
+        ),
+    ),
+    "eager": Dated(
+        ("transformers' eager attention", "`torch.compile`, ms", "coda, ms", "`torch.compile`, GiB", "coda, GiB"),
+        tuple(
+            (f"{model}, {label}", *(
+                cell for path, spelling in (("ms", "ms"), ("gib", "gib")) for side in ("inductor", "coda")
+                for cell in cells("attention.jsonl", "03dee05", f"{path}/{side}", spelling,
+                                  case=names.EAGER, model=model, mode=mode)))
+            for model, mode, label in names.EAGER_MODELS
+        ),
+    ),
     "SAM": Dated(
         (f"{names.SAM_BLOCKS}, four images", "`torch.compile`, ms", "coda, ms", "`torch.compile`, GiB", "coda, GiB"),
         tuple(

@@ -181,6 +181,20 @@ PEERS = {
 }
 DIT_EXAMPLE = "DiT, width 1152, 28 blocks, 10 steps with guidance"
 POSITIONS, SAM_BLOCKS = "positions added to scores", "eight blocks of SAM ViT-H"
+WRITTEN, WRITTEN_LAYER = "attention written out", "a layer with attention written out"
+EAGER = "transformers' eager attention"
+WRITTEN_LAYERS = (
+    ("MinGPT, 16 x 2048 tokens, width 2048, 32 heads", "03dee05"),
+    ("SAM's first code, 4 images of 64 x 64, width 1280, 16 heads", "03dee05"),
+    ("BLOOM, 4 x 2048 tokens, width 1024, 16 heads", "on the way to 79051fc"),
+    ("transformers' eager attention, 4 x 2048 tokens, width 1024, 16 heads", "on the way to 79051fc"),
+    ("einsum, 16 x 577 tokens, width 768, 12 heads", "on the way to 79051fc"),
+    ("a vision transformer, 64 x 197 tokens, width 1024, 16 heads", "on the way to 79051fc"),
+)
+EAGER_MODELS = (
+    ("two layers of Llama-8B's widths, 2 x 4096 tokens", "train", "forward and backward"),
+    ("eight blocks of SAM ViT-H, four images", "infer", "inference"),
+)
 BY_MODE = (
     "`torch.compile`, inference, ms", "coda, ms", "`torch.compile`, forward and backward, ms", "coda, both, ms"
 )  # fmt: skip
