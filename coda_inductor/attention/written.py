@@ -2,15 +2,14 @@
 
     softmax(q @ k.mT * scale + mask) @ v
 
-Nothing of the size queries x keys is written, read or kept then. With `p` the softmax, and `do` the gradient of the
-result, the gradients are
+No scores are written, read or kept then. With `p` the softmax, and `do` the gradient of the result, the gradients are
 
     dv = p' do,   ds = p * (do v' - sum over the keys of p * do v'),   dq = scale ds k,   dk = scale ds' q
 
-and those of the operation. Side conditions: nothing else reads what is computed of the scores (a learned mask's
-gradient does), nothing of it is dropped out, and the mask has the dtype of the queries. Numerics: scores are not
-rounded to 16 bits before the softmax. A row whose every key minus infinity hides has a mean of the values, where it had
-no number.
+and those of the operation. Side conditions: nothing else reads what is computed of the scores; nothing of it is dropped
+out; the mask has the dtype of the queries, or is exact in any; and if it is learned, its addends become features.
+Numerics: scores are not rounded to 16 bits before the softmax. A row whose every key minus infinity hides has a mean of
+the values, where it had no number.
 """
 
 from __future__ import annotations
