@@ -46,8 +46,8 @@ def fuse_attention(graph: fx.Graph, positions: bool) -> tuple[Changed, ...]:
     if not found:
         return ()
     layouts, there, now = OutputStrides(graph), [*graph.nodes], dict[fx.Node, fx.Node]()
-    still = layouts.fixed()
-    changes = [(Fusing(graph, one, still, now).write(), one.written) for one in found]
+    still, made = layouts.fixed(), dict[tuple[object, ...], fx.Node]()
+    changes = [(Fusing(graph, one, still, now, made).write(), one.written) for one in found]
     graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
     layouts.restore(Writing(graph, graph.output_node()).call)
     left = {*graph.nodes}
@@ -141,12 +141,13 @@ def once(axes: Axes, node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
 @dataclass(slots=True)
 class Fusing:
     """The operation that stands for attention that is written out. Results of `still` lie in memory as they did; `now`
-    has what stands for results of attention that was written before."""
+    has what stands for results of attention that was written before, and `made` what was made for its masks."""
 
     graph: fx.Graph
     found: Located
     still: AbstractSet[fx.Node]
     now: dict[fx.Node, fx.Node]
+    made: dict[tuple[object, ...], fx.Node]
 
     @property
     def written(self) -> Written:
@@ -169,34 +170,35 @@ class Fusing:
             like = min(read.product for read, _, _ in its.gradients)
             at = Writing(self.graph, like)
             given = self.laid_out(at, like, ways[-1], places[-1], copied=False)
-            (self.learned if learned else self.backward)(
-                at, like, [given, *read, mask, *own] if learned else [given, *read, *own, mask]
-            )
+            self.backward(at, like, given, read, own, mask)
         return node
 
-    def backward(self, at: Writing, like: fx.Node, read: Sequence[fx.Node | None]) -> None:
-        """The gradients, in place of the products that made them."""
-        by, (_, query, key, *_) = self.written.softmax.scale, read
-        sizes = [x.meta["val"].shape[2] for x in (query, key) if x is not None]
-        node = at.instead(like, CUDNN_BACKWARD, *read, None, None, *sizes, 0.0, False, scale=by)
-        self.gradients(at, [at.call(like, operator.getitem, node, i) for i in range(3)])
-
-    def learned(self, at: Writing, like: fx.Node, read: Sequence[fx.Node | None]) -> None:
-        """The gradients, and that of the mask in place of what is summed of the scores'."""
-        by = self.written.softmax.scale
-        node = at.instead(like, EFFICIENT_BACKWARD, *read, 0.0, [True] * 4, False, scale=by)
-        made = [at.call(like, operator.getitem, node, i) for i in range(4)]
-        self.gradients(at, made)
-        for total, scores in self.written.scores.sums.items():
-            here = Writing(self.graph, total)
-            total.replace_input_with(
-                scores, here.call(total, aten.reshape.default, made[OF_MASK], [*scores.meta["val"].shape])
-            )
-
-    def gradients(self, at: Writing, made: Sequence[fx.Node]) -> None:
-        """Those of queries, keys and values in place of the products that made them."""
-        for product, whose, times in self.written.gradients:
-            self.in_place_of(at, product, made[whose], times if whose == VALUE else times / self.written.softmax.scale)
+    def backward(
+        self,
+        at: Writing,
+        like: fx.Node,
+        given: fx.Node,
+        read: Sequence[fx.Node],
+        saved: Sequence[fx.Node],
+        mask: fx.Node | None,
+    ) -> None:
+        """The gradients, in place of the products that made them, and of what is summed of the scores'."""
+        its, by = self.written, self.written.softmax.scale
+        if its.scores.sums:
+            more: tuple[object, ...] = (mask, *saved, 0.0, [True] * 4, False)
+            node = at.instead(like, EFFICIENT_BACKWARD, given, *read, *more, scale=by)
+        else:
+            sizes = (x.meta["val"].shape[2] for x in read[:2])
+            node = at.instead(
+                like, CUDNN_BACKWARD, given, *read, *saved, mask, None, None, *sizes, 0.0, False, scale=by
+            )  # fmt: skip
+        made = [at.call(like, operator.getitem, node, i) for i in range(len(node.meta["val"]))]
+        for product, whose, times in its.gradients:
+            self.in_place_of(at, product, made[whose], times if whose == VALUE else times / by)
+        for total, scores in its.scores.sums.items():
+            shape = [*scores.meta["val"].shape]
+            new = Writing(self.graph, total).call(total, aten.reshape.default, made[OF_MASK], shape)
+            total.replace_input_with(scores, new)
 
     # ---- operands
 
@@ -231,52 +233,68 @@ class Fusing:
 
     def mask(self, at: Writing) -> fx.Node | None:
         """[samples or 1, heads or 1, queries, keys]: what is added to scores; None if nothing is."""
-        its, like = self.written, self.written.scores.first
-        value = its.operands[0].node.meta["val"]
-        how = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        its, value = self.written, self.written.operands[0].node.meta["val"]
         total: fx.Node | None = None
-        bottom = torch.finfo(value.dtype).min
-
-        def number(x: float) -> fx.Node:
-            return at.call(like, aten.full.default, [], x if x == -math.inf else max(x, bottom), **how)
-
         for part, source, dims in reversed(self.found.masks):
             one = self.spread(at, self.now.get(source, source), dims)
             if isinstance(part, Added):
                 if one.meta["val"].dtype != value.dtype:
-                    one = at.call(like, prims.convert_element_type.default, one, value.dtype)
-                one = one if part.times == 1 else at.call(like, aten.mul.Tensor, one, part.times)
-                total = one if total is None else at.call(like, aten.add.Tensor, total, one)
+                    one = self.shared(at, prims.convert_element_type.default, one, value.dtype)
+                one = one if part.times == 1 else self.shared(at, aten.mul.Tensor, one, part.times)
+                total = one if total is None else self.shared(at, aten.add.Tensor, total, one)
             else:
-                hidden, rest = number(part.value), number(0.0) if total is None else total
-                total = at.call(like, aten.where.self, one, *((hidden, rest) if part.where else (rest, hidden)))
+                hidden, rest = self.number(at, part.value), self.number(at, 0.0) if total is None else total
+                total = self.shared(at, aten.where.self, one, *((hidden, rest) if part.where else (rest, hidden)))
         if total is None:
             return None
         if not all(map(bounded, its.softmax.parts)):
-            never = at.call(like, aten.eq.Scalar, total, -math.inf)
-            total = at.call(like, aten.clamp_min.default, total, max(LEAST, bottom))
-            total = at.call(like, aten.where.self, never, number(NEVER), total)
+            never = self.shared(at, aten.eq.Scalar, total, -math.inf)
+            total = self.shared(at, aten.clamp_min.default, total, max(LEAST, torch.finfo(value.dtype).min))
+            total = self.shared(at, aten.where.self, never, self.number(at, NEVER), total)
         shape = [*total.meta["val"].shape[:2], *(x.shape[1] for x in its.rows[:2])]
         if [*total.meta["val"].shape] != shape:
-            total = at.call(like, aten.expand.default, total, shape)
+            total = self.shared(at, aten.expand.default, total, shape)
         if not total.meta["val"].is_contiguous():
-            total = at.call(like, aten.clone.default, total, memory_format=torch.contiguous_format)
+            total = self.shared(at, aten.clone.default, total, memory_format=torch.contiguous_format)
         return total
+
+    def number(self, at: Writing, x: float) -> fx.Node:
+        """A number in the dtype of the queries; one that is lower than all of these, but for minus infinity, is the
+        lowest."""
+        value = self.written.operands[0].node.meta["val"]
+        x = x if x == -math.inf else max(x, torch.finfo(value.dtype).min)
+        how = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        return self.shared(at, aten.full.default, [], x, **how)
 
     def spread(self, at: Writing, source: fx.Node, dims: Dims) -> fx.Node:
         """Part of a mask [samples or 1, heads or 1, queries or 1, keys or 1]."""
-        scores, like = self.written.scores, self.written.scores.first
+        scores = self.written.scores
         axes, size = scores.axes, scores.axes.size
         wanted = [*self.groups, *(axes.roots([i]) for i in (scores.queries, scores.keys))]
         own, every = [i for dim in dims for i in axes.roots(dim)], [i for group in wanted for i in group]
-        node = at.reshape(source, [static(size[i]) for i in own], aten.reshape.default)
-        if (order := [own.index(i) for i in every if i in own]) != sorted(order):
-            node = at.call(like, aten.permute.default, node, order)
-        node = at.reshape(node, [static(size[i]) if i in own else 1 for i in every], aten.reshape.default)
         full = [[static(size[i]) if {*group} & {*own} else 1 for i in group] for group in wanted]
+        order = [own.index(i) for i in every if i in own]
+        node = self.reshaped(at, source, [static(size[i]) for i in own])
+        if order != sorted(order):
+            node = self.shared(at, aten.permute.default, node, order)
+        node = self.reshaped(at, node, [static(size[i]) if i in own else 1 for i in every])
         if [*node.meta["val"].shape] != (long := [n for group in full for n in group]):
-            node = at.call(like, aten.expand.default, node, long)
-        return at.reshape(node, [math.prod(group) for group in full], aten.reshape.default)
+            node = self.shared(at, aten.expand.default, node, long)
+        return self.reshaped(at, node, [math.prod(group) for group in full])
+
+    def reshaped(self, at: Writing, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """The node in that shape."""
+        there = [*node.meta["val"].shape] == [*shape]
+        return node if there else self.shared(at, aten.reshape.default, node, [*shape])
+
+    def shared(self, at: Writing, target: object, *args: object, **kwargs: object) -> fx.Node:
+        """What an earlier layer made for the same mask, or else a new node. What a checkpoint computes again stays its
+        own."""
+        like, how = self.written.scores.first, (target, repr(args), repr(kwargs))
+        made = self.made.get(how)
+        if made is None or "recompute" in like.meta or not made < at.anchor:
+            made = self.made[how] = at.call(like, target, *args, **kwargs)
+        return made
 
     # ---- results
 

@@ -30,7 +30,7 @@ ANALYTIC = frozenset(
     {"add", "sub", "mul", "div", "neg", "reciprocal", "exp", "log", "where", "convert_element_type", "fma"}
 )
 """What is computed of scores. Comparisons and bounds are not: meaning.py compares at a few points. Nor is a number that
-is added, which may be too small to be seen there."""
+is added, which may be too small to be seen there. So no mask is made of scores."""
 EXACT = (torch.float32, torch.float64)
 """Dtypes to which scores are cast without a loss."""
 REDUCTIONS = ("sum", "max")
@@ -174,8 +174,8 @@ class Scores:
                 raise Misfit("a sum of scores over queries, or over heads")
             over = set(reduction.dims)
             return tuple(() if d in over else dim for d, dim in enumerate(dims) if reduction.keepdim or d not in over)
-        name, chosen = g.name_of(node), node.args[0] if node.target is aten.where.self else None
-        if name not in ANALYTIC or chosen in self.own or not g.floating(node):
+        name = g.name_of(node)
+        if name not in ANALYTIC or not g.floating(node):
             raise Misfit(f"{name or node.op} of scores")
         if g.is_cast(node) and g.tensor(node).dtype not in (*EXACT, g.tensor(self.first).dtype):  # type: ignore[union-attr]
             raise Misfit("scores that are rounded")

@@ -91,6 +91,37 @@ def test_masks_of_all_samples_are_made_once() -> None:
     assert call.args[3].meta["val"].shape == (1, H, T, T)
 
 
+class Masked(Layer):
+    """Attention by a mask that it is given."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in self.qkv(x).split(self.sizes, -1))
+        made = (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+        return self.o(made.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Deep(nn.Module):
+    """Two layers with one mask."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(Masked(plain) for _ in range(2)), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(T)
+        mask = (at - at[:, None]).clamp(-9, 0).to(x.dtype).masked_fill(at > at[:, None], -1e20)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, mask, use_reentrant=False) if self.again else layer(x, mask))
+        return x
+
+
+@pytest.mark.parametrize(("mode", "again", "masks"), [("infer", False, 1), ("train", False, 1), ("train", True, 2)])
+def test_layers_share_a_mask(mode: str, again: bool, masks: int) -> None:
+    _, graph = compared(Deep(again), mode)
+    calls = [n for n in graph.nodes if n.target is written_attention.CUDNN]
+    assert len(calls) == 2 and len({n.args[3] for n in calls}) == masks
+
+
 class Viewed(nn.Module):
     """The result and a view of it are returned."""
 
