@@ -247,7 +247,7 @@ class Fusing:
                 total = self.shared(at, aten.where.self, one, *((hidden, rest) if part.where else (rest, hidden)))
         if total is None:
             return None
-        if not all(map(bounded, its.softmax.parts)):
+        if not all(map(in_range, its.softmax.parts)):
             never = self.shared(at, aten.eq.Scalar, total, -math.inf)
             total = self.shared(at, aten.clamp_min.default, total, max(LEAST, torch.finfo(value.dtype).min))
             total = self.shared(at, aten.where.self, never, self.number(at, NEVER), total)
@@ -314,7 +314,7 @@ class Fusing:
             old.replace_all_uses_with(self.now[old])
 
 
-def bounded(part: Added | Hidden) -> bool:
+def in_range(part: Added | Hidden) -> bool:
     """Is all that it adds or puts in place of scores a number that cuDNN may turn into powers of two?"""
     return finite(part.node) if isinstance(part, Added) else part.value >= NEVER
 

@@ -250,8 +250,10 @@ def check_learned(found: Written, positions: bool) -> None:
             raise Misfit("a learned mask, which is summed over queries")
     width = found.operands[QUERY].width + sum(static(scores.axes.total(keys)) for keys in told)
     keys, number = found.rows[KEY].shape[1], scores.first.meta["val"].numel()
-    if padded(width) > WIDEST or keys % STEP or number < features.NUMBERS or keys < features.KEYS:
-        raise Misfit("a learned mask that will not be features")
+    if found.rows[QUERY].dtype not in features.DTYPES or padded(width) > WIDEST or keys % STEP:
+        raise Misfit("a learned mask that cannot be features")
+    if number < features.NUMBERS or keys < features.KEYS:
+        raise Misfit("a learned mask of few keys, or scores")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from written_attention import (
     plain,
 )
 
-from coda_inductor.attention import written
+from coda_inductor.attention import features, written
 from coda_inductor.attention.calls import EFFICIENT
 
 
@@ -89,6 +89,14 @@ def test_masks_of_all_samples_are_made_once() -> None:
     _, graph = compared(Layer(SPELLINGS["distances"]), "infer")
     (call,) = [n for n in graph.nodes if n.target is written_attention.CUDNN]
     assert call.args[3].meta["val"].shape == (1, H, T, T)
+
+
+@pytest.mark.parametrize(("name", "value"), [("DTYPES", ()), ("KEYS", T + 1), ("NUMBERS", B * H * T * T + 1)])
+def test_learned_masks_that_will_be_no_features(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    """With a gradient they stay as they are written; in inference they are masks."""
+    monkeypatch.setattr(features, name, value)
+    assert fused(compared(Layer(image), "train")[1]) == 0
+    assert fused(compared(Layer(image), "infer")[1]) == 1
 
 
 class Masked(Layer):
