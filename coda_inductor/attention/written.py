@@ -224,7 +224,7 @@ def bounded(found: Written, known: bool, looked: Looked) -> Written:
     if known and not infinite and not shows:
         raise Misfit("rows whose every key is hidden, perhaps")
     if isinstance(one, Hidden):
-        parts[hiding[0]] = replace(one, value=NEVER if infinite else LEAST)
+        parts[hiding[0]] = replace(one, value=LEAST)
     elif any(part.value > ABSORBS for part in parts if isinstance(part, Hidden)):
         raise Misfit("masks of which none absorbs all scores")
     return replace(found, softmax=replace(found.softmax, parts=tuple(parts)))
