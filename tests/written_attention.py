@@ -270,6 +270,14 @@ def padded_left(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(i[:, None] < i, -math.inf).masked_fill(i < 7, -1e30).softmax(-1) @ v
 
 
+def two_that_add(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each of two products is a mask of the other's scores: one of them is."""
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    more = a.table.repeat(B, 1, 1)  # type: ignore[operator]
+    scores = torch.baddbmm(more, q, k.mT) + torch.baddbmm(more, q.sin(), k.cos().mT)
+    return torch.bmm(scores.softmax(-1), v).view(B, H, T, D)
+
+
 def complements(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     odd = (torch.arange(T) % 2).to(q.dtype)
     return (q @ k.mT - 1e35 * odd - 1e34 * (1 - odd)).softmax(-1) @ v
@@ -278,7 +286,8 @@ def complements(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 UNKNOWN: dict[str, Written] = {
     f.__name__: f
     for f in (
-        two_hide, two_are_added, two_levels, padded_left, complements, table, windows, keys_of_samples, low_of_buffers,
+        two_hide, two_are_added, two_levels, padded_left, two_that_add, complements, table, windows, keys_of_samples,
+        low_of_buffers,
     )
 }  # fmt: skip
 

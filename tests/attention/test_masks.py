@@ -13,7 +13,7 @@ from cuda_attention import on_cuda
 from torch import Tensor, fx, nn
 
 from coda_inductor.attention import masks
-from coda_inductor.patterns.constants import MOST, constant
+from coda_inductor.patterns.constants import FEW, MOST, constant
 
 B, T, HEADS, SIZE = 2, 128, 4, 16
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -342,6 +342,18 @@ def test_what_drops_scores_needs_no_mask_that_hides_nothing() -> None:
 
 
 # ---- constants
+
+
+def test_a_few_numbers_that_a_graph_holds() -> None:
+    """As `torch.tensor(0.0)` within a model; at many nobody looks."""
+    root = torch.nn.Module()
+    root.few, root.many = torch.ones(3), torch.ones(FEW + 1)
+    graph = torch.fx.Graph()
+    for name, there in (("few", True), ("many", False)):
+        node = graph.get_attr(name)
+        node.meta["val"] = getattr(root, name)
+        module = torch.fx.GraphModule(root, graph)
+        assert (constant(next(n for n in module.graph.nodes if n.target == name), frozenset()) is not None) is there
 
 
 def test_what_cannot_be_computed_is_no_constant() -> None:

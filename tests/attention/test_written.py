@@ -13,6 +13,7 @@ from written_attention import (
     SPELLINGS,
     UNKNOWN,
     B,
+    D,
     H,
     Layer,
     T,
@@ -97,6 +98,20 @@ def test_learned_masks_that_will_be_no_features(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(features, name, value)
     assert fused(compared(Layer(image), "train")[1]) == 0
     assert fused(compared(Layer(image), "infer")[1]) == 1
+
+
+def rows_alone(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    down = torch.bmm(q.reshape(B * H, T, D), a.learned[0, :D, :Y].expand(B * H, D, Y)).view(B, H, T, Y, 1)
+    return ((q @ k.mT).view(B, H, T, Y, T // Y) + down).view(B, H, T, T).softmax(-1) @ v
+
+
+def test_a_mask_lies_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is the same for several keys is repeated for the kernel."""
+    monkeypatch.setattr(features, "KEYS", T + 1)
+    _, graph = compared(Layer(rows_alone), "infer")
+    (call,) = [n for n in graph.nodes if n.target is written_attention.CUDNN]
+    mask = call.args[3].meta["val"]
+    assert mask.shape == (B, H, T, T) and mask.is_contiguous()
 
 
 class Masked(Layer):

@@ -171,6 +171,11 @@ def of_eight_bits(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-1).to(torch.float8_e4m3fn).to(q.dtype) @ v
 
 
+def beside_a_table(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the table holds only a run knows: the number may not absorb it."""
+    return (q @ k.mT + a.table).masked_fill(a.past == 0, -1e9).softmax(-1) @ v  # type: ignore[operator, arg-type]
+
+
 def two_products(_: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As DeepSeek writes it."""
     return ((q @ k.mT + q.sin() @ k.cos().mT) * 0.3).softmax(-1) @ v
@@ -194,7 +199,7 @@ STAY: list[Written] = [
     over_queries, over_heads, capped, bounded, of_bounded_weights, of_temperature, negated, mixed, sigmoid, linear,
     off_by_one, twice_softmax, squared, above_mean, leaves_weights, sums_are_read, weights_are_read, two_values,
     of_another_dtype, queries_hidden, heads_hidden, all_hidden, without_nan, hidden_twice, low_twice, at_least,
-    at_least_of_tensors, repeated_sums, of_eight_bits, two_products, of_no_size, over_nothing, undone,
+    at_least_of_tensors, repeated_sums, of_eight_bits, two_products, of_no_size, over_nothing, undone, beside_a_table,
 ]  # fmt: skip
 
 
@@ -294,6 +299,24 @@ def tabled(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_memory_that_is_overwritten() -> None:
     assert fused(compared(Layer(tabled), "infer")[1]) == 1
     assert fused(compared(Overwritten(tabled), "infer")[1]) == 0
+
+
+class ValuesOverwritten(Layer):
+    """The values are overwritten once they were read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        self.table.mul_(0.5)  # type: ignore[operator]
+        return made
+
+
+def held_values(a: Layer, q: Tensor, k: Tensor, _: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ a.table[:, :, :D].expand(B, H, T, D)  # type: ignore[index]
+
+
+def test_operands_that_are_overwritten() -> None:
+    assert fused(compared(Layer(held_values), "infer")[1]) == 1
+    assert fused(compared(ValuesOverwritten(held_values), "infer")[1]) == 0
 
 
 def test_dropped_weights_stay() -> None:
