@@ -105,13 +105,18 @@ def rows_alone(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT).view(B, H, T, Y, T // Y) + down).view(B, H, T, T).softmax(-1) @ v
 
 
-def test_a_mask_lies_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is the same for several keys is repeated for the kernel."""
+def turned_table(a: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT + a.table.mT).softmax(-1) @ v  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("attention", [rows_alone, turned_table], ids=lambda f: f.__name__)
+def test_a_mask_lies_row_by_row(monkeypatch: pytest.MonkeyPatch, attention: Written) -> None:
+    """What is the same for several keys is repeated for the kernel, and what is turned is copied."""
     monkeypatch.setattr(features, "KEYS", T + 1)
-    _, graph = compared(Layer(rows_alone), "infer")
+    _, graph = compared(Layer(attention), "infer")
     (call,) = [n for n in graph.nodes if n.target is written_attention.CUDNN]
     mask = call.args[3].meta["val"]
-    assert mask.shape == (B, H, T, T) and mask.is_contiguous()
+    assert mask.shape[1:] == (H, T, T) and mask.is_contiguous()
 
 
 class Masked(Layer):
