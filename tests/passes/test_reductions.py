@@ -63,7 +63,8 @@ def scores(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_by_itself(name: str) -> None:
-    """The loss and the gradient, nearly as near to float64 as eager's."""
+    """The loss and the gradient, nearly as near to float64 as eager's. Where nothing is taken, they are
+    Inductor's, which adds rows up less well on some CPUs."""
     loss, passes, gradients = LOSSES[name]
     z, y = scores()
     mine, theirs, exact = (x.clone().requires_grad_() for x in (z, z, z.double()))
@@ -72,7 +73,12 @@ def test_a_loss_by_itself(name: str) -> None:
     for x in (theirs, exact):
         loss(x, y).backward()
     assert ran == [] and mine.grad is not None and theirs.grad is not None and exact.grad is not None
-    assert relative(mine.grad, exact.grad) <= 1.1 * relative(theirs.grad, exact.grad) + 1e-7
+    near = relative(theirs.grad, exact.grad)
+    if not passes + gradients:
+        stock = z.clone().requires_grad_()
+        torch.compile(loss)(stock, y).backward()
+        near = max(near, relative(stock.grad, exact.grad))  # type: ignore[arg-type]
+    assert relative(mine.grad, exact.grad) <= 1.1 * near + 1e-7
     records = [p.record for report in ran.reports for p in report.elementwise]
     taken = [{o.taken for o in r.outputs} for r in records if r.along_rows]
     assert taken == [{MAXIMUM, EXPONENTIALS}] * passes and len(records) == passes + gradients
