@@ -5,7 +5,7 @@ How a softmax is spelled does not matter then: with a maximum or without, with a
 of scores have the same few samples, queries and keys; views change nothing, so they are not computed. The operations
 that are read (scores.py) are analytic but for a maximum and for choices by masks. Two analytic functions that agree at
 a random point are equal, as polynomials are (Schwartz and Zippel); and masks hide some keys of a row, none, all, and
-all of some rows, each beside each.
+all of some rows, each beside each of two others.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Numbers:
 
 
 def cases(scores: Scores) -> range:
-    """All that masks may do, each beside each; for more than three masks these are drawn."""
+    """All that masks may do, each beside each of three; any others hide some keys of each row."""
     masks = sum(n.meta["val"].dtype == torch.bool for n in scores.others if n not in scores.own)
     return range(max(2, 4 ** min(masks, 3)))
 
