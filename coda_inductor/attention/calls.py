@@ -82,7 +82,7 @@ def attention(graph: fx.Graph) -> Iterator[Call]:
                     yield call
 
 
-# ---- cuDNN's
+# ---- the kernels that are asked for where there was another
 
 WIDEST, STEP = 256, 8
 """Numbers in a head: the most that cuDNN takes on a Hopper, and in which steps."""
@@ -92,7 +92,8 @@ EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 """The memory-efficient kernel: it alone has a mask's gradient."""
 SAVED, SAVED_BY_EFFICIENT = (0, 1, 6, 7), (0, 1, 2, 3)
-"""Which results of the forward its backward reads: the result, the sums of exponentials, and a seed and an offset."""
+"""Which results of cuDNN's forward, and of that kernel's, its backward reads: the result, the sums of exponentials, and
+a seed and an offset."""
 
 
 def padded(width: int) -> int:
