@@ -26,6 +26,7 @@ from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.sites import absorbed, fired, reason, site
 from coda_inductor.inductor.undefined import add_where_read
 from coda_inductor.inductor.work import Work
+from coda_inductor.loss.written import write_losses
 from coda_inductor.passes.blocks import write_blocks
 from coda_inductor.passes.casts import may_widen, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real, pack_pairs
@@ -51,6 +52,7 @@ from coda_inductor.passes.switches import (
     HEADS,
     JOINED,
     LAYOUTS,
+    LOSS,
     MASKS,
     PARTS,
     POSITIONS,
@@ -63,7 +65,7 @@ from coda_inductor.passes.switches import (
 from coda_inductor.passes.tables import put_into_memory
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.sizes import guards_of
-from coda_inductor.rewrite.laws import RELU
+from coda_inductor.rewrite.laws import RELU, SOFTMAX
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
 from coda_inductor.write.all_parts import compute_all_parts
@@ -170,6 +172,14 @@ def joined_operands(work: Work) -> None:
         work.joined = split_joined(work.graph, work.whole, work.before.effects.memory)
 
 
+def loss_gradients(work: Work) -> None:
+    """The gradient of a cross-entropy's scores leaves the epilogue that makes the scores, but for numbers of rows."""
+    if work.may(LOSS) and SOFTMAX.name in laws_of(work.settings) and g.is_joint(work.graph):
+        work.losses, left = write_losses(work.graph, work.target, work.whole, work.before.effects)
+        work.casts += tuple(x.told for x in work.losses)
+        work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())
+
+
 def eight_bit_products(work: Work) -> None:
     """Of 8-bit products: what is computed twice is computed once, also what both sides of the graph compute of few
     values; right matrices are transposed views of [N, K]; scales are in memory; if allowed, they add up fast."""
@@ -197,6 +207,7 @@ def regions(work: Work) -> None:
     found = settled(graph, work.settings, work.decisions, Limits(unread=unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
     whole = frozenset(p.name for p in work.packed if not taken.issuperset(p.made))
+    whole |= frozenset(x.product for x in work.losses) - frozenset(n.name for n in taken)
     if whole := whole | in_vain(found.plan, work.joined):
         raise RewriteAgain(whole)
     made, lifted = found.plan, found.plan.program.lifted
@@ -301,6 +312,7 @@ STAGES: tuple[Stage, ...] = (
     small_factors,
     column_parts,
     joined_operands,
+    loss_gradients,
     eight_bit_products,
     eight_bit_casts,
     regions,

@@ -45,8 +45,8 @@ from coda_inductor.inductor.records import Report
 from coda_inductor.inductor.tracing import passes, uuids
 from coda_inductor.kernels import record, store
 from coda_inductor.measure import free_memory
-from coda_inductor.ops import attention, elementwise, gradients, lowering
-from coda_inductor.passes.switches import ATTENTION, ELEMENTWISE, NAMES, POSITIONS, WINDOWS
+from coda_inductor.ops import attention, elementwise, gradients, loss, lowering
+from coda_inductor.passes.switches import ATTENTION, ELEMENTWISE, LOSS, NAMES, POSITIONS, WINDOWS
 from coda_inductor.patterns.graph import MATRIX_PRODUCTS, source_line
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.tuning import shipped
@@ -110,7 +110,7 @@ def within(settings: Settings, row: Target) -> Settings:
     return (
         settings
         if row.tested
-        else replace(settings, disable=settings.disable | {ELEMENTWISE, WINDOWS, POSITIONS, ATTENTION})
+        else replace(settings, disable=settings.disable | {ELEMENTWISE, WINDOWS, POSITIONS, ATTENTION, LOSS})
     )
 
 
@@ -123,6 +123,7 @@ class JointPass(CustomGraphPass):
         elementwise.register()
         gradients.register()
         attention.register()
+        loss.register()
         self.settings = settings
         self.chained = passes(chained)
         self.unsettled = self.rewrote = False

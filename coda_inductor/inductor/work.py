@@ -12,6 +12,7 @@ from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.masks import Mask
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.records import Refusal, Site
+from coda_inductor.loss.written import Written
 from coda_inductor.passes.blocks import Blocks
 from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.elementwise import Pass
@@ -36,7 +37,8 @@ class Work:
     device: torch.device | None
     """Where the graph's products run; None if it has none."""
     whole: frozenset[str] = frozenset()
-    """The products that stay whole though they are read in parts, or read what is put beside each other."""
+    """The products that stay whole though they are read in parts, or read what is put beside each other; and those of
+    which a loss stays as it came."""
     unread: frozenset[str] = frozenset()
     """The nodes that the backward would keep for sums alone, which therefore do not read them."""
     lent: frozenset[int] = frozenset()
@@ -47,6 +49,8 @@ class Work:
     """Those that were split."""
     joined: tuple[Packed, ...] = ()
     """Those that were split because their left operand is two tensors beside each other."""
+    losses: tuple[Written, ...] = ()
+    """Products of a head whose epilogue is to make the gradient of their scores."""
     sites: list[Site] = field(default_factory=list)
     refused: tuple[Refusal, ...] = ()
     opaque: tuple[Refusal, ...] = ()

@@ -14,11 +14,13 @@ Only where a score's row is computed of its own row (write/rows.py). The sums of
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 from torch import fx
 
 from coda_inductor.ops.custom import REGION
+from coda_inductor.ops.loss import LOSS_ROWS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write import rows as by
@@ -92,9 +94,14 @@ def gradients(graph: fx.Graph, chunk: int) -> dict[fx.Node, int]:
             continue
         rows, features = matrix.meta["val"].shape
         source = g.root(matrix, lambda n: n.target in by.RESHAPES | by.SAME)
-        if rows > chunk and features >= AMPLIFIED * width and g.is_backward(source) and source.op == "call_function":
+        if rows > chunk and features >= AMPLIFIED * width and (g.is_backward(source) or of_loss(source)):
             found[source] = rows
-    return found
+    return {n: rows for n, rows in found.items() if n.op == "call_function"}
+
+
+def of_loss(node: fx.Node) -> bool:
+    """Is it what the forward has stored in place of scores, but for a factor their gradient (loss/written.py)?"""
+    return node.target is operator.getitem and node.args[0].target is LOSS_ROWS  # type: ignore[union-attr]
 
 
 def multiplied(node: fx.Node) -> tuple[fx.Node | None, int]:
@@ -121,6 +128,8 @@ def gathered(gradient: fx.Node, rows: int) -> tuple[ByRows, str]:
         program.proportional = proportional(program)
         return program, ""
     except (NotByRow, NotLinear) as why:
+        if of_loss(gradient):
+            raise NotByRow(str(why)) from why
         program = ByRows(gradient, rows, False, tangents=late)
         program.follow()
         return program, str(why)

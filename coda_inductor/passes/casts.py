@@ -42,13 +42,15 @@ PACKED = "read and written as integers, one for two numbers"
 @dataclass(frozen=True, slots=True)
 class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
-    user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py), or
-    pairs of numbers that are PACKED (complex.py)."""
+    user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py),
+    pairs of numbers that are PACKED (complex.py), or scores whose gradient is stored for them (loss/written.py)."""
 
     node: str
     shape: str
     source: str
     what: str
+    gone: tuple[str, ...] = ()
+    """Operations that a rewriting of more than a cast left out."""
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class Cast:
     @property
     def absorbed(self) -> tuple[str, ...]:
         """The operations that nobody runs any more."""
-        return () if self.what in (EARLY, FAST, PACKED) else (self.node,)
+        return self.gone or (() if self.what in (EARLY, FAST, PACKED) else (self.node,))
 
     @classmethod
     def of(cls, node: fx.Node, what: str, source: str) -> Cast:

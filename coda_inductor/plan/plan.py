@@ -7,9 +7,11 @@ from a tile and vectors is made there again rather than stored.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+import torch
 from torch import fx
 
 from coda_inductor.core.dtypes import DTYPE_NAMES, DTYPES
@@ -123,6 +125,14 @@ class Plan(Inputs):
         if undeferred:
             raise Conflict(Limits(undeferred=undeferred))
 
+    def shared(self, draft: Draft, red: Term) -> Iterator[tuple[fx.Node, Fraction]]:
+        """The nodes that are a sum over columns which the epilogue takes, times a factor: loops read it, too."""
+        double = g.tensor(self.program.product(draft.space.accs[0]).x).dtype == torch.float64  # type: ignore[union-attr]
+        for node, factor in self.program.statistics(red, self.rows(red)):
+            kind, dtype = g.reduction(node), node.meta["val"].dtype
+            if kind is not None and kind.name != "var" and dtype == (torch.float64 if double else torch.float32):
+                yield node, factor
+
     def operands(self, product: int) -> list[fx.Node]:
         """The nodes that hold the left operand of a product (a bit) as the user wrote it."""
         operand = self.program.lifted.term[self.program.lifted.products[product].x]
@@ -206,7 +216,7 @@ class Plan(Inputs):
             late = g.is_backward(node) and not self.program.in_backward(space)
             late &= not REDUCTIONS[red.name].stored  # of what the forward stores anyway the backward may ask a vector
             over, _, left = self.program.summed(red, space)
-            if over == "N" and REDUCTIONS[red.name].linear:
+            if over == "N" and REDUCTIONS[red.name].linear and not self._by_itself(node):
                 return False  # a statistic, which is taken where an epilogue reads it
             if late or over not in REDUCTIONS[red.name].sinks or self.program.layout(node) != (left, True):
                 return False
@@ -217,6 +227,11 @@ class Plan(Inputs):
         draft.totals[node] = red, number
         self._take(draft, red)
         return True
+
+    def _by_itself(self, node: fx.Node) -> bool:
+        """Does an operation that is no loop read a sum? A loop would hold what it is taken of."""
+        loops = (self.fusible(u) or g.is_pointwise(u) or g.is_view(u) or u.op == "output" for u in node.users)
+        return not all(loops)
 
     def _take(self, draft: Draft, red: Term) -> None:
         """Lets an epilogue take a sum."""

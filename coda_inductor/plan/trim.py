@@ -49,7 +49,8 @@ def find_used(plan: Plan) -> Used:
     drafts = plan.unique()
     made: dict[object, tuple[Draft, Term]] = {s: (d, s.term) for d in drafts for s in d.stores}
     made |= {node: made[s] for d in drafts for node, s in d.supplies.items() if not s.again}
-    totals = {node: red for d in drafts for node, (red, _) in d.totals.items()}
+    totals = {node: red for d in drafts for red in d.sums for node, _ in plan.shared(d, red)}
+    totals |= {node: red for d in drafts for node, (red, _) in d.totals.items()}
     used = Used(set(), set())
     todo: list[object] = [n for n in plan.program.lifted.graph.nodes if n.op == "output" or n.is_impure()]
     while todo:

@@ -61,9 +61,11 @@ class Written:
             whole = self.sums[node] if node in self.sums else self.call(node, aten.cat.default, self.parts[node], 0)
             self.put(node, whole, number if node in program.proportional else None)
 
-    def ones(self) -> fx.Node:
-        """The gradient of the loss, in whose place 1 is read, also by what is made of it once."""
+    def ones(self) -> fx.Node | None:
+        """The gradient of the loss, in whose place 1 is read, also by what is made of it once; None if nothing is."""
         number = tangent(self.program)
+        if number is None:
+            return None
         value = number.meta["val"]
         one = self.call(self.program.gradient, aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
         self.made[number] = one

@@ -108,22 +108,22 @@ class ByRows:
 
 def proportional(program: ByRows) -> set[fx.Node]:
     """What of all that is computed early is proportional to the gradient of the loss, the one number among the
-    gradients that it depends on. Raises NotLinear, NotByRow."""
+    gradients that it depends on, if it depends on any. Raises NotLinear, NotByRow."""
     number = tangent(program)
     if not any(f is LIST or program.product(n) for n, f in program.forms.items() if not g.is_backward(n)):
         raise NotByRow("no scores are made here")
     if any(n.meta["val"].dtype == torch.float16 for n in program.forms if g.tensor(n) is not None):
         raise NotLinear("gradients of float16 may vanish unless they are multiplied by the loss's")
-    found: dict[fx.Node, Degree | tuple[Degree, ...]] = {number: 1}
+    found: dict[fx.Node, Degree | tuple[Degree, ...]] = {number: 1} if number else {}
     for node in program.gradient.graph.nodes:
         if node is not number and (node in program.once or node in program.forms):
             found[node] = degree(node, found)
     return {node for node, of in found.items() if of == 1}
 
 
-def tangent(program: ByRows) -> fx.Node:
-    """The gradient of the loss. Raises NotLinear."""
+def tangent(program: ByRows) -> fx.Node | None:
+    """The gradient of the loss, None if nothing depends on it. Raises NotLinear."""
     found = [n for n in program.once if g.is_tangent(n)]
-    if len(found) != 1 or found[0].meta["val"].dim():
+    if len(found) > 1 or (found and found[0].meta["val"].dim()):
         raise NotLinear("several gradients, or one that is no number")
-    return found[0]
+    return found[0] if found else None

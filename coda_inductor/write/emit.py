@@ -171,13 +171,9 @@ class Emission(Writing):
         """Gives loops the sums over columns that the epilogue takes for a Region: else they would take them again."""
         for red in built.draft.sums:
             made = self.made[red]
-            for node, factor in self.plan.program.statistics(red, self.plan.rows(red)):
-                value, kind = g.tensor(node), g.reduction(node)
-                assert value is not None
-                if kind is None or kind.name == "var" or value.dtype != built.region.compute:
-                    continue
+            for node, factor in self.plan.shared(built.draft, red):
                 new = made if factor == 1 else self.call(made, aten.mul.Tensor, made, float(1 / factor))
-                new = self.reshape(new, list(value.shape))
+                new = self.reshape(new, list(node.meta["val"].shape))
                 node.replace_all_uses_with(new, delete_user_cb=partial(operator.is_not, new))
 
     def redirect(self, node: fx.Node, new: fx.Node, readers: list[fx.Node]) -> None:

@@ -19,6 +19,7 @@ from torch import fx
 
 from coda_inductor.core.region import parse
 from coda_inductor.ops.custom import REGION
+from coda_inductor.ops.loss import LOSS_ROWS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 
@@ -45,7 +46,7 @@ class Other(Enum):
     WHOLE = "read as it is, by all rows"
     TURNED = "[features, rows]"
     SUMMED = "added up over all rows"
-    LIST = "the results of a Region"
+    LIST = "the results of a Region, or of the rows of a loss"
 
 
 Form = Rows | Spread | Other
@@ -61,6 +62,10 @@ FILLED = frozenset({aten.full.default})
 OF_EVERYTHING: dict[object, str] = {aten.sum.default: "sum", aten.mean.default: "mean"}
 ALONG = frozenset({aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 """Operations along one dimension, their second argument, by an index of as many rows."""
+
+
+LISTS = frozenset({REGION, LOSS_ROWS})
+"""Operations with several results."""
 
 
 class NotByRow(Exception):
@@ -86,7 +91,7 @@ def lead(sizes: Sequence[int], rows: int) -> int:
 def demands(node: fx.Node, form: Form, rows: int) -> Demands:
     """What the node reads, and as what, if it is to have this form. Raises NotByRow if it cannot."""
     if form is LIST:
-        return _region(node)
+        return _region(node) if node.target is REGION else _loss_rows(node)
     if form is TURNED:
         return {_first(node): Rows(lead(shape(_first(node)), rows))} if _turns(node) else _refuse(node)
     if form is SUMMED:
@@ -103,7 +108,7 @@ def demands(node: fx.Node, form: Form, rows: int) -> Demands:
 
 def form_of(user: fx.Node, node: fx.Node, form: Form, rows: int) -> Form:
     """What a reader of a node of this form is. Raises NotByRow if it is nothing of rows."""
-    if user.target is REGION:
+    if user.target in LISTS:
         return LIST if demands(user, LIST, rows).get(node) == form else _refuse(user)
     if form is LIST:
         return _item(user)
@@ -196,7 +201,9 @@ def _product(node: fx.Node, k: int, rows: int) -> Demands:
 
 
 def _item(node: fx.Node) -> Form:
-    """What a result of a Region is."""
+    """What one of several results is."""
+    if _first(node).target is not REGION:
+        return Rows(1)
     region = parse(_first(node).args[1])  # type: ignore[arg-type]
     number: int = node.args[1] - len(region.stores)  # type: ignore[operator,assignment]
     return SUMMED if number >= 0 and region.reductions[number].over == "M" else Rows(1)
@@ -204,6 +211,12 @@ def _item(node: fx.Node) -> Form:
 
 def _of_region(node: fx.Node, k: int, rows: int) -> Demands:
     return {_first(node): LIST} if _item(node) == Rows(1) else _refuse(node)
+
+
+def _loss_rows(node: fx.Node) -> Demands:
+    *rows, weight, _ = node.args
+    found: Demands = {x: Rows(1) for x in rows if isinstance(x, fx.Node)}
+    return found | ({weight: WHOLE} if isinstance(weight, fx.Node) else {})
 
 
 def _region(node: fx.Node) -> Demands:
@@ -253,7 +266,7 @@ RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, int, int], Dema
     (_in(FILLED), _filled),
     (_in(ALONG), _along),
     (_in(frozenset({aten.mm.default, aten.addmm.default})), _product),
-    (lambda n: n.target is operator.getitem and _first(n).target is REGION, _of_region),
+    (lambda n: n.target is operator.getitem and _first(n).target in LISTS, _of_region),
     (lambda n: n.target is aten.expand.default or g.is_pointwise(n) or g.is_cast(n), _pointwise),
     (lambda n: reduction(n) is not None, _reduced),
 )

@@ -18,7 +18,7 @@ from coda_inductor.core import errors
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor import joint_pass
 from coda_inductor.kernels import launch, proof
-from coda_inductor.passes.switches import ATTENTION, ELEMENTWISE, POSITIONS, WINDOWS
+from coda_inductor.passes.switches import ATTENTION, ELEMENTWISE, LOSS, POSITIONS, WINDOWS
 
 BF16 = torch.bfloat16
 WRONG = "is wrong on this card: at M = "
@@ -179,5 +179,5 @@ def test_another_bucket_is_proved_when_the_graph_meets_it(monkeypatch: pytest.Mo
 def test_elementwise_passes_and_windows_stay_as_they_are() -> None:
     """No oracle compares their kernels on the card."""
     settings = Settings(target="auto", disable=frozenset({"gauge"}))
-    assert joint_pass.within(settings, ROW).disable == {"gauge", ELEMENTWISE, WINDOWS, POSITIONS, ATTENTION}
+    assert joint_pass.within(settings, ROW).disable == {"gauge", ELEMENTWISE, WINDOWS, POSITIONS, ATTENTION, LOSS}
     assert joint_pass.within(settings, SM_90A) is settings

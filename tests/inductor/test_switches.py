@@ -188,6 +188,8 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ("only", "windows"): [],
     ("disable", "positions"): BEFORE,  # test_positions.py
     ("only", "positions"): [],
+    ("disable", "loss"): BEFORE,  # test_loss_written.py
+    ("only", "loss"): [],
     ("disable", "grouped"): BEFORE,  # test_grouped.py
     ("only", "grouped"): [],
     ("disable", "undefined"): BEFORE,  # test_undefined.py

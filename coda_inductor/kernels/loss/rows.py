@@ -1,0 +1,95 @@
+"""Rows of a cross-entropy on CUDA tensors, by a Triton kernel (what they are: ops/loss.py)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+ROWS, COLUMNS, FEATURES = 32, 128, 64
+"""Of scores that are computed again, what a program holds at a time. None were compared: such rows are rare."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(  # type: ignore[no-untyped-def]
+    x, w, m, n, inside, features, x_m, x_k, w_n, w_k, scale, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
+    """scale x @ w.T of some rows and columns, in float32; `inside` says which rows are asked for."""
+    total = tl.zeros((M, N), tl.float32)
+    for start in range(0, features, K):
+        k = start + tl.arange(0, K)
+        within = k < features
+        left = tl.load(x + m[:, None] * x_m + k[None, :] * x_k, inside[:, None] & within[None, :], 0.0)
+        right = tl.load(w + n[None, :] * w_n + k[:, None] * w_k, (n >= 0)[None, :] & within[:, None], 0.0)
+        total = tl.dot(left, right, total)
+    return total * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows(  # type: ignore[no-untyped-def]
+    gradient, loss, factor, total, target, slope, x, w,
+    rows, columns, features, pitch, x_m, x_k, w_n, w_k, scale, limit,
+    SLOPE: tl.constexpr, AGAIN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    inside = m < rows
+    others = tl.load(total + m, inside, 0.0)
+    t = tl.load(target + m, inside, 0)
+    mine = libdevice.log1p(others)
+    scale_of_row = 1.0 / (1.0 + others)
+    first = -others
+    if SLOPE:
+        first = first * tl.load(slope + m, inside, 0.0)
+    if AGAIN:
+        far = inside & ~(others < limit)
+        if tl.max(far.to(tl.int32), 0) > 0:
+            top = tl.full((M,), float("-inf"), tl.float32)
+            whole = tl.zeros((M,), tl.float32)
+            there = tl.zeros((M,), tl.float32)
+            for start in range(0, columns, N):
+                n = start + tl.arange(0, N)
+                n = tl.where(n < columns, n, -1)
+                s = _scores(x, w, m, n, far, features, x_m, x_k, w_n, w_k, scale, K, M, N)
+                s = tl.where((n >= 0)[None, :], s, float("-inf"))
+                higher = tl.maximum(top, tl.max(s, 1))
+                whole = whole * tl.exp(top - higher) + tl.sum(tl.exp(s - higher[:, None]), 1)
+                there += tl.sum(tl.where(n[None, :] == t[:, None], s, 0.0), 1)
+                top = higher
+            for start in range(0, columns, N):
+                n = start + tl.arange(0, N)
+                n = tl.where(n < columns, n, -1)
+                s = _scores(x, w, m, n, far, features, x_m, x_k, w_n, w_k, scale, K, M, N)
+                e = tl.exp(s - top[:, None]).to(gradient.dtype.element_ty)
+                written = far[:, None] & (n >= 0)[None, :] & (n[None, :] != t[:, None])
+                tl.store(gradient + m[:, None] * pitch + n[None, :], e, written)
+            mine = tl.where(far, tl.log(whole) + top - there, mine)
+            first = tl.where(far, tl.exp(there - top) - whole, first)
+            scale_of_row = tl.where(far, 1.0 / whole, scale_of_row)
+    stored = first.to(gradient.dtype.element_ty)
+    rounded = stored.to(tl.float32)
+    ratio = tl.where((rounded != 0.0) & (tl.abs(first) < float("inf")), first / rounded, 1.0)
+    tl.store(gradient + m * pitch + t, stored, inside)
+    tl.store(loss + m, mine, inside)
+    tl.store(factor + m, scale_of_row * ratio, inside)
+
+
+def finish(
+    gradient: Tensor, loss: Tensor, factor: Tensor, total: Tensor, target: Tensor, slope: Tensor | None,
+    x: Tensor | None, weight: Tensor | None, scale: float, limit: float,
+) -> None:  # fmt: skip
+    """As ops/loss.py has it, on the tensors' device. Rows of `gradient` are contiguous."""
+    rows, columns = gradient.shape
+    if not rows:
+        return
+    again = x is not None and weight is not None
+    left, right = (x, weight) if again else (gradient, gradient)
+    assert left is not None and right is not None
+    with torch.cuda.device(gradient.device):
+        _rows[-(-rows // ROWS),](
+            gradient, loss, factor, total.contiguous(), target.contiguous(),
+            total if slope is None else slope.contiguous(), left, right,
+            rows, columns, left.shape[1] if again else 0, gradient.stride(0), *left.stride(), *right.stride(),
+            scale, limit, SLOPE=slope is not None, AGAIN=again, M=ROWS, N=COLUMNS, K=FEATURES, num_warps=4,
+        )  # fmt: skip

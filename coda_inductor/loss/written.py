@@ -1,0 +1,253 @@
+"""A cross-entropy whose scores' gradient leaves the epilogue that makes the scores, but for two numbers a row.
+
+    before:  s = f(z), z = x W^T [M, V];  loss: logsumexp(s) - s_t;  D = a f' (softmax(s) - onehot(t));  D W,  D^T x
+    after:   c = s_t, of x and the row t of W;  E = exp(s - c) f', and 0 at t;  S = the sum of exp(s - c), t apart
+             loss = log(1 + S);  E = -S f'_t at t;  r = a / (1 + S);  r (E W),  E^T (r x)
+
+softmax(s) - onehot(t) = E / (1 + S) for any c (the law `softmax`), and here c is known before the product. So E and S
+leave its epilogue. No pass reads the scores and writes their gradient, and the scores are not stored. The factor of a
+row that is known later is the product's, whose epilogue takes it, or the other operand's (the law `bilinearity`).
+
+The score of the target makes S the exponential of the loss, so E is of the size of bfloat16's numbers. ops/loss.py says
+what becomes of rows of which it is not; `bounded` says which scores need no such care.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from coda_inductor.loss.reading import LOGARITHMS, NORMALISER, SCORES, SOFTMAX, Head, Parts, heads, unchanged
+from coda_inductor.ops.loss import CAP, LOSS_ROWS
+from coda_inductor.passes.casts import Cast
+from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.effects import Effects
+from coda_inductor.patterns.graph import aten, prims
+from coda_inductor.write.order import sort
+from coda_inductor.write.writing import Writing
+
+COLUMNS, AMPLIFIED = 1 << 13, 4
+"""The least columns of scores, and how many times the features of x they are. Vectors of the features' length are read
+and written five times for it."""
+DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
+"""Of E, with that of the softmax. (In float16 a loss of 11 is too great for E.)"""
+EXACT = 1 << 24
+"""Whole numbers up to here are float32's, too."""
+WHAT = "gradient stored in place of the scores"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A head that was rewritten: its product's name, and what `explain` tells."""
+
+    product: str
+    told: Cast
+
+
+def write_losses(
+    graph: fx.Graph, target: str, whole: frozenset[str], before: Effects
+) -> tuple[tuple[Written, ...], dict[fx.Node, str]]:
+    """Rewrites the heads of a joint graph in place, but for products named `whole`; `before` are its effects before it
+    was rewritten. Returns them, and of others that a softmax is taken of, why not."""
+    found, left = heads(graph, lambda node: node.name not in whole and is_wide(node, target))
+    done, names = list[Written](), {n.name for n in graph.nodes}
+    for head in found:
+        if head.scores.meta["val"].dtype != DTYPES[head.product.meta["val"].dtype]:  # type: ignore[union-attr]
+            left[head.product] = "its softmax is of other numbers than the epilogue's"
+            continue
+        scale = None if bounded(head) else factor(head)
+        if scale is None and not bounded(head):
+            left[head.product] = "its scores are neither a multiple of the product nor bounded"
+            continue
+        _write(graph, head, scale)
+        sort(graph, before)
+        here = {n.name for n in graph.nodes}
+        told = replace(Cast.of(head.product, WHAT, g.source_line(head.product)), gone=tuple(sorted(names - here)))
+        done.append(Written(head.product.name, told))
+        names = here
+    return tuple(done), left
+
+
+def is_wide(product: fx.Node, target: str) -> bool:
+    """Has it the columns of a vocabulary, and a dtype in which E is stored? On the target `reference` any number is."""
+    if len(product.all_input_nodes) != 2:
+        return False
+    left, right = (n.meta["val"] for n in product.all_input_nodes)
+    if left.dtype not in DTYPES or not all(isinstance(n, int) for n in (*left.shape, *right.shape)):
+        return False
+    large = right.shape[1] >= COLUMNS and right.shape[1] >= AMPLIFIED * left.shape[1]
+    return right.shape[1] <= EXACT and (large or target == "reference")
+
+
+# ---- how large scores may be
+
+
+def steps(head: Head) -> list[fx.Node]:
+    """From the product, which is not among them, to the scores: the operations but for views and casts."""
+    node, found = head.scores, list[fx.Node]()
+    while node is not None and node is not head.product:
+        source = node.all_input_nodes[0]
+        if unchanged(node) is None:
+            found.insert(0, node)
+        node = source
+    return found
+
+
+def factor(head: Head) -> float | None:
+    """The number that the product is multiplied by; None if other things are done to it."""
+    number = 1.0
+    for node in steps(head):
+        by = node.args[1] if len(node.args) == 2 and isinstance(node.args[0], fx.Node) else None
+        if node.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(by, int | float):
+            number *= by
+        elif node.target in (aten.div.Tensor, aten.div.Scalar) and isinstance(by, int | float) and by:
+            number /= by
+        else:
+            return None
+    return number
+
+
+def bounded(head: Head) -> bool:
+    """Is the difference of two scores of a row at most CAP, as that of 30 tanh(z / 30)?"""
+    low, high = -torch.inf, torch.inf
+    for node in steps(head):
+        if node.target is aten.tanh.default:
+            low, high = max(-1.0, low), min(1.0, high)
+        elif node.target is aten.sigmoid.default:
+            low, high = 0.0, 1.0
+        elif (ends := _moved(node, low, high)) is not None:
+            low, high = min(ends), max(ends)
+        else:
+            low, high = -torch.inf, torch.inf
+    return high - low <= CAP
+
+
+def _moved(node: fx.Node, low: float, high: float) -> tuple[float, float] | None:
+    """The ends of a range behind a number."""
+    by = node.args[1] if len(node.args) == 2 and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(by, int | float) or node.kwargs:
+        return None
+    functions: dict[object, Callable[[float, float], float]] = {
+        aten.mul.Tensor: operator.mul, aten.mul.Scalar: operator.mul, aten.div.Tensor: operator.truediv,
+        aten.div.Scalar: operator.truediv, aten.add.Tensor: operator.add, aten.sub.Tensor: operator.sub,
+    }  # fmt: skip
+    function = functions.get(node.target)
+    return None if function is None or not by else (function(low, by), function(high, by))
+
+
+# ---- writing
+
+
+def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
+    """Writes one head; `scale`: None if its scores are bounded."""
+    target, (x, weight) = _early_target(head), head.product.all_input_nodes
+    write = _Head(Writing(graph, max(head.product, target).next), head)
+    call = write.call
+    turned = weight.target is aten.permute.default
+    weight = weight.all_input_nodes[0] if turned else call(aten.permute.default, weight, [1, 0])
+    rows, columns = head.product.meta["val"].shape
+    index = call(aten.reshape.default, target, [rows, 1])
+    picked = call(aten.index.Tensor, weight, [call(aten.reshape.default, index, [rows])])
+    product = call(aten.sum.dim_IntList, call(aten.mul.Tensor, write.wide(x), write.wide(picked)), [1], True)
+    dtype = head.product.meta["val"].dtype
+    there, here = {head.product: write.cast(product, dtype)}, {head.product: head.product}
+    assert head.scores is not None
+    score, scores = write.made_of(head.scores, there), write.made_of(head.scores, here)
+    slopes = next(p for parts in head.gradients.values() for p in parts if p.of == SOFTMAX).slopes
+
+    of = {"start": 0, "step": 1, "dtype": torch.int64, "device": x.meta["val"].device, "requires_grad": False}
+    away = call(aten.sub.Tensor, write.wide(call(prims.iota.default, columns, **of)), write.wide(index))
+    elsewhere = call(aten.clamp_max.default, call(aten.abs.default, away), 1.0)  # 1, but 0 at the target
+    exponent = call(aten.clamp_max.default, call(aten.sub.Tensor, scores, score), CAP)
+    others = call(aten.mul.Tensor, call(aten.exp.default, exponent), elsewhere)
+    total = call(aten.sum.dim_IntList, others, [1], True)
+    slope = None
+    for each in slopes:
+        others = call(aten.mul.Tensor, others, write.wide(write.made_of(each, here)))
+        at = write.wide(write.made_of(each, there))
+        slope = at if slope is None else call(aten.mul.Tensor, slope, at)
+    again = (None, None, 1.0) if scale is None else (x, weight, scale)
+    op = call(LOSS_ROWS, write.cast(others, dtype), total, index, slope, *again)
+    exponentials, loss, part = (call(operator.getitem, op, i) for i in range(3))
+    for node, what in head.picked.items():
+        value = {
+            LOGARITHMS: lambda: call(aten.neg.default, loss),
+            SCORES: lambda: score,
+            NORMALISER: lambda: call(aten.add.Tensor, score, loss),
+        }[what]()
+        like = node.meta["val"]
+        node.replace_all_uses_with(call(aten.reshape.default, write.cast(value, like.dtype), [*like.shape]))
+    for node, parts in head.gradients.items():
+        _multiply(graph, head, node, parts, exponentials, part)
+
+
+def _multiply(graph: fx.Graph, head: Head, node: fx.Node, parts: Parts, exponentials: fx.Node, part: fx.Node) -> None:
+    """Writes a product of the gradient as one of E, with the factors of the rows."""
+    writing, rows = Writing(graph, node), head.product.meta["val"].shape[0]
+    soft = next(p for p in parts if p.of == SOFTMAX)
+
+    def call(target: object, *args: object) -> fx.Node:
+        return writing.call(node, target, *args)
+
+    def cast(x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if x.meta["val"].dtype == dtype else call(prims.convert_element_type.default, x, dtype)
+
+    dtype = part.meta["val"].dtype
+    factor = part if soft.number == 1 else call(aten.mul.Tensor, part, soft.number)
+    for value in soft.rows:
+        one = not value.meta["val"].dim() or value.meta["val"].numel() == 1
+        by = call(aten.reshape.default, value, [1, 1] if one else [rows, 1])
+        factor = call(aten.mul.Tensor, factor, cast(by, dtype))
+    left, right = node.args
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    if left.target is aten.permute.default:
+        scaled = cast(call(aten.mul.Tensor, cast(right, dtype), factor), right.meta["val"].dtype)
+        new = call(aten.mm.default, call(aten.permute.default, exponentials, [1, 0]), scaled)
+    else:
+        product = call(aten.mm.default, exponentials, right)
+        product.meta[g.SIDE] = g.IN_BACKWARD  # or it is computed in the forward, and kept beside E
+        new = cast(call(aten.mul.Tensor, cast(product, dtype), factor), node.meta["val"].dtype)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _early_target(head: Head) -> fx.Node:
+    """The target, as the forward reads it."""
+    index = next(n.args[2] for n in head.picked if n.target is aten.gather.default)
+    assert isinstance(index, fx.Node)
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What writes nodes in the place of a head's product."""
+
+    writing: Writing
+    head: Head
+
+    def call(self, target: object, *args: object, **kwargs: object) -> fx.Node:
+        return self.writing.call(self.head.product, target, *args, **kwargs)
+
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if x.meta["val"].dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
+
+    def wide(self, x: fx.Node) -> fx.Node:
+        """In the dtype of the scores' sums."""
+        assert self.head.scores is not None
+        return self.cast(x, self.head.scores.meta["val"].dtype)
+
+    def made_of(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The node, of the product that `made` has in its place, [rows, columns]."""
+        if node not in made:
+            source = unchanged(node)
+            if source is not None and not g.is_cast(node):
+                made[node] = self.made_of(source, made)
+            else:
+                for n in node.all_input_nodes:
+                    self.made_of(n, made)
+                made[node] = self.call(node.target, *fx.map_arg(node.args, lambda n: made[n]), **node.kwargs)
+        return made[node]
