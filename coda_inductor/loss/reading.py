@@ -129,9 +129,11 @@ class Head:
     def follow(self) -> None:
         """Reads all that is made of the product. Raises NotRead."""
         self.early.add(self.product)
-        for node in self.product.graph.nodes:
-            reads = any(n in self.early or n in self.values for n in node.all_input_nodes)
-            if reads and node is not self.product and not self._only_logsumexp(node):
+        node = self.product
+        while (node := node.next).op != "root":
+            if any(n in self.early or n in self.values for n in node.all_input_nodes) and not self._only_logsumexp(
+                node
+            ):
                 self._read(node)
         index = next((n.args[2] for n in self.picked if n.target is aten.gather.default), None)
         if self.scores is None or index is None or not self.gradients:

@@ -1,0 +1,135 @@
+"""Losses on a GPU: the rows' kernel against its definition, and heads against float64 and eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.loss.written import WHAT
+from coda_inductor.ops.loss import CAP, LIMIT, LOSS_ROWS, LOSS_ROWS_
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+    ),
+    pytest.mark.usefixtures("uncached"),
+]
+
+SIZES = [(1, 777, 64), (37, 1000, 200), (300, 50257, 136), (4097, 8192, 512)]
+
+
+def scores_of(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    return scale * (x.double() @ weight.double().T)
+
+
+def stored(scores: Tensor, target: Tensor, pitch: int) -> tuple[Tensor, Tensor]:
+    """What an epilogue leaves: E in rows of `pitch` numbers, and the totals."""
+    e = torch.exp((scores - scores.gather(1, target)).clamp(max=CAP)).scatter(1, target, 0.0)
+    rows = torch.full((e.shape[0], pitch), torch.nan, device="cuda", dtype=torch.bfloat16)
+    rows[:, : e.shape[1]] = e
+    return rows[:, : e.shape[1]], e.sum(1, keepdim=True).float()
+
+
+@pytest.mark.parametrize("turned", (False, True), ids=("rows", "columns"))
+@pytest.mark.parametrize("spread", (1.0, 25.0, 400.0))
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+def test_kernel_is_the_definition(m: int, n: int, k: int, spread: float, turned: bool) -> None:
+    """Some rows, or all, are far at the greatest spreads; a row of NaN stays in its row. Outputs are poisoned."""
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        weight = (torch.randn(n, k, device="cuda") * k**-0.5 * spread).bfloat16()
+        weight = weight.t().contiguous().t() if turned else weight
+        target = torch.randint(0, n, (m, 1), device="cuda")
+        if m > 2:
+            x[1, 3] = torch.nan
+        scores = scores_of(x, weight, 0.5)
+        e, total = stored(scores, target, -(-n // 8) * 8)
+        loss, part = torch.full_like(total, torch.nan), torch.full_like(total, torch.nan)
+        LOSS_ROWS_(e, loss, part, total, target, None, x, weight, 0.5)
+        exact = -torch.log_softmax(scores, 1).gather(1, target)
+        difference = torch.softmax(scores, 1).scatter_add(1, target, -torch.ones_like(exact))
+        found, rows = part.double() * e.double(), torch.arange(m, device="cuda") != 1 if m > 2 else slice(None)
+        torch.testing.assert_close(loss[rows].double(), exact[rows], rtol=1e-5, atol=1e-5)
+        assert float((found - difference)[rows].norm() / difference[rows].norm()) < 4e-3
+        if m > 2:
+            assert loss[1].isnan().all() and found[1].isnan().all()
+        if spread == 25.0 and m > 30:
+            assert bool((total < LIMIT).any()) and not bool((total[rows] < LIMIT).all())
+
+
+def test_slopes_and_no_rows_again() -> None:
+    torch.manual_seed(0)
+    scores, target = torch.randn(37, 777, device="cuda").double(), torch.randint(0, 777, (37, 1), device="cuda")
+    slopes = torch.rand_like(scores)
+    e, total = stored(scores, target, 784)
+    gradient, loss, part = LOSS_ROWS((e.double() * slopes).bfloat16(), total, target, slopes.gather(1, target).float(), None, None, 1.0)  # fmt: skip  # noqa: E501
+    exact = -torch.log_softmax(scores, 1).gather(1, target)
+    difference = slopes * torch.softmax(scores, 1).scatter_add(1, target, -torch.ones_like(exact))
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
+    assert float((part.double() * gradient.double() - difference).norm() / difference.norm()) < 4e-3
+
+
+class Head(nn.Module):
+    """A norm and a head whose loss is a function of scores."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], spread: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head, self.loss = nn.RMSNorm(512), nn.Linear(512, 8192, bias=False), loss
+        with torch.no_grad():
+            self.head.weight *= spread
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.head(self.norm(x)), y)
+
+
+def entropy(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), y)
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "plain": (entropy, 1.0),
+    "ignored": (lambda z, y: entropy(z, y.where(y % 5 != 0, -100)), 1.0),
+    "capped": (lambda z, y: entropy(15 * torch.tanh(z / 15), y), 20.0),
+    "divided": (lambda z, y: entropy(z / 4, y), 1.0),
+    "far": (entropy, 60.0),
+}
+
+
+def gradients(call: Any, model: Head, x: Tensor, y: Tensor) -> list[Tensor]:
+    x = x.detach().clone().requires_grad_()
+    loss = call(x, y)
+    return [loss.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("chunk", (100000, 384), ids=("whole", "blocks"))
+@pytest.mark.parametrize("name", LOSSES)
+def test_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 rows of a head, trained: the loss and all gradients beside float64's, and eager's error."""
+    monkeypatch.setenv("CODA_INDUCTOR_STRICT", "1")
+    monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
+    torch._dynamo.reset()
+    loss, spread = LOSSES[name]
+    model = Head(loss, spread).cuda().bfloat16()
+    exact = Head(loss).cuda().double()
+    exact.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    compiled = torch.compile(model, backend="coda", dynamic=False, options={"chunk": chunk})
+    REPORTS.clear()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x, y = torch.randn(1000, 512, device="cuda").bfloat16(), torch.randint(0, 8192, (1000,), device="cuda")
+        wanted = gradients(exact, exact, x.double(), y)
+        theirs, mine = gradients(model, model, x, y), gradients(compiled, model, x, y)
+        for found, eagers, w in zip(mine, theirs, wanted, strict=True):
+            error, allowed = (float((t.double() - w).norm() / w.norm()) for t in (found, eagers))
+            assert error <= 1.5 * allowed + 1e-4
+    assert [c.what for r in REPORTS for c in r.casts].count(WHAT) == 1
+    assert all(bool(r.blocks) == (chunk < 1000) for r in REPORTS)
