@@ -61,7 +61,7 @@ def test_kernel_is_the_definition(m: int, n: int, k: int, spread: float, turned:
         assert float((found - difference)[rows].norm() / difference[rows].norm()) < 4e-3
         if m > 2:
             assert loss[1].isnan().all() and found[1].isnan().all()
-        if spread == 25.0 and m > 30:
+        if spread == 25.0 and m > 100:
             assert bool((total < LIMIT).any()) and not bool((total[rows] < LIMIT).all())
 
 
@@ -83,7 +83,7 @@ class Head(nn.Module):
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], spread: float = 1.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.head, self.loss = nn.RMSNorm(512), nn.Linear(512, 8192, bias=False), loss
+        self.norm, self.head, self.loss = nn.RMSNorm(128), nn.Linear(128, 8192, bias=False), loss
         with torch.no_grad():
             self.head.weight *= spread
 
@@ -98,9 +98,9 @@ def entropy(z: Tensor, y: Tensor) -> Tensor:
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "plain": (entropy, 1.0),
     "ignored": (lambda z, y: entropy(z, y.where(y % 5 != 0, -100)), 1.0),
-    "capped": (lambda z, y: entropy(15 * torch.tanh(z / 15), y), 20.0),
+    "capped": (lambda z, y: entropy(15 * torch.tanh(z / 15), y), 40.0),
     "divided": (lambda z, y: entropy(z / 4, y), 1.0),
-    "far": (entropy, 60.0),
+    "far": (entropy, 150.0),
 }
 
 
@@ -110,7 +110,7 @@ def gradients(call: Any, model: Head, x: Tensor, y: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
 
 
-@pytest.mark.parametrize("chunk", (100000, 384), ids=("whole", "blocks"))
+@pytest.mark.parametrize("chunk", (100000, 128), ids=("whole", "blocks"))
 @pytest.mark.parametrize("name", LOSSES)
 def test_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1000 rows of a head, trained: the loss and all gradients beside float64's, and eager's error."""
@@ -125,7 +125,7 @@ def test_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     REPORTS.clear()
     for seed in range(2):
         torch.manual_seed(seed)
-        x, y = torch.randn(1000, 512, device="cuda").bfloat16(), torch.randint(0, 8192, (1000,), device="cuda")
+        x, y = torch.randn(1000, 128, device="cuda").bfloat16(), torch.randint(0, 8192, (1000,), device="cuda")
         wanted = gradients(exact, exact, x.double(), y)
         theirs, mine = gradients(model, model, x, y), gradients(compiled, model, x, y)
         for found, eagers, w in zip(mine, theirs, wanted, strict=True):
