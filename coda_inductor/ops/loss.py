@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
+from coda_inductor.kernels.loss.rows import finish
 from coda_inductor.ops.lowering import alone_in_memory
 
 CAP = 64.0
@@ -47,8 +48,6 @@ def _in_place(
     x: Tensor | None, weight: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     if e.is_cuda:
-        from coda_inductor.kernels.loss.rows import finish
-
         finish(e, loss, factor, total, target, slope, x, weight, scale, LIMIT)
         return
     first, mine, part = -total, torch.log1p(total), 1 / (1 + total)

@@ -28,7 +28,7 @@ TRAINED = {
     # how far the two losses may be apart, relative; Regions derived at that size; what is needed
     "train_llama": (5e-4, 11, ()),
     "trainer": (5e-4, 11, ("accelerate",)),
-    "nanogpt": (5e-4, 8, ()),
+    "nanogpt": (5e-4, 7, ()),
     "titan_fsdp2": (5e-4, 8, ()),
     "lora": (5e-4, 19, ("peft",)),
     "float8_llama": (5e-3, 12, ("torchao.float8",)),

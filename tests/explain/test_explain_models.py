@@ -169,8 +169,8 @@ def test_training_llama_at_real_widths() -> None:
 
     report = explain(Loss(), (ids,), {}, "train", SM_90A)
     totals, (graph,) = report["totals"], report["graphs"]
-    assert totals["regions"] == 31 and totals["saved_bytes"] < 0.96 * totals["saved_bytes_inductor"]
+    assert totals["regions"] == 30 and totals["saved_bytes"] < 0.96 * totals["saved_bytes_inductor"]
     laws = {law for region in graph["regions"] for law in region["laws"]}
-    assert laws == {"adjoint", "bilinearity", "triangle", "softmax"}
+    assert laws == {"adjoint", "bilinearity", "triangle"}
     between = [p["source"] for p in graph["passes"] if "activations.py" in p["source"] or ":175" in p["source"]]
     assert len(between) <= 2, between  # statistics beside attention, which carry a line of the product that reads them

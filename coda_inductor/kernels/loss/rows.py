@@ -1,18 +1,30 @@
-"""Rows of a cross-entropy on CUDA tensors, by a Triton kernel (what they are: ops/loss.py)."""
+"""Rows of a loss on CUDA tensors, by a Triton kernel (what they are: ops/loss.py)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    jit: Any = triton.jit
+except ImportError:  # on a machine whose torch has no Triton nothing launches this
+
+    def jit(function: Any) -> Any:
+        """The function as it is."""
+        return function
+
 
 ROWS, COLUMNS, FEATURES = 32, 128, 64
 """Of scores that are computed again, what a program holds at a time. None were compared: such rows are rare."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit  # type: ignore[untyped-decorator]
 def _scores(  # type: ignore[no-untyped-def]
     x, w, m, n, inside, features, x_m, x_k, w_n, w_k, scale, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr
 ):
@@ -27,8 +39,8 @@ def _scores(  # type: ignore[no-untyped-def]
     return total * scale
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows(  # type: ignore[no-untyped-def]
+@jit  # type: ignore[untyped-decorator]
+def rows_of(  # type: ignore[no-untyped-def]
     gradient, loss, factor, total, target, slope, x, w,
     rows, columns, features, pitch, x_m, x_k, w_n, w_k, scale, limit,
     SLOPE: tl.constexpr, AGAIN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -87,7 +99,7 @@ def finish(
     left, right = (x, weight) if again else (gradient, gradient)
     assert left is not None and right is not None
     with torch.cuda.device(gradient.device):
-        _rows[-(-rows // ROWS),](
+        rows_of[-(-rows // ROWS),](
             gradient, loss, factor, total.contiguous(), target.contiguous(),
             total if slope is None else slope.contiguous(), left, right,
             rows, columns, left.shape[1] if again else 0, gradient.stride(0), *left.stride(), *right.stride(),
