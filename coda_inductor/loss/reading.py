@@ -69,7 +69,7 @@ class Head:
     """Values of a row that the rest of the graph reads: the softmax' logarithm or the scores at the target, or the
     logsumexp."""
     gradients: dict[fx.Node, Parts] = field(default_factory=dict)
-    """Products that read the scores' gradient, as it is or transposed."""
+    """What reads the scores' gradient: products, of it as it is or transposed, and sums over the rows."""
 
     def value(self, node: object) -> Value | None:
         """Its meaning; None of what is not made of the scores, nor of a one-hot."""
@@ -126,6 +126,11 @@ class Head:
     def _of_columns(self, of: g.Reduction) -> bool:
         return of.dims == (of.source.meta["val"].dim() - 1,)
 
+    def _of_bias(self, of: g.Reduction) -> bool:
+        """Is it the sum of the gradient over all rows?"""
+        rank = of.source.meta["val"].dim()
+        return of.name == "sum" and of.dims == (*range(rank - 1),) and self.parts(of.source) is not None
+
     def follow(self) -> None:
         """Reads all that is made of the product. Raises NotRead."""
         self.early.add(self.product)
@@ -164,7 +169,9 @@ class Head:
             if self.large(same) and not self.large(node):
                 raise NotRead(f"{node} is a part of the scores")
             self.values[node] = found
-        elif (of := g.reduction(node)) is not None:
+        elif (of := g.reduction(node)) is not None and self._of_bias(of):
+            self.gradients[node] = self.parts(of.source) or ()
+        elif of is not None:
             self.values[node] = self._reduced(node, of)
         elif node.target is aten.gather.default:
             self._pick(node)
@@ -187,6 +194,7 @@ class Head:
         return self.value(x) if isinstance(x, fx.Node) else x if isinstance(x, int | float) else None
 
     def _reduced(self, node: fx.Node, of: g.Reduction) -> Value:
+        """Its meaning. Raises NotRead."""
         if not self._of_columns(of):
             raise NotRead(f"{node} is taken over the rows")
         if of.name == "max" and of.source in self.early and self.scores in (None, of.source):
@@ -353,7 +361,7 @@ def heads(graph: fx.Graph, wide: Callable[[fx.Node], bool]) -> tuple[list[Head],
     softmax is taken of, why not."""
     found, left = list[Head](), dict[fx.Node, str]()
     for node in graph.nodes:
-        if node.target is aten.mm.default and not g.is_backward(node) and wide(node):
+        if node.target in (aten.mm.default, aten.addmm.default) and not g.is_backward(node) and wide(node):
             head = Head(node)
             try:
                 head.follow()

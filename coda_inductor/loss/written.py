@@ -74,9 +74,10 @@ def write_losses(
 
 def is_wide(product: fx.Node, target: str) -> bool:
     """Has it the columns of a vocabulary, and a dtype in which E is stored? On the target `reference` any number is."""
-    if len(product.all_input_nodes) != 2:
+    read = g.operands(product)
+    if not read.understood or any(n.meta["val"].dim() != 1 for n in read.addends):
         return False
-    left, right = (n.meta["val"] for n in product.all_input_nodes)
+    left, right = read.left.meta["val"], read.right.meta["val"]
     if left.dtype not in DTYPES or not all(isinstance(n, int) for n in (*left.shape, *right.shape)):
         return False
     large = right.shape[1] >= COLUMNS and right.shape[1] >= AMPLIFIED * left.shape[1]
@@ -144,7 +145,8 @@ def _moved(node: fx.Node, low: float, high: float) -> tuple[float, float] | None
 
 def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
     """Writes one head; `scale`: None if its scores are bounded."""
-    target, (x, weight) = _early_target(head), head.product.all_input_nodes
+    target, read = _early_target(head), g.operands(head.product)
+    x, weight, bias = read.left, read.right, next(iter(read.addends), None)
     write = _Head(Writing(graph, max(head.product, target).next), head)
     call = write.call
     turned = weight.target is aten.permute.default
@@ -153,6 +155,8 @@ def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
     index = call(aten.reshape.default, target, [rows, 1])
     picked = call(aten.index.Tensor, weight, [call(aten.reshape.default, index, [rows])])
     product = call(aten.sum.dim_IntList, call(aten.mul.Tensor, write.wide(x), write.wide(picked)), [1], True)
+    if bias is not None:
+        product = call(aten.add.Tensor, product, write.wide(call(aten.index.Tensor, bias, [index])))
     dtype = head.product.meta["val"].dtype
     there, here = {head.product: write.cast(product, dtype)}, {head.product: head.product}
     assert head.scores is not None
@@ -170,7 +174,7 @@ def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
         others = call(aten.mul.Tensor, others, write.wide(write.made_of(each, here)))
         at = write.wide(write.made_of(each, there))
         slope = at if slope is None else call(aten.mul.Tensor, slope, at)
-    again = (None, None, 1.0) if scale is None else (x, weight, scale)
+    again = (None, None, None, 1.0) if scale is None else (x, weight, bias, scale)
     op = call(LOSS_ROWS, write.cast(others, dtype), total, index, slope, *again)
     exponentials, loss, part = (call(operator.getitem, op, i) for i in range(3))
     for node, what in head.picked.items():
@@ -202,6 +206,13 @@ def _multiply(graph: fx.Graph, head: Head, node: fx.Node, parts: Parts, exponent
         one = not value.meta["val"].dim() or value.meta["val"].numel() == 1
         by = call(aten.reshape.default, value, [1, 1] if one else [rows, 1])
         factor = call(aten.mul.Tensor, factor, cast(by, dtype))
+    if g.reduction(node) is not None:
+        each = call(aten.mul.Tensor, cast(exponentials, dtype), factor)
+        new = call(aten.sum.dim_IntList, each, [0], True)
+        new = cast(call(aten.reshape.default, new, [*node.meta["val"].shape]), node.meta["val"].dtype)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        return
     left, right = node.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     if left.target is aten.permute.default:

@@ -32,29 +32,30 @@ LIMIT = math.exp(CAP)
 
 _library = torch.library.Library("coda", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
-_GIVEN = "Tensor total, Tensor target, Tensor? slope, Tensor? x, Tensor? weight, float scale"
+_GIVEN = "Tensor total, Tensor target, Tensor? slope, Tensor? x, Tensor? weight, Tensor? bias, float scale"
 _library.define(f"loss_rows(Tensor exponentials, {_GIVEN}) -> (Tensor, Tensor, Tensor)", tags=_tags)
 _library.define(f"loss_rows_(Tensor(a!) e, Tensor(b!) loss, Tensor(c!) factor, {_GIVEN}) -> ()", tags=_tags)
 
 LOSS_ROWS, LOSS_ROWS_ = torch.ops.coda.loss_rows.default, torch.ops.coda.loss_rows_.default
 """loss_rows(exponentials [M, V], total [M, 1] in float32 (of float64: float64), target [M, 1] in int64, slope [M, 1] or
-None, x [M, K], weight [V, K], scale) -> E [M, V], loss [M, 1], a [M, 1] as `total`. The scores are
-scale * x @ weight.T. `slope`: what the exponentials are multiplied by in the gradient, at the target. loss_rows_ writes
-over its first three."""
+None, x [M, K], weight [V, K], bias [V] or None, scale) -> E [M, V], loss [M, 1], a [M, 1] as `total`. The scores are
+scale * (x @ weight.T + bias). `slope`: what the exponentials are multiplied by in the gradient, at the target.
+loss_rows_ writes over its first three."""
 
 
 def _in_place(
     e: Tensor, loss: Tensor, factor: Tensor, total: Tensor, target: Tensor, slope: Tensor | None,
-    x: Tensor | None, weight: Tensor | None, scale: float,
+    x: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     if e.is_cuda:
-        finish(e, loss, factor, total, target, slope, x, weight, scale, LIMIT)
+        finish(e, loss, factor, total, target, slope, x, weight, bias, scale, LIMIT)
         return
     first, mine, part = -total, torch.log1p(total), 1 / (1 + total)
     first = first if slope is None else first * slope
     far = ~(total < LIMIT).squeeze(1)
     if x is not None and weight is not None and bool(far.any()):
-        s, at = scale * (x[far].to(total.dtype) @ weight.to(total.dtype).T), target[far]
+        s, at = x[far].to(total.dtype) @ weight.to(total.dtype).T, target[far]
+        s = scale * (s if bias is None else s + bias.to(total.dtype))
         top = s.amax(1, keepdim=True)
         exp = torch.exp(s - top)
         whole, there = exp.sum(1, keepdim=True), s.gather(1, at)
@@ -70,10 +71,10 @@ def _in_place(
 
 def _functional(
     exponentials: Tensor, total: Tensor, target: Tensor, slope: Tensor | None, x: Tensor | None,
-    weight: Tensor | None, scale: float,
+    weight: Tensor | None, bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     e, loss, factor = exponentials.clone(), torch.empty_like(total), torch.empty_like(total)
-    _in_place(e, loss, factor, total, target, slope, x, weight, scale)
+    _in_place(e, loss, factor, total, target, slope, x, weight, bias, scale)
     return e, loss, factor
 
 

@@ -214,9 +214,9 @@ def _of_region(node: fx.Node, k: int, rows: int) -> Demands:
 
 
 def _loss_rows(node: fx.Node) -> Demands:
-    *rows, weight, _ = node.args
+    *rows, weight, bias, _ = node.args
     found: Demands = {x: Rows(1) for x in rows if isinstance(x, fx.Node)}
-    return found | ({weight: WHOLE} if isinstance(weight, fx.Node) else {})
+    return found | {x: WHOLE for x in (weight, bias) if isinstance(x, fx.Node)}
 
 
 def _region(node: fx.Node) -> Demands:

@@ -25,8 +25,9 @@ pytestmark = [
 SIZES = [(1, 777, 64), (37, 1000, 200), (300, 50257, 136), (4097, 8192, 512)]
 
 
-def scores_of(x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    return scale * (x.double() @ weight.double().T)
+def scores_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    scores = x.double() @ weight.double().T
+    return 0.5 * (scores if bias is None else scores + bias.double())
 
 
 def stored(scores: Tensor, target: Tensor, pitch: int) -> tuple[Tensor, Tensor]:
@@ -50,10 +51,11 @@ def test_kernel_is_the_definition(m: int, n: int, k: int, spread: float, turned:
         target = torch.randint(0, n, (m, 1), device="cuda")
         if m > 2:
             x[1, 3] = torch.nan
-        scores = scores_of(x, weight, 0.5)
+        bias = torch.randn(n, device="cuda").bfloat16() if turned else None
+        scores = scores_of(x, weight, bias)
         e, total = stored(scores, target, -(-n // 8) * 8)
         loss, part = torch.full_like(total, torch.nan), torch.full_like(total, torch.nan)
-        LOSS_ROWS_(e, loss, part, total, target, None, x, weight, 0.5)
+        LOSS_ROWS_(e, loss, part, total, target, None, x, weight, bias, 0.5)
         exact = -torch.log_softmax(scores, 1).gather(1, target)
         difference = torch.softmax(scores, 1).scatter_add(1, target, -torch.ones_like(exact))
         found, rows = part.double() * e.double(), torch.arange(m, device="cuda") != 1 if m > 2 else slice(None)
@@ -70,7 +72,7 @@ def test_slopes_and_no_rows_again() -> None:
     scores, target = torch.randn(37, 777, device="cuda").double(), torch.randint(0, 777, (37, 1), device="cuda")
     slopes = torch.rand_like(scores)
     e, total = stored(scores, target, 784)
-    gradient, loss, part = LOSS_ROWS((e.double() * slopes).bfloat16(), total, target, slopes.gather(1, target).float(), None, None, 1.0)  # fmt: skip  # noqa: E501
+    gradient, loss, part = LOSS_ROWS((e.double() * slopes).bfloat16(), total, target, slopes.gather(1, target).float(), None, None, None, 1.0)  # fmt: skip  # noqa: E501
     exact = -torch.log_softmax(scores, 1).gather(1, target)
     difference = slopes * torch.softmax(scores, 1).scatter_add(1, target, -torch.ones_like(exact))
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
@@ -80,10 +82,10 @@ def test_slopes_and_no_rows_again() -> None:
 class Head(nn.Module):
     """A norm and a head whose loss is a function of scores."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], spread: float = 1.0) -> None:
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], spread: float = 1.0, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.head, self.loss = nn.RMSNorm(128), nn.Linear(128, 8192, bias=False), loss
+        self.norm, self.head, self.loss = nn.RMSNorm(128), nn.Linear(128, 8192, bias=bias), loss
         with torch.no_grad():
             self.head.weight *= spread
 
@@ -101,6 +103,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "capped": (lambda z, y: entropy(15 * torch.tanh(z / 15), y), 40.0),
     "divided": (lambda z, y: entropy(z / 4, y), 1.0),
     "far": (entropy, 150.0),
+    "biased": (entropy, 1.0),
 }
 
 
@@ -118,8 +121,8 @@ def test_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
     torch._dynamo.reset()
     loss, spread = LOSSES[name]
-    model = Head(loss, spread).cuda().bfloat16()
-    exact = Head(loss).cuda().double()
+    model = Head(loss, spread, name == "biased").cuda().bfloat16()
+    exact = Head(loss, bias=name == "biased").cuda().double()
     exact.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
     compiled = torch.compile(model, backend="coda", dynamic=False, options={"chunk": chunk})
     REPORTS.clear()

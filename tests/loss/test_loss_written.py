@@ -178,12 +178,15 @@ def test_others_stay(done: Done, name: str) -> None:
     assert not any(made for made, _ in done)
 
 
-def test_head_with_a_bias_stays(done: Done) -> None:
-    model, (x, y) = Head(entropy, bias=True).double(), drawn(torch.float64)
+@pytest.mark.parametrize("chunk", (0, 16), ids=("whole", "blocks"))
+@pytest.mark.parametrize("spread", (1.0, 60.0))
+@pytest.mark.parametrize("name", ("mean", "ignored", "capped", "times a number"))
+def test_head_with_a_bias(done: Done, name: str, spread: float, chunk: int) -> None:
+    model, (x, y) = Head(READ[name], spread, bias=True).double(), drawn(torch.float64)
     wanted = run(model, x, y, False)
-    with strict_reference(run=False):
-        assert equal(run(model, x, y, True), wanted)
-    assert not any(made for made, _ in done)
+    with strict_reference(run=spread == 1.0 and not chunk):
+        assert equal(run(model, x, y, True, chunk=chunk or 1000), wanted)
+    assert done[-1] == (1, [])
 
 
 def test_narrowed_scores_stay(done: Done) -> None:

@@ -29,17 +29,19 @@ def wanted(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def test_softmax_less_the_target(spread: float) -> None:
     """Some rows, or all, are far at the greatest spreads."""
     scores, x, weight, target, stored, total = given(40, 50, spread)
-    gradient, loss, part = LOSS_ROWS(stored, total, target, None, x, weight, 1.0)
+    gradient, loss, part = LOSS_ROWS(stored, total, target, None, x, weight, None, 1.0)
     exact, difference = wanted(scores, target)
     torch.testing.assert_close(loss, exact, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(part * gradient, difference, rtol=1e-12, atol=1e-12)
 
 
-def test_of_a_multiple() -> None:
+@pytest.mark.parametrize("biased", (False, True))
+def test_of_a_multiple(biased: bool) -> None:
     _, x, weight, target, _, _ = given(40, 50, 30.0)
-    scores = 0.5 * (x @ weight.T)
+    bias = torch.randn(50, dtype=torch.float64) if biased else None
+    scores = 0.5 * (x @ weight.T if bias is None else x @ weight.T + bias)
     stored = torch.exp((scores - scores.gather(1, target)).clamp(max=CAP)).scatter(1, target, 0.0)
-    gradient, loss, part = LOSS_ROWS(stored, stored.sum(1, keepdim=True), target, None, x, weight, 0.5)
+    gradient, loss, part = LOSS_ROWS(stored, stored.sum(1, keepdim=True), target, None, x, weight, bias, 0.5)
     exact, difference = wanted(scores, target)
     torch.testing.assert_close(loss, exact, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(part * gradient, difference, rtol=1e-12, atol=1e-12)
@@ -49,7 +51,7 @@ def test_slopes() -> None:
     """They multiply the exponentials, and what is written at the target; the totals are without them."""
     scores, *_, target, stored, total = given(40, 50, 1.0)
     slopes = torch.rand(40, 50, dtype=torch.float64)
-    gradient, loss, part = LOSS_ROWS(stored * slopes, total, target, slopes.gather(1, target), None, None, 1.0)
+    gradient, loss, part = LOSS_ROWS(stored * slopes, total, target, slopes.gather(1, target), None, None, None, 1.0)
     exact, difference = wanted(scores, target)
     torch.testing.assert_close(loss, exact, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(part * gradient, slopes * difference, rtol=1e-12, atol=1e-12)
@@ -58,7 +60,7 @@ def test_slopes() -> None:
 def test_what_is_rounded_at_the_target_goes_into_the_factor() -> None:
     """So the greatest number of a row is exact, and an untrained model's gradient nearly is."""
     scores, *_, target, stored, total = given(40, 5000, 0.1)
-    gradient, _, part = LOSS_ROWS(stored.bfloat16(), total.float(), target, None, None, None, 1.0)
+    gradient, _, part = LOSS_ROWS(stored.bfloat16(), total.float(), target, None, None, None, None, 1.0)
     _, difference = wanted(scores, target)
     found = part * gradient.float()
     torch.testing.assert_close(found.gather(1, target).double(), difference.gather(1, target), rtol=1e-6, atol=0)
@@ -67,12 +69,12 @@ def test_what_is_rounded_at_the_target_goes_into_the_factor() -> None:
 
 def test_in_place() -> None:
     _, x, weight, target, stored, total = given(40, 50, 15.0)
-    made = LOSS_ROWS(stored, total, target, None, x, weight, 1.0)
+    made = LOSS_ROWS(stored, total, target, None, x, weight, None, 1.0)
     loss, part = torch.full_like(total, torch.nan), torch.full_like(total, torch.nan)
-    LOSS_ROWS_(stored, loss, part, total, target, None, x, weight, 1.0)
+    LOSS_ROWS_(stored, loss, part, total, target, None, x, weight, None, 1.0)
     assert all(torch.equal(a, b) for a, b in zip((stored, loss, part), made, strict=True))
 
 
 def test_opcheck() -> None:
     _, x, weight, target, stored, total = given(4, 6, 1.0)
-    torch.library.opcheck(LOSS_ROWS, (stored, total, target, None, x, weight, 1.0))
+    torch.library.opcheck(LOSS_ROWS, (stored, total, target, None, x, weight, None, 1.0))

@@ -26,9 +26,24 @@ ROWS, COLUMNS, FEATURES = 32, 128, 64
 
 @jit  # type: ignore[untyped-decorator]
 def _scores(  # type: ignore[no-untyped-def]
-    x, w, m, n, inside, features, x_m, x_k, w_n, w_k, scale, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+    x,
+    w,
+    bias,
+    m,
+    n,
+    inside,
+    features,
+    x_m,
+    x_k,
+    w_n,
+    w_k,
+    scale,
+    BIAS: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """scale x @ w.T of some rows and columns, in float32; `inside` says which rows are asked for."""
+    """scale (x @ w.T + bias) of some rows and columns, in float32; `inside` says which rows are asked for."""
     total = tl.zeros((M, N), tl.float32)
     for start in range(0, features, K):
         k = start + tl.arange(0, K)
@@ -36,14 +51,16 @@ def _scores(  # type: ignore[no-untyped-def]
         left = tl.load(x + m[:, None] * x_m + k[None, :] * x_k, inside[:, None] & within[None, :], 0.0)
         right = tl.load(w + n[None, :] * w_n + k[:, None] * w_k, (n >= 0)[None, :] & within[:, None], 0.0)
         total = tl.dot(left, right, total)
+    if BIAS:
+        total += tl.load(bias + n, n >= 0, 0.0).to(tl.float32)[None, :]
     return total * scale
 
 
 @jit  # type: ignore[untyped-decorator]
 def rows_of(  # type: ignore[no-untyped-def]
-    gradient, loss, factor, total, target, slope, x, w,
+    gradient, loss, factor, total, target, slope, x, w, bias,
     rows, columns, features, pitch, x_m, x_k, w_n, w_k, scale, limit,
-    SLOPE: tl.constexpr, AGAIN: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    SLOPE: tl.constexpr, AGAIN: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     inside = m < rows
@@ -63,7 +80,7 @@ def rows_of(  # type: ignore[no-untyped-def]
             for start in range(0, columns, N):
                 n = start + tl.arange(0, N)
                 n = tl.where(n < columns, n, -1)
-                s = _scores(x, w, m, n, far, features, x_m, x_k, w_n, w_k, scale, K, M, N)
+                s = _scores(x, w, bias, m, n, far, features, x_m, x_k, w_n, w_k, scale, BIAS, K, M, N)
                 s = tl.where((n >= 0)[None, :], s, float("-inf"))
                 higher = tl.maximum(top, tl.max(s, 1))
                 whole = whole * tl.exp(top - higher) + tl.sum(tl.exp(s - higher[:, None]), 1)
@@ -72,7 +89,7 @@ def rows_of(  # type: ignore[no-untyped-def]
             for start in range(0, columns, N):
                 n = start + tl.arange(0, N)
                 n = tl.where(n < columns, n, -1)
-                s = _scores(x, w, m, n, far, features, x_m, x_k, w_n, w_k, scale, K, M, N)
+                s = _scores(x, w, bias, m, n, far, features, x_m, x_k, w_n, w_k, scale, BIAS, K, M, N)
                 e = tl.exp(s - top[:, None]).to(gradient.dtype.element_ty)
                 written = far[:, None] & (n >= 0)[None, :] & (n[None, :] != t[:, None])
                 tl.store(gradient + m[:, None] * pitch + n[None, :], e, written)
@@ -89,7 +106,7 @@ def rows_of(  # type: ignore[no-untyped-def]
 
 def finish(
     gradient: Tensor, loss: Tensor, factor: Tensor, total: Tensor, target: Tensor, slope: Tensor | None,
-    x: Tensor | None, weight: Tensor | None, scale: float, limit: float,
+    x: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: float, limit: float,
 ) -> None:  # fmt: skip
     """As ops/loss.py has it, on the tensors' device. Rows of `gradient` are contiguous."""
     rows, columns = gradient.shape
@@ -102,6 +119,8 @@ def finish(
         rows_of[-(-rows // ROWS),](
             gradient, loss, factor, total.contiguous(), target.contiguous(),
             total if slope is None else slope.contiguous(), left, right,
+            total if bias is None else bias.contiguous(),
             rows, columns, left.shape[1] if again else 0, gradient.stride(0), *left.stride(), *right.stride(),
-            scale, limit, SLOPE=slope is not None, AGAIN=again, M=ROWS, N=COLUMNS, K=FEATURES, num_warps=4,
+            scale, limit, SLOPE=slope is not None, AGAIN=again, BIAS=bias is not None,
+            M=ROWS, N=COLUMNS, K=FEATURES, num_warps=4,
         )  # fmt: skip
