@@ -1,6 +1,6 @@
 """A head with its loss, forward and backward: in blocks of rows, whole, and as others make it.
 
-    python bench/heads.py [CASE ...] [--chunk ROWS ...] [--seconds S] [--out FILE]
+    python bench/heads.py [CASE ...] [--chunk ROWS ...] [--ways WAY ...] [--seconds S] [--out FILE]
 
 32768 tokens of width 2048, bfloat16. A case is a vocabulary (32000, 128256) and, behind a colon, what the scores go
 through: nothing, "cap" (15 tanh(z / 15) in float32), "returned" (the scores are a result, too). Each is timed alone for
@@ -11,6 +11,9 @@ seconds, by turns: "ms" by backend, with the peak of memory over what lies there
 - liger: its fused linear cross-entropy (where it is installed; of plain scores)
 - whole: ours with disable="blocks"
 - coda-ROWS: ours with chunk=ROWS
+- scores-ROWS: the same with disable="loss", so that scores are stored and a pass makes their gradient of them
+
+--ways takes some of these alone, with inductor.
 
 "error" is the distance of the gradients of x and of the weight from those of float32 products, beside their norm.
 """
@@ -51,9 +54,10 @@ def liger(x: Tensor, weight: Tensor, target: Tensor, through: str) -> tuple[Tens
     return (Fused.apply(x, weight, target)[0],)
 
 
-def backends(through: str, chunks: list[int]) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
-    """The same function, compiled in different ways."""
+def backends(through: str, chunks: list[int], wanted: list[str]) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
+    """The same function, compiled in different ways: in those that are wanted, or in all."""
     coda = {f"coda-{c}": {"options": {"chunk": c}, "backend": "coda"} for c in chunks}
+    coda |= {f"scores-{c}": {"options": {"chunk": c, "disable": "loss"}, "backend": "coda"} for c in chunks}
     ways: dict[str, dict[str, Any]] = {
         "inductor": {},
         "null": {},
@@ -63,13 +67,16 @@ def backends(through: str, chunks: list[int]) -> dict[str, Callable[..., tuple[T
     }
     found: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
     for name, options in ways.items():
+        if wanted and name not in ("inductor", *wanted):
+            continue
 
         def fresh(x: Tensor, weight: Tensor, target: Tensor, through: str) -> tuple[Tensor, ...]:
             return loss(x, weight, target, through)
 
         fresh.__code__ = loss.__code__.replace(co_name=f"loss_{name.replace('-', '_')}")
         found[name] = torch.compile(fresh, dynamic=False, fullgraph=True, **options)
-    return found | ({"liger": liger} if through == "" and has_liger() else {})
+    others = not wanted or "liger" in wanted
+    return found | ({"liger": liger} if others and through == "" and has_liger() else {})
 
 
 def has_liger() -> bool:
@@ -123,10 +130,10 @@ def drawn(vocabulary: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, target.where(target % 50 != 0, -100)
 
 
-def measure(case: str, chunks: list[int], seconds: float, rounds: int = 3) -> dict[str, Any]:
+def measure(case: str, chunks: list[int], ways: list[str], seconds: float, rounds: int = 3) -> dict[str, Any]:
     """A row."""
     vocabulary, _, through = case.partition(":")
-    calls = backends(through, chunks)
+    calls = backends(through, chunks, ways)
     x, weight, target = drawn(int(vocabulary), TOKENS)
     steps = {name: gradients(call, x, weight, target, through) for name, call in calls.items()}
     want, gib, taken = exact(x, weight, target, through), {}, {}
@@ -161,11 +168,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--chunk", nargs="*", type=int, default=[4096])
+    parser.add_argument("--ways", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     for case in given.cases:
-        row = measure(case, given.chunk, given.seconds)
+        row = measure(case, given.chunk, given.ways, given.seconds)
         print(json.dumps(row), flush=True)
         if given.out:
             with given.out.open("a") as file:

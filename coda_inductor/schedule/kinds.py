@@ -17,6 +17,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
 from coda_inductor.ops.custom import AFTER, REGION, STORED
+from coda_inductor.ops.loss import LOSS_ROWS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import name_of
 from coda_inductor.patterns.layout import alike, is_strided
@@ -316,11 +317,15 @@ BY_INDEX = frozenset({"loop", "gather", "reduction", "scan", "scatter", "source"
 def seen(node: fx.Node, *, through_attention: bool = False) -> bool:
     """Does anybody but loops and products see how the node, a view or a part of it lies? The graph may return it,
     `as_strided` reads by the place in memory, an operation of a user's may expect dense rows. `through_attention`:
-    attention lays its results out as its operands lie, and does not see it if nobody sees these."""
+    attention lays its results out as its operands lie, and does not see it if nobody sees these. Nor does what finishes
+    the rows of a loss in the memory of their exponentials."""
     for user in node.users:
         kind = kind_of(user) if user.op == "call_function" else "output"
         if kind in ("view", "part") and user.target is not g.aten.as_strided.default:
             if seen(user, through_attention=through_attention):
+                return True
+        elif user.target is LOSS_ROWS:
+            if any(seen(result) for result in user.users):
                 return True
         elif through_attention and is_attention(user):
             if any(seen(result, through_attention=True) for result in user.users):

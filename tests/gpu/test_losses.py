@@ -82,10 +82,14 @@ def test_slopes_and_no_rows_again() -> None:
 class Head(nn.Module):
     """A norm and a head whose loss is a function of scores."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], spread: float = 1.0, bias: bool = False) -> None:
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], spread: float = 1.0, name: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.head, self.loss = nn.RMSNorm(128), nn.Linear(128, 8192, bias=bias), loss
+        self.norm, self.head, self.loss = (
+            nn.RMSNorm(128),
+            nn.Linear(128, 8192 + 3 * (name == "odd"), bias=name == "biased"),
+            loss,
+        )
         with torch.no_grad():
             self.head.weight *= spread
 
@@ -104,6 +108,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "divided": (lambda z, y: entropy(z / 4, y), 1.0),
     "far": (entropy, 150.0),
     "biased": (entropy, 1.0),
+    "odd": (entropy, 1.0),
 }
 
 
@@ -121,8 +126,8 @@ def test_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_INDUCTOR_TUNE", "off")
     torch._dynamo.reset()
     loss, spread = LOSSES[name]
-    model = Head(loss, spread, name == "biased").cuda().bfloat16()
-    exact = Head(loss, bias=name == "biased").cuda().double()
+    model = Head(loss, spread, name).cuda().bfloat16()
+    exact = Head(loss, name=name).cuda().double()
     exact.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
     compiled = torch.compile(model, backend="coda", dynamic=False, options={"chunk": chunk})
     REPORTS.clear()
