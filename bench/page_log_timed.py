@@ -178,6 +178,25 @@ TIMED: dict[str, Dated] = {
             for case in ("32000", "128256")
         ),
     ),
+    "losses": Dated(
+        ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "scores stored, ms",
+         "gradient stored, ms", "blocks of 2048, ms", "whole, ms"),
+        tuple(
+            (f"vocabulary {case.replace(':cap', ', capped')}",
+             *(cell for way in ("inductor", "null", "scores-4096", "coda-4096", "coda-2048", "whole")
+               for cell in cells("heads.jsonl", "2e8599e", f"ms/{way}", "ms", case=case)))
+            for case in ("32000", "128256", "32000:cap", "128256:cap")
+        ),
+    ),
+    "memory of losses": Dated(
+        ("head and loss, H200", "`torch.compile`, GiB", "gradient stored, GiB", "blocks of 2048, GiB", "whole, GiB"),
+        tuple(
+            (f"vocabulary {case.replace(':cap', ', capped')}",
+             *(cell for way in ("inductor", "coda-4096", "coda-2048", "whole")
+               for cell in cells("heads.jsonl", "2e8599e", f"gib/{way}", "gib", case=case)))
+            for case in ("32000", "128256", "32000:cap", "128256:cap")
+        ),
+    ),
     "scores written over": Dated(
         ("head and loss, forward and backward, H200", "`torch.compile`, ms", "coda, Inductor's loops, ms",
          "coda, passes, ms", "`torch.compile`, GiB", "coda, GiB"),
