@@ -116,6 +116,8 @@ READ: dict[str, Loss] = {
     "returned losses": several,
     "shifted labels": shifted,
     "times a number": lambda z, y: 0.3 * entropy(z / 0.7, y),
+    "next tokens": lambda z, y: entropy(z[:, :-1], y[:, 1:]),
+    "next tokens of some": lambda z, y: entropy(z[1:, 3:-1].contiguous(), y[1:, 4:]),
     "negated scores": lambda z, y: entropy(z * -2.0, y),
 }
 LEFT: dict[str, Loss] = {
@@ -127,7 +129,7 @@ LEFT: dict[str, Loss] = {
     "two targets": two_targets,
     "weighted features": lambda z, y: entropy(z, y, weight=torch.linspace(0.5, 1.5, VOCABULARY, dtype=z.dtype)),
     "unbounded": lambda z, y: entropy(z.abs(), y),
-    "next tokens": lambda z, y: entropy(z[:, :-1], y[:, 1:]),
+    "tokens by steps": lambda z, y: entropy(z[:, ::2], y[:, 1::2]),
     "probabilities": lambda z, y: (1 - torch.softmax(z, -1).gather(-1, y[..., None])).mean(),
     "a norm of scores": lambda z, y: entropy(z - z.mean(-1, keepdim=True), y),
 }
