@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from coda_inductor.loss.reading import LOGARITHMS, NORMALISER, SCORES, SOFTMAX, Head, Parts, heads, unchanged
+from coda_inductor.loss.parts import SOFTMAX, NotRead, Parts, unchanged
+from coda_inductor.loss.reading import LOGARITHMS, SCORES, Head
 from coda_inductor.ops.loss import CAP, LOSS_ROWS
 from coda_inductor.passes.casts import Cast
 from coda_inductor.patterns import graph as g
@@ -35,6 +36,9 @@ COLUMNS, AMPLIFIED = 1 << 13, 4
 and written five times for it."""
 DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 """Of E, with that of the softmax. (In float16 a loss of 11 is too great for E.)"""
+HEADS = frozenset({aten.mm.default, aten.addmm.default})
+GREATEST = 256.0
+"""Of bounded scores. (Those of bfloat16 are a whole number apart there.)"""
 EXACT = 1 << 24
 """Whole numbers up to here are float32's, too."""
 WHAT = "gradient stored in place of the scores"
@@ -53,21 +57,25 @@ def write_losses(
 ) -> tuple[tuple[Written, ...], dict[fx.Node, str]]:
     """Rewrites the heads of a joint graph in place, but for products named `whole`; `before` are its effects before it
     was rewritten. Returns them, and of others that a softmax is taken of, why not."""
-    found, left = heads(graph, lambda node: node.name not in whole and is_wide(node, target))
-    done, names = list[Written](), {n.name for n in graph.nodes}
-    for head in found:
-        if head.scores.meta["val"].dtype != DTYPES[head.product.meta["val"].dtype]:  # type: ignore[union-attr]
-            left[head.product] = "its softmax is of other numbers than the epilogue's"
+    done, left, names = list[Written](), dict[fx.Node, str](), {n.name for n in graph.nodes}
+    for product in list(graph.nodes):
+        if product.target not in HEADS or g.is_backward(product) or product.name in whole or product.name not in names:
             continue
-        scale = None if bounded(head) else factor(head)
-        if scale is None and not bounded(head):
-            left[head.product] = "its scores are neither a multiple of the product nor bounded"
+        if not is_wide(product, target):
+            continue
+        head = Head(product)
+        try:
+            head.follow()
+            scale = repeated_by(head)
+        except NotRead as why:
+            if head.scores is not None:
+                left[product] = str(why)
             continue
         _write(graph, head, scale)
         sort(graph, before)
         here = {n.name for n in graph.nodes}
-        told = replace(Cast.of(head.product, WHAT, g.source_line(head.product)), gone=tuple(sorted(names - here)))
-        done.append(Written(head.product.name, told))
+        told = replace(Cast.of(product, WHAT, g.source_line(product)), gone=tuple(sorted(names - here)))
+        done.append(Written(product.name, told))
         names = here
     return tuple(done), left
 
@@ -88,32 +96,47 @@ def is_wide(product: fx.Node, target: str) -> bool:
 
 
 def steps(head: Head) -> list[fx.Node]:
-    """From the product, which is not among them, to the scores: the operations but for views and casts."""
+    """From the product, which is not among them, to the scores: the operations but for views and casts. Raises NotRead
+    if they read several things."""
     node, found = head.scores, list[fx.Node]()
     while node is not None and node is not head.product:
-        source = node.all_input_nodes[0]
+        if len(node.all_input_nodes) != 1:
+            raise NotRead("its scores are neither a multiple of the product nor bounded")
         if unchanged(node) is None:
             found.insert(0, node)
-        node = source
+        node = node.all_input_nodes[0]
     return found
 
 
-def factor(head: Head) -> float | None:
-    """The number that the product is multiplied by; None if other things are done to it."""
+def repeated_by(head: Head) -> float | None:
+    """The number that a product which is computed again is multiplied by; None if no row need be. Raises NotRead if
+    that is another function of the product."""
+    scores = head.scores.meta["val"].dtype  # type: ignore[union-attr]
+    if scores != DTYPES[head.product.meta["val"].dtype]:
+        raise NotRead("its softmax is of other numbers than the epilogue's")
+    if bounded(head):
+        return None
+    if any(p.slopes for parts in head.gradients.values() for p in parts):
+        raise NotRead("its gradient is multiplied by what is made of the scores, which are not bounded")
+    return factor(head)
+
+
+def factor(head: Head) -> float:
+    """The number that the product is multiplied by. Raises NotRead if other things are done to it."""
     number = 1.0
     for node in steps(head):
-        by = node.args[1] if len(node.args) == 2 and isinstance(node.args[0], fx.Node) else None
+        by = node.args[1] if len(node.args) == 2 and isinstance(node.args[0], fx.Node) and not node.kwargs else None
         if node.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(by, int | float):
             number *= by
         elif node.target in (aten.div.Tensor, aten.div.Scalar) and isinstance(by, int | float) and by:
             number /= by
         else:
-            return None
+            raise NotRead("its scores are neither a multiple of the product nor bounded")
     return number
 
 
 def bounded(head: Head) -> bool:
-    """Is the difference of two scores of a row at most CAP, as that of 30 tanh(z / 30)?"""
+    """Is the difference of two scores of a row at most CAP, as that of 30 tanh(z / 30), also as they are rounded?"""
     low, high = -torch.inf, torch.inf
     for node in steps(head):
         if node.target is aten.tanh.default:
@@ -123,6 +146,8 @@ def bounded(head: Head) -> bool:
         elif (ends := _moved(node, low, high)) is not None:
             low, high = min(ends), max(ends)
         else:
+            low, high = -torch.inf, torch.inf
+        if max(-low, high) > GREATEST:
             low, high = -torch.inf, torch.inf
     return high - low <= CAP
 
@@ -178,11 +203,12 @@ def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
     op = call(LOSS_ROWS, write.cast(others, dtype), total, index, slope, *again)
     exponentials, loss, part = (call(operator.getitem, op, i) for i in range(3))
     for node, what in head.picked.items():
-        value = {
-            LOGARITHMS: lambda: call(aten.neg.default, loss),
-            SCORES: lambda: score,
-            NORMALISER: lambda: call(aten.add.Tensor, score, loss),
-        }[what]()
+        if what == SCORES:
+            value = write.made_of(node.all_input_nodes[0], there)
+        elif what == LOGARITHMS:
+            value = call(aten.neg.default, loss)
+        else:
+            value = call(aten.add.Tensor, score, loss)
         like = node.meta["val"]
         node.replace_all_uses_with(call(aten.reshape.default, write.cast(value, like.dtype), [*like.shape]))
     for node, parts in head.gradients.items():

@@ -8,7 +8,7 @@ to `total`. Then, for each row, with a = 1 / (1 + total):
 
 So one number a row is written, and the row needs no other pass. What is rounded at the target goes into `a`.
 
-**Rows of a great loss.** exp(s - s_t) was held at e^64, so that bfloat16 has it. A row whose total reaches that is
+**Rows of a great loss.** exp(s - s_t) was held at e^64, so that bfloat16 has it. A row whose total is near that is
 computed again from x and the weight, relative to its maximum: exp(s - max), and a = 1 / its sum. Where the scores are
 bounded, no row is that far, and x and the weight are None.
 """
@@ -28,7 +28,10 @@ from coda_inductor.ops.lowering import alone_in_memory
 
 CAP = 64.0
 """Exponents are held at this. Its exponential, 6e27, times any vocabulary is a number of bfloat16's and float32's."""
-LIMIT = math.exp(CAP)
+LIMIT = math.exp(CAP - 0.1)
+"""Totals from here on are of rows that are computed again: a GPU's exponential of CAP may be a little less."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""What is rounded at the target goes into the row's factor between these: beyond, bfloat16 has fewer bits."""
 
 _library = torch.library.Library("coda", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -63,7 +66,8 @@ def _in_place(
         mine[far], first[far], part[far] = torch.log(whole) + top - there, torch.exp(there - top) - whole, 1 / whole
     stored = first.to(e.dtype)
     rounded = stored.to(total.dtype)
-    ratio = torch.where((rounded != 0) & first.isfinite(), first / rounded, 1.0)
+    size = first.abs()
+    ratio = torch.where((size > SMALLEST) & (size < LARGEST), first / rounded, 1.0)
     e.scatter_(1, target, stored)
     loss.copy_(mine)
     factor.copy_(part * ratio)

@@ -83,7 +83,8 @@ def rows_of(  # type: ignore[no-untyped-def]
                 s = _scores(x, w, bias, m, n, far, features, x_m, x_k, w_n, w_k, scale, BIAS, K, M, N)
                 s = tl.where((n >= 0)[None, :], s, float("-inf"))
                 higher = tl.maximum(top, tl.max(s, 1))
-                whole = whole * tl.exp(top - higher) + tl.sum(tl.exp(s - higher[:, None]), 1)
+                relative = tl.where(higher == float("-inf"), 0.0, higher)  # of a bias, scores may be -inf
+                whole = whole * tl.exp(top - relative) + tl.sum(tl.exp(s - relative[:, None]), 1)
                 there += tl.sum(tl.where(n[None, :] == t[:, None], s, 0.0), 1)
                 top = higher
             for start in range(0, columns, N):
@@ -98,7 +99,8 @@ def rows_of(  # type: ignore[no-untyped-def]
             scale_of_row = tl.where(far, 1.0 / whole, scale_of_row)
     stored = first.to(gradient.dtype.element_ty)
     rounded = stored.to(tl.float32)
-    ratio = tl.where((rounded != 0.0) & (tl.abs(first) < float("inf")), first / rounded, 1.0)
+    size = tl.abs(first)
+    ratio = tl.where((size > 1e-30) & (size < 1e30), first / rounded, 1.0)  # as ops/loss.py has it
     tl.store(gradient + m * pitch + t, stored, inside)
     tl.store(loss + m, mine, inside)
     tl.store(factor + m, scale_of_row * ratio, inside)
