@@ -168,8 +168,7 @@ class Head:
     def _only_logsumexp(self, node: fx.Node) -> bool:
         """Does it read the logsumexp and nothing else of the scores, as another loss does?"""
         read = [n for n in node.all_input_nodes if n in self.early or n in self.values]
-        mine = any((node.target, *map(self._meaning, (*node.args[:i], x))) in NAMED for i, x in enumerate(node.args))
-        if mine or unchanged(node) is not None or any(self.value(n) != NORMALISER for n in read):
+        if unchanged(node) is not None or any(self.value(n) != NORMALISER for n in read):
             return False
         for each in read:
             while (source := unchanged(each)) is not None and self.value(source) == NORMALISER:

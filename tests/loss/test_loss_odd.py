@@ -25,24 +25,24 @@ def hot(y: Tensor, t: Tensor) -> Tensor:
 
 
 class Written(torch.autograd.Function):
-    """The loss at the targets, with a gradient of one's own: `how(g, softmax, one-hot, targets)`."""
+    """The loss at the targets, with a gradient of one's own: `how(g, softmax, one-hot, targets, scores)`."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, t: Tensor, how: Any, normalised: Any) -> Tensor:
         y = normalised(z)
         ctx.how = how
-        ctx.save_for_backward(y, t)
+        ctx.save_for_backward(y, t, z)
         loss: Tensor = -y.gather(-1, t)
         return loss
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        y, t = ctx.saved_tensors
-        return ctx.how(g, y.exp(), hot(y, t), t), None, None, None
+        y, t, z = ctx.saved_tensors
+        return ctx.how(g, y.exp(), hot(y, t), t, z), None, None, None
 
 
 def by(
-    how: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], normalised: Any = lambda z: z.log_softmax(-1)
+    how: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor], normalised: Any = lambda z: z.log_softmax(-1)
 ) -> Program:
     def program(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
         loss: Tensor = Written.apply(x @ w.T, t[:, None], how, normalised)  # type: ignore[no-untyped-call]
@@ -120,24 +120,26 @@ PROGRAMS: dict[str, Program] = {
     "times a sigmoid, far": hooked(lambda g, z: g * torch.sigmoid(z), 40.0),
     "times the scores' signs": hooked(lambda g, z: g * z.relu()),
     "plus a constant": hooked(lambda g, z: g + 0.1),
-    "half of the one-hot": by(lambda g, p, o, t: g * torch.sub(p, o, alpha=0.5)),
-    "other factors": by(lambda g, p, o, t: g * p - (g + 1) * o),
-    "other numbers": by(lambda g, p, o, t: g * (2 * p - o)),
-    "the softmax twice": by(lambda g, p, o, t: g * (p - o) + g * p),
-    "only the softmax": by(lambda g, p, o, t: g * p),
-    "the wrong sign": by(lambda g, p, o, t: g * (o - p)),
-    "transposed twice": by(lambda g, p, o, t: (g * (p - o)).T.contiguous().T),
-    "flipped": by(lambda g, p, o, t: (g * (p - o)).flip(1)),
-    "with ones beside it": by(lambda g, p, o, t: g * (p - torch.ones_like(p).scatter(1, t, 2.0))),
-    "with ones at the targets": by(lambda g, p, o, t: g * (p - torch.ones_like(p).scatter(1, t, 1.0))),
-    "hot along the rows": by(lambda g, p, o, t: g * (p - torch.zeros_like(p).scatter(0, t, 1.0))),
-    "hot twice": by(lambda g, p, o, t: g * (p - torch.zeros_like(p).scatter(1, torch.cat([t, t], 1), 1.0))),
-    "hot elsewhere": by(lambda g, p, o, t: g * (p - torch.zeros_like(p).scatter(1, (t + 1) % V, 1.0))),
-    "a slope of the one-hot alone": by(lambda g, p, o, t: g * (p - o * (g * o).sum(1, keepdim=True))),
-    "turned twice": by(lambda g, p, o, t: (g * (p - o)).permute(1, 0).permute(1, 0)),
-    "over a row": by(lambda g, p, o, t: (p - o) / (1 + g * g)),
-    "rows of the gradient": by(lambda g, p, o, t: g * (p - o) * (g * o).sum(1, keepdim=True)),
-    "columns of the gradient": by(lambda g, p, o, t: g * (p - o) * (g * o).sum(0, keepdim=True)),
+    "half of the one-hot": by(lambda g, p, o, t, z: g * torch.sub(p, o, alpha=0.5)),
+    "other factors": by(lambda g, p, o, t, z: g * p - (g + 1) * o),
+    "other numbers": by(lambda g, p, o, t, z: g * (2 * p - o)),
+    "the softmax twice": by(lambda g, p, o, t, z: g * (p - o) + g * p),
+    "only the softmax": by(lambda g, p, o, t, z: g * p),
+    "the wrong sign": by(lambda g, p, o, t, z: g * (o - p)),
+    "transposed twice": by(lambda g, p, o, t, z: (g * (p - o)).T.contiguous().T),
+    "flipped": by(lambda g, p, o, t, z: (g * (p - o)).flip(1)),
+    "with ones beside it": by(lambda g, p, o, t, z: g * (p - torch.ones_like(p).scatter(1, t, 2.0))),
+    "with ones at the targets": by(lambda g, p, o, t, z: g * (p - torch.ones_like(p).scatter(1, t, 1.0))),
+    "hot along the rows": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(0, t, 1.0))),
+    "the target's score": by(lambda g, p, o, t, z: g * (p - o) * (o * z).sum(1, keepdim=True)),
+    "two temperatures": lambda x, w, t: (lambda z: F.cross_entropy(z, t) + F.cross_entropy(2 * z, t))(x @ w.T),
+    "hot twice": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(1, torch.cat([t, t], 1), 1.0))),
+    "hot elsewhere": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(1, (t + 1) % V, 1.0))),
+    "a slope of the one-hot alone": by(lambda g, p, o, t, z: g * (p - o * (g * o).sum(1, keepdim=True))),
+    "turned twice": by(lambda g, p, o, t, z: (g * (p - o)).permute(1, 0).permute(1, 0)),
+    "over a row": by(lambda g, p, o, t, z: (p - o) / (1 + g * g)),
+    "rows of the gradient": by(lambda g, p, o, t, z: g * (p - o) * (g * o).sum(1, keepdim=True)),
+    "columns of the gradient": by(lambda g, p, o, t, z: g * (p - o) * (g * o).sum(0, keepdim=True)),
     "another order of a target": another_target,
     "a target of the scores": target_of_scores,
     "a factor of another head": factor_of_another,
@@ -190,11 +192,20 @@ def test_is_eager(name: str) -> None:
         torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
-def test_as_many_rows_as_columns() -> None:
-    """A logsumexp that is no column is repeated over the rows."""
+SQUARE: dict[str, Program] = {
+    "a logsumexp over the columns": by(lambda g, p, o, t, z: g * (p - o), square),
+    "a softmax over the rows": lambda x, w, t: -(x @ w.T).log_softmax(0).gather(1, t[:, None]).mean(),
+    "a sum over the rows": by(lambda g, p, o, t, z: g * (p - o), lambda z: z - z.amax(1, True) - (z - z.amax(1, True)).exp().sum(0, True).log().T),  # noqa: E501
+    "a target along the rows": lambda x, w, t: -(x @ w.T).log_softmax(-1).gather(0, t[None]).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_as_many_rows_as_columns(name: str) -> None:
+    """What is repeated over, or taken along, the other dimension."""
     torch.manual_seed(0)
     x, w, t = torch.randn(V, K).double(), torch.randn(V, K).double(), torch.arange(V).flip(0)
-    program = by(lambda g, p, o, t: g * (p - o), square)
+    program = SQUARE[name]
     wanted = results(program, x, w, t)
     with strict_reference(run=False):
         found = results(torch.compile(program, backend="coda", dynamic=False, options=STRICT), x, w, t)
