@@ -96,7 +96,7 @@ def unchanged(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or g.tensor(source) is None or node.target is aten.permute.default:
         return None
-    if node.target in SAME and node.target not in (aten.expand.default, aten.slice.Tensor):
+    if node.target in SAME:
         return source
     return source if g.is_cast(node) and all(g.floating(n) for n in (node, source)) else None
 

@@ -134,8 +134,8 @@ class Head:
                 found = ARITHMETIC[node.target](self, *node.args)
         elif of is not None and of.name == "sum" and self._of_columns(of):
             parts = self.parts(of.source) or ()
-            alone = parts and all(p.of == ONE_HOT and not p.slopes for p in parts)
-            found = tuple(replace(p, of=OF_ROWS) for p in parts) if alone else None
+            alone = len(parts) == 1 and parts[0].of == ONE_HOT and not parts[0].slopes
+            found = (replace(parts[0], of=OF_ROWS),) if alone else None
         if found is not None:
             self._take(node, found)
 
@@ -255,9 +255,9 @@ def _times(head: Head, a: object, b: object) -> Parts | None:
             continue
         if isinstance(y, int | float):
             return scaled(parts, float(y))
-        if isinstance(y, fx.Node) and y in head.early and head.large(y):
+        if isinstance(y, fx.Node) and y in head.early:
             return tuple(replace(p, slopes=(*p.slopes, y)) for p in parts)
-        if (others := head.parts(y)) is not None and len(others) == 1 and others[0].of == OF_ROWS:
+        if (others := head.parts(y)) is not None and others[0].of == OF_ROWS:
             by = others[0]
             return tuple(replace(p, number=p.number * by.number, rows=(*p.rows, *by.rows)) for p in parts)
         if isinstance(y, fx.Node) and head.of_rows(y):
@@ -272,9 +272,7 @@ def _over(head: Head, a: object, b: object) -> Parts | None:
 
 def _plus(head: Head, a: object, b: object, sign: float = 1.0) -> Parts | None:
     first, second = head.parts(a), head.parts(b)
-    if first is None or second is None or any(p.of == OF_ROWS for p in (*first, *second)):
-        return None
-    return (*first, *scaled(second, sign))
+    return None if first is None or second is None else (*first, *scaled(second, sign))
 
 
 def _minus(head: Head, a: object, b: object) -> Parts | None:

@@ -71,6 +71,12 @@ def another_target(x: Tensor, w: Tensor, t: Tensor) -> Any:
     return -y.gather(1, one).mean(), y.detach().gather(1, two)
 
 
+def transposed_target(x: Tensor, w: Tensor, t: Tensor) -> Any:
+    y = (x @ w.T).log_softmax(-1).view(3, 2, V)
+    one, two = t.view(2, 3).T[..., None], t.view(3, 2)[..., None]
+    return -y.gather(-1, one).mean(), y.detach().gather(-1, two)
+
+
 def target_of_scores(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     z = x @ w.T
     log = torch.logsumexp(z, -1)
@@ -133,6 +139,8 @@ PROGRAMS: dict[str, Program] = {
     "hot along the rows": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(0, t, 1.0))),
     "the target's score": by(lambda g, p, o, t, z: g * (p - o) * (o * z).sum(1, keepdim=True)),
     "two temperatures": lambda x, w, t: (lambda z: F.cross_entropy(z, t) + F.cross_entropy(2 * z, t))(x @ w.T),
+    "turned by nothing": by(lambda g, p, o, t, z: (g * (p - o)).permute(0, 1)),
+    "times itself": by(lambda g, p, o, t, z: (lambda d: d @ (d.T @ d))(g * (p - o))),
     "hot twice": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(1, torch.cat([t, t], 1), 1.0))),
     "hot elsewhere": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(1, (t + 1) % V, 1.0))),
     "a slope of the one-hot alone": by(lambda g, p, o, t, z: g * (p - o * (g * o).sum(1, keepdim=True))),
@@ -141,6 +149,7 @@ PROGRAMS: dict[str, Program] = {
     "rows of the gradient": by(lambda g, p, o, t, z: g * (p - o) * (g * o).sum(1, keepdim=True)),
     "columns of the gradient": by(lambda g, p, o, t, z: g * (p - o) * (g * o).sum(0, keepdim=True)),
     "another order of a target": another_target,
+    "a transposed target": transposed_target,
     "a target of the scores": target_of_scores,
     "a factor of another head": factor_of_another,
     "a gradient in the forward": gradient_in_the_forward,
