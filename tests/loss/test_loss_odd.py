@@ -77,6 +77,12 @@ def transposed_target(x: Tensor, w: Tensor, t: Tensor) -> Any:
     return -y.gather(-1, one).mean(), y.detach().gather(-1, two)
 
 
+def another_alpha(x: Tensor, w: Tensor, t: Tensor) -> Any:
+    y, one = (x @ w.T).log_softmax(-1), torch.ones_like(t)
+    targets = [(torch.add(t, one, alpha=n) % V)[:, None] for n in (2, 3)]
+    return -y.gather(-1, targets[0]).mean(), y.detach().gather(-1, targets[1])
+
+
 def target_of_scores(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     z = x @ w.T
     log = torch.logsumexp(z, -1)
@@ -150,6 +156,7 @@ PROGRAMS: dict[str, Program] = {
     "columns of the gradient": by(lambda g, p, o, t, z: g * (p - o) * (g * o).sum(0, keepdim=True)),
     "another order of a target": another_target,
     "a transposed target": transposed_target,
+    "another factor of a target": another_alpha,
     "a target of the scores": target_of_scores,
     "a factor of another head": factor_of_another,
     "a gradient in the forward": gradient_in_the_forward,
