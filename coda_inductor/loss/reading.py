@@ -211,10 +211,11 @@ class Head:
 
     def _reduced(self, node: fx.Node, of: g.Reduction) -> Value:
         """Its meaning. Raises NotRead."""
-        if self._of_columns(of) and of.name == "max" and of.source in self.early and self.scores in (None, of.source):
+        along = self._of_columns(of)
+        if along and of.name == "max" and of.source in self.early and self.scores in (None, of.source):
             self.scores = of.source
             return MAXIMUM
-        if self._of_columns(of) and of.name == "sum" and self.value(of.source) == EXPONENTIALS:
+        if along and of.name == "sum" and self.value(of.source) == EXPONENTIALS:
             return TOTAL
         raise NotRead(f"{node} is taken of the scores")
 
