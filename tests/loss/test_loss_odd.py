@@ -125,6 +125,24 @@ def beside_capped(x: Tensor, w: Tensor, t: Tensor) -> Any:
     return -(3 * torch.tanh(z / 3)).log_softmax(-1).gather(1, i).mean(), z.detach().gather(1, i)
 
 
+def hook_on_all(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    z = x @ w.T
+    z.register_hook(lambda g: g + g.sum(0))
+    return F.cross_entropy(z[1:], t[1:])
+
+
+def padded_times_itself(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    z = x @ w.T
+    z.register_hook(lambda g: g @ (g.T @ g))
+    return F.cross_entropy(z[1:], t[1:])
+
+
+def sum_of_columns(x: Tensor, w: Tensor, t: Tensor) -> Any:
+    z = x @ w.T
+    z.register_hook(lambda g: g.sum(1, keepdim=True).expand(M, V))
+    return (z[1:] * w[:, 0]).square().sum()
+
+
 PROGRAMS: dict[str, Program] = {
     "raw scores at the target": raw_scores,
     "raw scores beside capped ones": beside_capped,
@@ -176,6 +194,15 @@ PROGRAMS: dict[str, Program] = {
     "offset caps": lambda x, w, t: F.cross_entropy(20 * torch.tanh(x @ w.T) + 100096.0, t),
     "caps of caps": lambda x, w, t: F.cross_entropy(torch.sigmoid(5 * torch.tanh(9 * (x @ w.T))) * 50, t),
     "wide caps": lambda x, w, t: F.cross_entropy(500 * torch.tanh(x @ w.T), t),
+    "a slice beside the whole": lambda x, w, t: (lambda z: F.cross_entropy(z[1:], t[1:]) + z.mean())(x @ w.T),
+    "a slice that is returned": lambda x, w, t: (lambda z: (F.cross_entropy(z, t[1:]), z))((x @ w.T)[1:]),
+    "a slice of columns": lambda x, w, t: F.cross_entropy((x @ w.T)[:, :6], t),
+    "a slice of a part": lambda x, w, t: F.cross_entropy((x @ w.T).view(2, 3, V)[1:, :2].flatten(0, 1), t[3:5]),
+    "every other row": lambda x, w, t: F.cross_entropy((x @ w.T)[::2], t[::2]),
+    "a hook on all scores": hook_on_all,
+    "all scores' gradient times itself": padded_times_itself,
+    "a sum of columns of a slice": sum_of_columns,
+    "a slice of a biased head": lambda x, w, t: F.cross_entropy(F.linear(x, w, w[:, 0])[2:-1], t[2:-1]),
     "no scores": lambda x, w, t: F.cross_entropy((x @ w.T) * 0.0, t),
     "added scores": lambda x, w, t: F.cross_entropy((x @ w.T).add(x @ w.flip(0).T, alpha=0.5), t),
     "overwritten scores": lambda x, w, t: F.cross_entropy((x @ w.T).mul_(2.0), t),
