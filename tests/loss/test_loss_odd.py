@@ -165,6 +165,9 @@ PROGRAMS: dict[str, Program] = {
     "two temperatures": lambda x, w, t: (lambda z: F.cross_entropy(z, t) + F.cross_entropy(2 * z, t))(x @ w.T),
     "turned by nothing": by(lambda g, p, o, t, z: (g * (p - o)).permute(0, 1)),
     "times itself": by(lambda g, p, o, t, z: (lambda d: d @ (d.T @ d))(g * (p - o))),
+    "half of the logsumexp": by(
+        lambda g, p, o, t, z: g * (p - o), lambda z: torch.sub(z, torch.logsumexp(z, -1, True), alpha=0.5)
+    ),
     "hot twice": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(1, torch.cat([t, t], 1), 1.0))),
     "hot elsewhere": by(lambda g, p, o, t, z: g * (p - torch.zeros_like(p).scatter(1, (t + 1) % V, 1.0))),
     "a slope of the one-hot alone": by(lambda g, p, o, t, z: g * (p - o * (g * o).sum(1, keepdim=True))),
@@ -244,6 +247,7 @@ SQUARE: dict[str, Program] = {
     "a logsumexp over the columns": by(lambda g, p, o, t, z: g * (p - o), square),
     "a softmax over the rows": lambda x, w, t: -(x @ w.T).log_softmax(0).gather(1, t[:, None]).mean(),
     "a sum over the rows": by(lambda g, p, o, t, z: g * (p - o), summed_over_rows),
+    "picked along the rows": lambda x, w, t: -(x @ w.T).log_softmax(-1).gather(0, t[:, None]).mean(),
     "a target along the rows": lambda x, w, t: -(x @ w.T).log_softmax(-1).gather(0, t[None]).mean(),
 }  # fmt: skip
 
