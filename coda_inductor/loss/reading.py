@@ -109,6 +109,8 @@ class Head:
             raise NotRead("its target is made of the scores")
         for parts in self.gradients.values():
             check(parts, self.keys)
+        if len({tuple(sorted(map(self.keys.of, parts[0].slopes))) for parts in self.gradients.values()}) > 1:
+            raise NotRead("its products read gradients that are multiplied by different values of the scores")
 
     def _take(self, node: fx.Node, found: Value) -> None:
         """The node has this meaning. Raises NotRead unless it has the size that goes with it, and what it reads of the

@@ -125,6 +125,26 @@ def beside_capped(x: Tensor, w: Tensor, t: Tensor) -> Any:
     return -(3 * torch.tanh(z / 3)).log_softmax(-1).gather(1, i).mean(), z.detach().gather(1, i)
 
 
+class Skewed(torch.autograd.Function):
+    """A product whose two gradients are of different tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        z = x @ w.T
+        ctx.save_for_backward(x, w, z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w, z = ctx.saved_tensors
+        return (g * z) @ w, (2 * g).T @ x
+
+
+def skewed(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    z: Tensor = Skewed.apply(x, w)  # type: ignore[no-untyped-call]
+    return F.cross_entropy(15 * torch.tanh(z / 15), t)
+
+
 def hook_on_all(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     z = x @ w.T
     z.register_hook(lambda g: g + g.sum(0))
@@ -206,6 +226,7 @@ PROGRAMS: dict[str, Program] = {
     "all scores' gradient times itself": padded_times_itself,
     "a sum of columns of a slice": sum_of_columns,
     "a slice of a biased head": lambda x, w, t: F.cross_entropy(F.linear(x, w, w[:, 0])[2:-1], t[2:-1]),
+    "two gradients of one product": skewed,
     "no scores": lambda x, w, t: F.cross_entropy((x @ w.T) * 0.0, t),
     "added scores": lambda x, w, t: F.cross_entropy((x @ w.T).add(x @ w.flip(0).T, alpha=0.5), t),
     "overwritten scores": lambda x, w, t: F.cross_entropy((x @ w.T).mul_(2.0), t),
