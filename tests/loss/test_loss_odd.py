@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from compiling import REFERENCE
 from evaluate import strict_reference
-from torch import Tensor
+from torch import Tensor, fx
+
+from coda_inductor.inductor import joint
+from coda_inductor.loss import written
+from coda_inductor.patterns import graph as g
 
 STRICT = REFERENCE | {"strict": True}
 M, K, V = 6, 5, 7
@@ -306,3 +310,27 @@ def test_computations_of_many_steps_compile_soon(what: str) -> None:
         found = results(torch.compile(program, backend="coda", dynamic=False, options=STRICT), x, w, t)
     for mine, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_one_product_have_the_same_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E is stored once. (torch counts what a function of one's own computes in its backward to the forward: here it is
+    called the backward's, as it is where such a gradient is traced by itself.)"""
+    write, reasons = written.write_losses, list[str]()
+
+    def of_the_backward(graph: fx.Graph, *more: Any) -> Any:
+        _, *others = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        for node in others:
+            node.meta[g.SIDE] = "is_backward"
+        made, left = write(graph, *more)
+        reasons.extend(left.values())
+        return made, left
+
+    monkeypatch.setattr(joint, "write_losses", of_the_backward)
+    torch.manual_seed(0)
+    x, w, t = torch.randn(M, K).double(), torch.randn(V, K).double(), torch.tensor([0, 3, 5, 1, 5, 4])
+    wanted = results(skewed, x, w, t)
+    with strict_reference(run=False):
+        found = results(torch.compile(skewed, backend="coda", dynamic=False, options=STRICT), x, w, t)
+    for mine, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+    assert reasons == ["its products read gradients that are multiplied by different values of the scores"]
