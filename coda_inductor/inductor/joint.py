@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 
 from torch import fx
 
@@ -28,7 +27,7 @@ from coda_inductor.inductor.sites import absorbed, fired, reason, site
 from coda_inductor.inductor.undefined import add_where_read
 from coda_inductor.inductor.work import Work
 from coda_inductor.loss.rows_read import read_rows
-from coda_inductor.loss.written import is_wide, write_losses
+from coda_inductor.loss.written import write_losses
 from coda_inductor.passes.blocks import write_blocks
 from coda_inductor.passes.casts import may_widen, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real, pack_pairs
@@ -177,7 +176,7 @@ def joined_operands(work: Work) -> None:
 def loss_gradients(work: Work) -> None:
     """The gradient of a cross-entropy's scores leaves the epilogue that makes the scores, but for numbers of rows."""
     if work.may(LOSS) and SOFTMAX.name in laws_of(work.settings) and g.is_joint(work.graph):
-        read_rows(work.graph, partial(is_wide, target=work.target))
+        read_rows(work.graph, work.target)
         work.losses, left = write_losses(work.graph, work.target, work.whole, work.before.effects)
         work.casts += tuple(x.told for x in work.losses)
         work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from coda_inductor.loss.written import amplifies, is_wide
 from coda_inductor.passes.dropped import is_zero
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import ordered
@@ -56,14 +57,14 @@ class Cut:
         return writing.call(like, aten.reshape.default, whole, [-1, features])
 
 
-def read_rows(graph: fx.Graph, wide: Any) -> None:
-    """Rewrites products that `wide` holds for, and what reads their gradients, in place."""
+def read_rows(graph: fx.Graph, target: str) -> None:
+    """Rewrites products that make scores, and what reads their gradients, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
-        _forward(graph, node, wide)
+        _forward(graph, node, target)
     _drop(graph)
     for node in reversed(graph.find_nodes(op="call_function", target=aten.slice_scatter.default)):  # the outer first
         if is_zero(node.args[0]):
-            _backward(graph, node)
+            _backward(graph, node, target)
             _drop(graph)
 
 
@@ -86,14 +87,18 @@ def cut_of(node: fx.Node, whole: fx.Node, first: int) -> Cut | None:
     return Cut(tuple(sizes[:-1]), dim, start, end) if start < end and end - start < sizes[dim] else None
 
 
-def _forward(graph: fx.Graph, node: fx.Node, wide: Any) -> None:
+def _forward(graph: fx.Graph, node: fx.Node, target: str) -> None:
     """Makes those rows of a product that its only reader, the slice, takes."""
     whole = node.args[0]
     assert isinstance(whole, fx.Node)
     product = whole
     while product.target in RESHAPES and len(product.users) == 1:
         product = product.all_input_nodes[0]
-    if product.target not in (aten.mm.default, aten.addmm.default) or len(product.users) != 1 or not wide(product):
+    if (
+        product.target not in (aten.mm.default, aten.addmm.default)
+        or len(product.users) != 1
+        or not is_wide(product, target)
+    ):
         return
     if whole.meta["val"].shape[-1] != product.meta["val"].shape[-1] or len(whole.users) != 1:
         return
@@ -111,7 +116,7 @@ def _returned(node: fx.Node) -> bool:
     return any(n.op == "output" for n in g.reached([node], lambda n: n.users if n is node or g.is_view(n) else ()))
 
 
-def _backward(graph: fx.Graph, node: fx.Node) -> None:
+def _backward(graph: fx.Graph, node: fx.Node, target: str) -> None:
     """Has products read the gradients that are not zero, if nothing else reads the others."""
     cut, source = cut_of(node, node, 2), node.args[1]
     if cut is None or not isinstance(source, fx.Node):
@@ -124,6 +129,9 @@ def _backward(graph: fx.Graph, node: fx.Node) -> None:
     readers = {user for n in names for user in n.users} - names
     if not all(_reads(reader, names, turned) for reader in readers):
         return
+    others = [n.args[1].meta["val"].shape[-1] for n in readers if n.target is aten.mm.default]  # type: ignore[union-attr]
+    if not all(isinstance(k, int) and amplifies(columns, k, target) for k in others):
+        return  # of a layer, which would lose what its epilogue makes of all rows
     for reader in readers:
         _read(graph, reader, cut, source, columns)
 

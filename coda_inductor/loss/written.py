@@ -88,8 +88,12 @@ def is_wide(product: fx.Node, target: str) -> bool:
     left, right = read.left.meta["val"], read.right.meta["val"]
     if left.dtype not in DTYPES or not all(isinstance(n, int) for n in (*left.shape, *right.shape)):
         return False
-    large = right.shape[1] >= COLUMNS and right.shape[1] >= AMPLIFIED * left.shape[1]
-    return right.shape[1] <= EXACT and (large or target == "reference")
+    return right.shape[1] <= EXACT and amplifies(right.shape[1], left.shape[1], target)
+
+
+def amplifies(columns: int, features: int, target: str) -> bool:
+    """Are there as many columns as a vocabulary has, and many more than features?"""
+    return target == "reference" or (columns >= COLUMNS and columns >= AMPLIFIED * features)
 
 
 # ---- how large scores may be

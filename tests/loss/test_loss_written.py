@@ -271,6 +271,26 @@ def test_in_bfloat16_nearly_as_near_as_eager(done: Done) -> None:
     assert all(made for made, _ in done) and bool((total["ours"] <= 1.3 * total["eager"]).all())
 
 
+def test_a_layers_rows_stay() -> None:
+    """A layer whose last rows nobody reads keeps its Regions."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)
+
+        def forward(self, x: Tensor) -> object:
+            return self.down(F.silu(self.up(x)))[:, :-1].float().square().sum()
+
+    with torch.device("meta"):
+        model, x = Layer().bfloat16(), torch.empty(2, 512, 512).bfloat16().requires_grad_()
+    found = [
+        [r["digest"] for graph in explain(model, (x,), {}, "train", settings)["graphs"] for r in graph["regions"]]
+        for settings in (Settings(target="sm_90a"), Settings(target="sm_90a", disable=frozenset({"loss"})))
+    ]
+    assert found[0] == found[1] and found[0]
+
+
 def test_explain_says_so() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:
