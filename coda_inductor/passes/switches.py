@@ -55,7 +55,7 @@ PASSES = {
     PARTS: "no Region: a product that is read in parts, as gate and up of one weight, is a product for each part",
     JOINED: "no Region: a product of two tensors beside each other, as attention's and an MLP's, is a product of each",
     EMBEDDING: "no Region: the gradient of an embedding is written in the rows that occur",
-    LOSS: "no Region: the gradient of a loss' scores leaves the epilogue that makes them, and they are not stored",
+    LOSS: "no Region: the gradient of a loss's scores leaves the epilogue that makes them, and they are not stored",
     BLOCKS: "no Region: scores of a head and its loss, or their gradient, are made of some rows at a time",
     UNDEFINED: "no Region: the gradient of a large output beside a loss is no tensor of zeros where none reaches it",
     ROWS: "no Region: loops of Inductor's that go over each row more than once hold it in registers",

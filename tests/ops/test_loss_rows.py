@@ -1,4 +1,4 @@
-"""What is left of a loss' rows (ops/loss.py), against torch's own softmax."""
+"""What is left of a loss's rows (ops/loss.py), against torch's own softmax."""
 
 from __future__ import annotations
 
