@@ -178,7 +178,7 @@ def loss_gradients(work: Work) -> None:
     if work.may(LOSS) and SOFTMAX.name in laws_of(work.settings) and g.is_joint(work.graph):
         read_rows(work.graph, work.target)
         work.losses, left = write_losses(work.graph, work.target, work.whole, work.before.effects)
-        work.casts += tuple(x.told for x in work.losses)
+        work.casts += work.losses
         work.refused += tuple(Refusal(n.name, why, g.source_line(n)) for n, why in left.items())
 
 
@@ -209,7 +209,7 @@ def regions(work: Work) -> None:
     found = settled(graph, work.settings, work.decisions, Limits(unread=unread))
     taken = {found.plan.program.product(acc).node for b in found.plan.builts for acc in b.products}
     whole = frozenset(p.name for p in work.packed if not taken.issuperset(p.made))
-    whole |= frozenset(x.product for x in work.losses) - frozenset(n.name for n in taken)
+    whole |= frozenset(x.node for x in work.losses) - frozenset(n.name for n in taken)
     if whole := whole | in_vain(found.plan, work.joined):
         raise RewriteAgain(whole)
     made, lifted = found.plan, found.plan.program.lifted

@@ -12,7 +12,6 @@ from coda_inductor.attention.changes import Changed
 from coda_inductor.attention.masks import Mask
 from coda_inductor.core.settings import Settings
 from coda_inductor.inductor.records import Refusal, Site
-from coda_inductor.loss.written import Written
 from coda_inductor.passes.blocks import Blocks
 from coda_inductor.passes.casts import Cast
 from coda_inductor.passes.elementwise import Pass
@@ -49,7 +48,7 @@ class Work:
     """Those that were split."""
     joined: tuple[Packed, ...] = ()
     """Those that were split because their left operand is two tensors beside each other."""
-    losses: tuple[Written, ...] = ()
+    losses: tuple[Cast, ...] = ()
     """Products of a head whose epilogue is to make the gradient of their scores."""
     sites: list[Site] = field(default_factory=list)
     refused: tuple[Refusal, ...] = ()

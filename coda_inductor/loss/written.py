@@ -44,20 +44,12 @@ EXACT = 1 << 24
 WHAT = "gradient stored in place of the scores"
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A head that was rewritten: its product's name, and what `explain` tells."""
-
-    product: str
-    told: Cast
-
-
 def write_losses(
     graph: fx.Graph, target: str, whole: frozenset[str], before: Effects
-) -> tuple[tuple[Written, ...], dict[fx.Node, str]]:
+) -> tuple[tuple[Cast, ...], dict[fx.Node, str]]:
     """Rewrites the heads of a joint graph in place, but for products named `whole`; `before` are its effects before it
-    was rewritten. Returns them, and of others that a softmax is taken of, why not."""
-    done, left, names = list[Written](), dict[fx.Node, str](), {n.name for n in graph.nodes}
+    was rewritten. Returns what `explain` tells of each product, and of others that a softmax is taken of, why not."""
+    done, left, names = list[Cast](), dict[fx.Node, str](), {n.name for n in graph.nodes}
     for product in list(graph.nodes):
         if product.target not in HEADS or g.is_backward(product) or product.name in whole or product.name not in names:
             continue
@@ -74,8 +66,7 @@ def write_losses(
         _write(graph, head, scale)
         sort(graph, before)
         here = {n.name for n in graph.nodes}
-        told = replace(Cast.of(product, WHAT, g.source_line(product)), gone=tuple(sorted(names - here)))
-        done.append(Written(product.name, told))
+        done.append(replace(Cast.of(product, WHAT, g.source_line(product)), gone=tuple(sorted(names - here))))
         names = here
     return tuple(done), left
 

@@ -250,17 +250,22 @@ def results(program: Program, x: Tensor, w: Tensor, t: Tensor) -> list[Tensor]:
     return [*(o.detach().clone() for o in out), *torch.autograd.grad(wanted, (x, w), given)]
 
 
+def check(program: Program, x: Tensor, w: Tensor, t: Tensor, nan: bool = False) -> None:
+    """All results and gradients are eager's; `nan`: NaN where eager has it."""
+    wanted = results(program, x, w, t)
+    with strict_reference(run=False):
+        found = results(torch.compile(program, backend="coda", dynamic=False, options=STRICT), x, w, t)
+    for mine, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12, equal_nan=nan)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_eager(name: str) -> None:
     program = PROGRAMS[name]
     torch.manual_seed(0)
     x, w, t = torch.randn(M, K).double(), torch.randn(V, K).double(), torch.tensor([0, 3, 5, 1, 5, 4])
-    wanted = results(program, x, w, t)
-    with strict_reference(run=False):
-        found = results(torch.compile(program, backend="coda", dynamic=False, options=STRICT), x, w, t)
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
+    check(program, x, w, t, nan=True)
 
 
 def summed_over_rows(z: Tensor) -> Tensor:
@@ -283,11 +288,7 @@ def test_as_many_rows_as_columns(name: str) -> None:
     torch.manual_seed(0)
     x, w, t = torch.randn(V, K).double(), torch.randn(V, K).double(), torch.arange(V).flip(0)
     program = SQUARE[name]
-    wanted = results(program, x, w, t)
-    with strict_reference(run=False):
-        found = results(torch.compile(program, backend="coda", dynamic=False, options=STRICT), x, w, t)
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+    check(program, x, w, t)
 
 
 @pytest.mark.parametrize("what", ("target", "weight"))
@@ -305,11 +306,7 @@ def test_computations_of_many_steps_compile_soon(what: str) -> None:
 
     torch.manual_seed(0)
     x, w, t = torch.randn(M, K).double(), torch.randn(V, K).double(), torch.arange(M)
-    wanted = results(program, x, w, t)
-    with strict_reference(run=False):
-        found = results(torch.compile(program, backend="coda", dynamic=False, options=STRICT), x, w, t)
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+    check(program, x, w, t)
 
 
 def test_gradients_of_one_product_have_the_same_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +325,5 @@ def test_gradients_of_one_product_have_the_same_slopes(monkeypatch: pytest.Monke
     monkeypatch.setattr(joint, "write_losses", of_the_backward)
     torch.manual_seed(0)
     x, w, t = torch.randn(M, K).double(), torch.randn(V, K).double(), torch.tensor([0, 3, 5, 1, 5, 4])
-    wanted = results(skewed, x, w, t)
-    with strict_reference(run=False):
-        found = results(torch.compile(skewed, backend="coda", dynamic=False, options=STRICT), x, w, t)
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=1e-10, atol=1e-12)
+    check(skewed, x, w, t)
     assert reasons == ["its products read gradients that are multiplied by different values of the scores"]
