@@ -45,8 +45,8 @@ FLOAT8_INFERENCE = Source(
 )  # fmt: skip
 EXAMPLES = Source("examples.jsonl", names=names.EXAMPLES, alone=True)
 HEADS = Source(
-    "heads.jsonl", key=("case", "gpu"), names=names.HEADS_IN_BLOCKS, alone=True, kind="training", ms="ms/coda-4096",
-    baseline_ms="ms/inductor", gib="gib/coda-4096",
+    "heads.jsonl", key=("case", "gpu"), names=names.HEADS_IN_BLOCKS, alone=True, kind="training", ms="ms/coda-2048|ms/coda-4096",
+    baseline_ms="ms/inductor", gib="gib/coda-2048|gib/coda-4096",
 )  # fmt: skip
 DISTRIBUTED = Source("distributed.jsonl", names=names.DISTRIBUTED)
 FSDP2 = Source("profile.jsonl", lambda r: r["case"] == names.FSDP2, ("case", "backend"))
@@ -107,10 +107,17 @@ GRAPHS = (
     Column("gain alone", "torch.compile reduce-overhead/alone/gain", "gain"),
 )
 WAYS = (
-    ("`torch.compile`", "inductor"), ("again", "null"), ("whole", "whole"), ("blocks", "coda-4096"),
+    ("`torch.compile`", "inductor"), ("again", "null"), ("whole", "whole"), ("blocks", "coda-2048|coda-4096"),
     ("Liger", "liger"),
 )  # fmt: skip
-"""The ways to make a head, by the names of the rows' keys."""
+"""The ways to make a head, by the names of the rows' keys: of several the first that a row has."""
+
+
+def of_way(what: str, key: str, *rest: str) -> str:
+    """Where a row has something of a way."""
+    return "|".join("/".join((what, name, *rest)) for name in key.split("|"))
+
+
 TUNED = "max-autotune"
 PEERS = (
     ("`torch.compile`", "inductor"), ("again", "again"), ("`max-autotune`", TUNED), ("coda", "coda"),
@@ -179,17 +186,17 @@ TABLES = (
         (Source(**(vars(HEADS) | {"names": names.HEADS})),),
         (
             Column("vocabulary", "what"),
-            *(Column(f"{head}, ms", f"ms/{key}", "ms") for head, key in WAYS),
+            *(Column(f"{head}, ms", of_way("ms", key), "ms") for head, key in WAYS),
             Column("gain, whole", "ratio/whole", "gain"),
-            Column("gain, blocks", "ratio/coda-4096", "gain"),
-            *(Column(f"{head}, GiB", f"gib/{key}", "gib") for head, key in WAYS if key != "null"),
+            Column("gain, blocks", of_way("ratio", WAYS[3][1]), "gain"),
+            *(Column(f"{head}, GiB", of_way("gib", key), "gib") for head, key in WAYS if key != "null"),
         ),
     ),
     Table(
         "head-errors",
         "`python bench/heads.py 32000 128256 32000:cap 128256:cap 128256:returned`",
         (Source("heads.jsonl", lambda r: "error" in r, ("case", "gpu"), names.HEADS),),
-        (Column("vocabulary", "what"), *(Column(head, f"error/{key}/1", "error") for head, key in WAYS)),
+        (Column("vocabulary", "what"), *(Column(head, of_way("error", key, "1"), "error") for head, key in WAYS)),
     ),
     Table(
         "float8",

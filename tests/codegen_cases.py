@@ -99,10 +99,11 @@ def laid_out(x: Tensor) -> Tensor:
 
 
 def blank_outputs(region: Region, m: int, device: str) -> list[Tensor]:
-    """Outputs full of NaN: what a kernel does not write is seen."""
+    """Outputs full of NaN: what a kernel does not write is seen. Zeros, if it adds to them."""
     m = whole(region, m)
     x = torch.empty((m, 8)[:: -1 if region.m_axis[1] else 1], dtype=DTYPES[region.dtype], device=device)
-    return [out.fill_(float("nan")) for out in blocks.outputs(region, [x] * region.matrices)]
+    blank = 0.0 if region.adds else float("nan")
+    return [out.fill_(blank) for out in blocks.outputs(region, [x] * region.matrices)]
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

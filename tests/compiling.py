@@ -159,7 +159,7 @@ class Interpreted:
     def __call__(self, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
         for out, value in zip(outs, interpret(self.region, inputs), strict=True):
             if out is not None:
-                out.copy_(value)
+                out.add_(value) if self.region.adds else out.copy_(value)
 
 
 def begun(

@@ -1,7 +1,6 @@
 """Regions that stand for the program: at least one for everything that a kernel can be asked for.
 
-Each function makes one of `n` columns and a depth of `k`. Tests, benchmarks and what checks a card share them. Those of
-8-bit matrices: cases_of_8_bits.py.
+Each makes one of `n` columns and a depth of `k`, for tests, benchmarks and checks. (8 bits: cases_of_8_bits.py.)
 """
 
 from __future__ import annotations
@@ -122,8 +121,13 @@ def plain(n: int, k: int) -> Region:
 
 def weight_gradient(n: int, k: int) -> Region:
     """The bare product of two tensors of K rows, as dW = dZ^T X over the tokens."""
-    product = Product("acc", 0, 1, k, "kn", a_layout="km")
-    return verify(Region(n, "bf16", (product,), (), (), (Store("acc", "bf16"),), ()))
+    of = Product("acc", 0, 1, k, "kn", a_layout="km")
+    return verify(Region(n, "bf16", (of,), (), (), (Store("acc", "bf16"),), ()))
+
+
+def weight_gradient_added(n: int, k: int) -> Region:
+    """The same in float32, added to what lies there."""
+    return verify(replace(weight_gradient(n, k), stores=(Store("acc", "f32"),), adds=True))
 
 
 def turned_left(n: int, k: int) -> Region:
@@ -146,8 +150,7 @@ def softmax_sum(n: int, k: int) -> Region:
 
 
 def scores(n: int, k: int) -> Region:
-    """A head with its scores capped, as Gemma-2 has them: stored, added up, and the logsumexp of what is stored, to
-    which the columns past N must not add."""
+    """Capped scores: stored, added up, and the logsumexp of what is stored, to which columns past N must not add."""
     return verify(Region(
         n, "bf16", (Product("acc", 0, 1, k, "nk"),), (),
         (Let("less", "mul", ("acc", 1 / 30)), Let("t", "tanh", ("less",)), Let("x", "mul", ("t", 30.0)),
@@ -393,5 +396,5 @@ def alone(of: str, over: str) -> Callable[[int, int], Region]:
 
 _REDUCED = {(r.of, r.over) for make in _MADE for r in make(64, 64).reductions}
 _ALONE = tuple(alone(of, over) for of, row in REDUCTIONS.items() for over in row.sinks if (of, over) not in _REDUCED)
-CASES = _MADE + _ALONE + EIGHT_BITS
+CASES = (*_MADE, *_ALONE, *EIGHT_BITS, weight_gradient_added)
 """Each row of core/reductions.py is in one."""

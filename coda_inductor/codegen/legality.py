@@ -45,7 +45,7 @@ def size_class(region: Region, m: int, target: Target = SM_90A) -> int:
 def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config, ...]:
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
-    few = target.tiny if size <= 64 else target.small if size <= 256 else target.middle
+    few = target.adds if region.adds else target.tiny if size <= 64 else target.small if size <= 256 else target.middle
     eight_bits = BYTES.get(region.dtype) == 1
     many, slow = _large(region, target), eight_bits and not region.fast
     for table in (few if size <= 1024 and not slow else many, _any(region, target)):
@@ -83,6 +83,8 @@ def _work(region: Region, m: int, config: Config, target: Target) -> int:
 
 def _any(region: Region, target: Target) -> tuple[Config, ...]:
     """The table in one of whose tiles a Region must run."""
+    if region.adds:
+        return target.adds
     if BYTES.get(region.dtype) != 1:
         return target.large
     if region.fast:
@@ -96,6 +98,8 @@ def _tile_operands(region: Region) -> int:
 
 def _large(region: Region, target: Target) -> tuple[Config, ...]:
     """The table for many rows."""
+    if region.adds:
+        return target.adds
     if BYTES.get(region.dtype) == 1:
         return _any(region, target)
     if _tile_operands(region) > 1:
@@ -131,6 +135,7 @@ def require(region: Region, config: Config, target: Target = SM_90A) -> None:
     """Raises Unsupported naming the first condition that keeps `region` from running in `config`."""
     require_shape(region, target)
     _need(MAINLOOPS[target.mainloop].exists(config), f"no mainloop for tiles of {config}")
+    _need(region.is_plain or not config.turned, f"{config} is for a product with nothing beside it")
     lanes, head = len(region.products), 2 * region.half
     _need(config.tile_n % (16 * lanes) == 0, f"{config}: tile_n is not a multiple of {16 * lanes}")
     # What one block of a cluster loads must be a box of whole or parts of heads: 96 columns of heads of 64 are not, and
@@ -193,6 +198,7 @@ def require_shape(region: Region, target: Target) -> None:
         in_rows = all((p.a_layout, p.b_layout) == ("mk", "nk") for p in region.products)
         _need(in_rows, "8-bit matrices that do not lie in rows of K")
         _need(not region.summed, "two products of 8-bit matrices in one sum")
+    _need(bool(target.adds) or not region.adds, f"a product that is added to memory, on {target.name}")
     _require_rows(region)
     for o in region.operands:
         _need(o.dtype in BYTES, f"operand {o.name} of {o.dtype}")

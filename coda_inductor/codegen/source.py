@@ -375,7 +375,14 @@ def form(region: Region) -> str:
     """What the compiler sees of a Region beside the module's text: no extent is in either."""
     layouts = [(p.a_layout, p.b_layout) for p in region.products]
     return json.dumps(
-        [*region.dtypes, region.fast, layouts, [o.dtype for o in region.operands], [s.dtype for s in region.stores]]
+        [
+            *region.dtypes,
+            region.fast,
+            region.adds,
+            layouts,
+            [o.dtype for o in region.operands],
+            [s.dtype for s in region.stores],
+        ]
     )
 
 

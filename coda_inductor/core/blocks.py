@@ -37,9 +37,11 @@ def copied_in_rows(matrix: Tensor) -> Tensor:
 
 
 def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Empty outputs for `inputs`: the stores [M, width], then the reductions."""
+    """Outputs for `inputs`, empty, or zeros to add to: the stores [M, width], then the reductions."""
     like, m = inputs[region.products[0].a], region.m(inputs)
     stores = [empty_rows(like, m, region.width, DTYPES[s.dtype]) for s in region.stores]
+    for out in stores if region.adds else ():
+        out.zero_()
     sizes = [region.length(r, m) for r in region.reductions]
     return stores + [like.new_empty(size, dtype=region.compute) for size in sizes]
 
@@ -47,7 +49,7 @@ def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
 def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], numbers: int | None = None) -> None:
     """What the interpreter returns goes to `outs` (None: unread), of which none overlaps another or an input. Bit for
     bit as it computes it where M rows are one block; of several, reductions over M are joined block by block, and torch
-    may add up a product in another order for fewer rows."""
+    may add up a product in another order for fewer rows. A Region that adds to its output is added to it."""
     wanted, numbers = [i for i, out in enumerate(outs) if out is not None], numbers or NUMBERS
     m, rows = region.m(inputs), max(1, numbers // max(region.width, *region.ks.values()))
     rows = max(region.multiple, rows // region.multiple * region.multiple)
@@ -61,7 +63,8 @@ def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None]
             out, reduction = outs[i], region.reductions[i - stored] if i >= stored else None
             assert out is not None
             if reduction is None or reduction.over == "N":
-                out[start : start + here].copy_(value)
+                there = out[start : start + here]
+                there.add_(value) if region.adds else there.copy_(value)
             elif reduction.tokens:
                 out[region.length(reduction, start) :][: len(value)].copy_(value)
             else:

@@ -109,8 +109,8 @@ one sample."""
 
 
 def _written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Without the tokens of what is of no sample: what is tuned is known by older texts."""
-    return {name: value for name, value in fields if name != "tokens" or value}
+    """Without what is of few records, where it is none: what is tuned is known by older texts."""
+    return {name: value for name, value in fields if name not in ("tokens", "adds") or value}
 
 
 class Keyed:
@@ -138,7 +138,8 @@ class Region(Keyed):
 
     The operation's inputs are the matrices (as many as the products index), then the operands, in this order; its
     outputs are the stores, then the reductions. `dtype` is that of all matrices, or of the left ones if the `right`
-    ones have another. `fast`: 8-bit matrices are added up in the tensor cores' own accumulators, of fewer bits.
+    ones have another. `fast`: 8-bit matrices are added up in the tensor cores' own accumulators, of fewer bits. `adds`:
+    its one store, of a product and no more, is added to what lies in its memory.
     """
 
     n: int
@@ -152,6 +153,7 @@ class Region(Keyed):
     right: str = ""
     fast: bool = False
     neighbours: bool = False
+    adds: bool = False
 
     @property
     def matrices(self) -> int:
@@ -270,4 +272,5 @@ def parse(text: str) -> Region:
         right=d["right"],
         fast=d["fast"],
         neighbours=d["neighbours"],
+        adds=d.get("adds", False),
     )

@@ -51,7 +51,7 @@ class Settings:
     """How much is measured before a Region is kept: nothing (the cost model decides), or each once."""
     target: Target = "auto"
     """The machine that kernels are made for; "reference" runs every Region on torch instead."""
-    chunk: int = 4096
+    chunk: int = 2048
     """Of how many rows of a head's scores the loss and its gradients are made at a time, where that spares memory."""
     cache_dir: str | None = None
     """Where kernels and measurements are kept; None: in `default_cache`."""

@@ -73,7 +73,11 @@ def verify(region: Region) -> Region:
 
 
 def _verify_products(region: Region, check: Callable[[bool, str], None]) -> None:
-    """Matrices of the sizes that their products share, and of two that are summed, four of them."""
+    """Matrices of the sizes that their products share, and of two that are summed, four of them. One that is added to
+    memory is alone."""
+    wide = "f64" if region.dtype == "f64" else "f32"
+    alone = region.is_plain and region.stores[0].dtype == wide
+    check(alone or not region.adds, f"what is added to memory is no product alone, in {wide}")
     pairs = [pair for p in region.products for pair in p.pairs]
     used = {i for pair in pairs for i in pair}
     check(used == set(range(region.matrices)), f"matrices {sorted(used)} are not 0..{region.matrices - 1}")

@@ -81,6 +81,8 @@ class Executable:
         """What launches the kernel, and until then keeps all that it reads and writes. `inputs` as the Region orders
         them, on one device, in 16-byte aligned rows; `outs`: stores, in such rows too, then sums. What is None is
         written to scratch. M >= 1."""
+        if self.config.turned:
+            return self._turned_over(inputs[self._a], inputs[self._b], outs[0])
         a, b = inputs[self._a].t() if self._turned else inputs[self._a], inputs[self._b]
         fields = self._blank.copy()
         for field, i in self._inputs:
@@ -123,6 +125,19 @@ class Executable:
         def run(entrance: int, way_out: int, read: Any = inputs) -> None:  # a second weight is in no field: an address
             fields[self._doors[0]], fields[self._doors[1]] = entrance, way_out
             self._run(a, b, d, c, tuple(fields), self._scheduler, None, None, None)
+
+        return run
+
+    def _turned_over(self, a: Tensor, b: Tensor, out: Tensor | None) -> Run:
+        """As `prepare`, of a product alone: the right matrix is the kernel's left one; the store lies in columns."""
+        across = self.region.products[0].b_layout == "kn"
+        fields = self._blank.copy()
+        out = self._scratch(0, a.t() if self._turned else a) if out is None else out
+        left, store = b.t() if across else b, out.t()
+
+        def run(entrance: int, way_out: int) -> None:
+            fields[self._doors[0]], fields[self._doors[1]] = entrance, way_out
+            self._run(left, a, store, None, tuple(fields), self._scheduler, None, None, None)
 
         return run
 

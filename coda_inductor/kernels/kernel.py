@@ -74,7 +74,7 @@ def _plan(region: Region, config: Config, target: Target, epilogue: Any, objects
     heads = dict(zip(source.head_slots(region), over_heads(region), strict=True))
     before = tuple((name, kind) for name, kind in kinds if name in epilogue.prepass_operand_names)
     forms = tuple((name, "Const") for name in heads)  # quack's word for what is known when a kernel is compiled
-    mint_key = (kinds, capability[0], len(region.products) == 2, False, before, RoundingMode.RN, forms, False)
+    mint_key = (kinds, capability[0], len(region.products) == 2, False, before, RoundingMode.RN, forms, region.adds)
     values: dict[str, Any] = {name: columns(region, let) for name, let in heads.items()}
     for slot, o in zip(names.operands, region.operands, strict=True):
         wide = "f32" if len(region.products) == 2 and o.extent in ("feature", "sample") else o.dtype
@@ -90,16 +90,21 @@ def _plan(region: Region, config: Config, target: Target, epilogue: Any, objects
     values |= dict.fromkeys(source.DOORS, 0)
     left, right = (_blank(dtype, 16, 16) for dtype in region.dtypes)
     values |= dict(zip(source.SECONDS, (left, right, 0), strict=True)) if region.unlike else {}
-    left = left if region.products[0].a_layout == "mk" else left.t()
+    product, store = region.products[0], values.pop("D", None)
+    across = product.b_layout == "kn"
+    if config.turned:
+        left, right, across, store = right.t() if across else right, left, product.a_layout == "km", store.t()
+    elif product.a_layout == "km":
+        left = left.t()
     attributes: list[tuple[str, Any]] = [NO_WAITS]
     attributes += [("resolve_epi_m_major", along_n)] if config.order == "n" else []
     attributes += [("fp8_slow_accum", False)] if region.fast else []
     with _objects_in(objects):
         try:
             return quack.gemm_runtime.host.build_gemm_epi_plan(
-                epilogue._mint(*mint_key), capability, left, right, values.pop("D", None), values.pop("c", None),
+                epilogue._mint(*mint_key), capability, left, right, store, values.pop("c", None),
                 epi_values=values, tile_M=config.tile_m, tile_N=config.tile_n, cluster_M=config.cluster_m,
-                cluster_N=config.cluster_n, pingpong=config.pingpong, b_kn=region.products[0].b_layout == "kn",
+                cluster_N=config.cluster_n, pingpong=config.pingpong, b_kn=across,
                 post_init_attrs=tuple(attributes), gemm_cls_ref=epilogue._class_ref(mint_key),
             )  # fmt: skip
         except Exception as error:  # the boundary to a compiler: whatever it raises, this kernel does not exist

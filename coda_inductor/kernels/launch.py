@@ -95,7 +95,7 @@ class Kernel:
         m = inputs[self._m].shape[self._dim]
         if not m:
             for out in outs:
-                if out is not None:
+                if out is not None and not self.region.adds:
                     out.zero_()  # of no tokens: what is not empty is a sum over them
             return None
         strides, places = tuple(map(Tensor.stride, inputs)), [*map(Tensor.data_ptr, inputs)]

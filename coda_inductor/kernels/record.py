@@ -100,10 +100,8 @@ def _stands(found: dict[str, Any], region: Region, target: Target, *, hints: boo
 
 def _config(found: dict[str, Any], region: Region, target: Target) -> Config | None:
     """The configuration of a record, None if it is not a legal one."""
-    fields = found.get("config")
-    if not isinstance(fields, dict) or set(fields) != set(Config._fields):
+    if (config := Config.read(found.get("config"))) is None:
         return None
-    config = Config(**fields)
     try:
         return config if is_legal(region, config, target) else None
     except TypeError:  # numbers that are none

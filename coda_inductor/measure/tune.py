@@ -145,7 +145,7 @@ def examine(
     row: dict[str, Any] = {"config": str(config), "fields": list(config)}
     row["stages"] = legality.stages(kernel.region, config, kernel.row).ab
     for out in outs:
-        out.fill_(float("nan"))
+        out.fill_(0.0 if kernel.region.adds else float("nan"))
     try:
         kernel.run_in(config, inputs, outs)
     except Unsupported as refusal:

@@ -1,6 +1,7 @@
 """torch.ops.coda.region: one functional operation for every Region.
 torch.ops.coda.stored: a value that is in memory. torch.ops.coda.kept: a copy. torch.ops.coda.added_up: a product that
-is added to others. torch.ops.coda.after: a value that is computed after others.
+is added to others. torch.ops.coda.added_region: one that a Region's kernel adds. torch.ops.coda.after: a value that is
+computed after others.
 
 Their eager meaning is the interpreter, on every device (the oracle of Inductor's own accuracy tools); compiled
 graphs call `launch`, which runs the generated kernel. A stored value is the value, and so is a kept one.
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
+from coda_inductor.core import blocks
 from coda_inductor.core.blocks import empty_rows, pitch
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import BrokenInvariant
@@ -127,6 +129,36 @@ torch.library.register_fake("coda::added_up", _fake_added_up, lib=_library)
 ADDED_UP, ADD_PRODUCT_ = torch.ops.coda.added_up.default, torch.ops.coda.add_product_.default
 """added_up(into, left [M, K], right [K, N]) -> into + left @ right [M, N], or the product alone if `into` is None: in
 float32 if the matrices have 16 bits. Compiled graphs add in the memory of `into`, by add_product_."""
+
+_ADDS = "Tensor left, Tensor right, str region, str target"
+_library.define(f"add_region_(Tensor(a!) into, {_ADDS}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"added_region(Tensor into, {_ADDS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _add_region(into: Tensor, left: Tensor, right: Tensor, region: str, target: str) -> None:
+    blocks.into(parse(region), [left, right], [into])
+
+
+def _added_region(into: Tensor, left: Tensor, right: Tensor, region: str, target: str) -> Tensor:
+    _add_region(made := into.clone(), left, right, region, target)
+    return made
+
+
+_library.impl("add_region_", _add_region, "CompositeExplicitAutograd")
+_library.impl("added_region", _added_region, "CompositeExplicitAutograd")
+torch.library.register_fake("coda::add_region_", lambda *_: None, lib=_library)
+torch.library.register_fake("coda::added_region", lambda into, *_: torch.empty_like(into), lib=_library)
+
+ADD_REGION_, ADDED_REGION = torch.ops.coda.add_region_.default, torch.ops.coda.added_region.default
+"""added_region(into, two matrices, region: Region.text, target) -> into + what the Region makes of them, in float32.
+Compiled graphs launch its kernel on the memory of `into`, by add_region_."""
+
+
+@register_flop_formula(torch.ops.coda.added_region)
+def _flops_added_region(
+    into: object, left: torch.Size, right: torch.Size, region: str, *_: object, **__: object
+) -> int:
+    return _flops([left, right], region, "")
 
 
 @register_flop_formula(torch.ops.coda.added_up)

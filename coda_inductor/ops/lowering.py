@@ -28,7 +28,16 @@ from coda_inductor.core.region import Region, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.kernels.executable import Run
 from coda_inductor.kernels.launch import Launch, fall_back, kernel, together
-from coda_inductor.ops.custom import ADD_PRODUCT_, ADDED_UP, AFTER, KEPT, REGION, STORED
+from coda_inductor.ops.custom import (
+    ADD_PRODUCT_,
+    ADD_REGION_,
+    ADDED_REGION,
+    ADDED_UP,
+    AFTER,
+    KEPT,
+    REGION,
+    STORED,
+)
 from coda_inductor.patterns.effects import viewed
 
 
@@ -141,10 +150,14 @@ class RegionKernel(ir.FallbackKernel):
         """What is called, and with what. Allocates the outputs: all those of one line before it, so that none of them
         lies where an input of the line does."""
         self.written = True
-        text, digest = self.text, self.region.digest
-        wrapper.add_import_once("from coda_inductor.ops.lowering import Launcher as coda_launcher")
-        wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
-        return f"coda_{digest}", given(self, wrapper)
+        return launcher(wrapper, self.text, self.region.digest), given(self, wrapper)
+
+
+def launcher(wrapper: Any, text: str, digest: str) -> str:
+    """The name under which the wrapper has a Region's Launcher."""
+    wrapper.add_import_once("from coda_inductor.ops.lowering import Launcher as coda_launcher")
+    wrapper.add_import_once(f"coda_{digest} = coda_launcher({text!r})")
+    return f"coda_{digest}"
 
 
 FREED = 1 / 8  # (at width 2048 tables of cosines and sines, of heads of 128, are 1/16 of what queries and keys store)
@@ -306,11 +319,38 @@ def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) 
     """The product, added to `into` in its memory; to a copy of it, if that memory is an input's or somebody else's."""
     if into is None:
         return fallback_handler(ADDED_UP, add_to_fallback_set=False)(into, left, right)
+    into = _alone(into)
+    fallback_handler(ADD_PRODUCT_, add_to_fallback_set=False)(into, left, right)
+    return into
+
+
+def _alone(into: ir.TensorBox) -> ir.TensorBox:
+    """What the operation that is lowered adds to, or a copy, if others have or read that memory."""
     source = V.graph.current_node.args[0]
     assert isinstance(source, fx.Node)
-    if source.target is not ADDED_UP or sum(user.target is not AFTER for user in source.users) != 1:
-        into = _copy(into)
-    fallback_handler(ADD_PRODUCT_, add_to_fallback_set=False)(into, left, right)
+    mine = source.target in (ADDED_UP, ADDED_REGION)
+    return into if mine and sum(user.target is not AFTER for user in source.users) == 1 else _copy(into)
+
+
+class AddingKernel(ir.FallbackKernel):
+    """One launch of a kernel that adds to memory."""
+
+    def codegen(self, wrapper: Any) -> None:
+        """Writes the call."""
+        self.codegen_comment(wrapper)
+        text = self.constant_args[0]
+        into, *matrices = (x.codegen_reference() for x in self.inputs)  # type: ignore[union-attr]
+        run = launcher(wrapper, text, parse(text).digest)
+        wrapper.writeline(f"{run}([{', '.join(matrices)}], [{into}])")
+
+
+def _add_region(into: ir.TensorBox, left: ir.TensorBox, right: ir.TensorBox, text: str, target: str) -> Any:
+    """What the Region makes, added to `into` in its memory, or to a copy of it."""
+    into, matrices = _alone(into), in_memory((left, right))
+    if target == "reference":
+        fallback_handler(ADD_REGION_, add_to_fallback_set=False)(into, *matrices, text, target)
+    else:
+        AddingKernel.create(ADD_REGION_, into, *matrices, text, target)
     return into
 
 
@@ -351,3 +391,4 @@ def register() -> None:
     register_lowering(KEPT, type_promotion_kind=None)(_kept)
     register_lowering(AFTER, type_promotion_kind=None)(_after)
     register_lowering(ADDED_UP, type_promotion_kind=None)(_add_up)
+    register_lowering(ADDED_REGION, type_promotion_kind=None)(_add_region)

@@ -1,5 +1,6 @@
 """Products with nothing beside them, of DEEP_LEAST and more in all three sizes, as Regions: there a generated kernel
-may multiply faster than cuBLAS, weights' gradients among them, whose left operand lies as [K, M].
+may multiply faster than cuBLAS, weights' gradients among them, whose left operand lies as [K, M]. So may smaller ones
+that are added to others in memory, as the gradient of a head's weight is, block by block (coda.added_up).
 
 They are looked for when all other Regions are in the graph, and where one loses (tuning/plain_products.py) the
 product stays.
@@ -18,7 +19,7 @@ from coda_inductor.core.dtypes import DTYPE_NAMES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Product, Region, Store
 from coda_inductor.core.verify import verify
-from coda_inductor.ops.custom import REGION
+from coda_inductor.ops.custom import ADDED_REGION, ADDED_UP, REGION
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.layout import contiguous_rows, dense
 from coda_inductor.write.writing import ORIGIN
@@ -30,7 +31,7 @@ Slower = Callable[[Found], dict[fx.Node, str]]
 NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
 PLAIN = "bare"
 """The kind of these Regions; their nodes bear it as a mark."""
-DEEP_LEAST = SM_90A.deep_least
+DEEP_LEAST, ADDED_LEAST = SM_90A.deep_least, 1024
 PITCH = 8  # elements of 16 bits at whose multiples rows start
 
 
@@ -54,19 +55,20 @@ def plain_products(
 def as_region(node: fx.Node) -> tuple[Region, tuple[fx.Node, fx.Node]] | None:
     """A product as a plain Region and the tensors that it reads. None if it is smaller, or if these are none that a
     kernel can load."""
-    if node.target not in (aten.mm.default, aten.mm.dtype):
+    adds = node.target is ADDED_UP and node.args[0] is not None
+    if not adds and node.target not in (aten.mm.default, aten.mm.dtype):
         return None
-    x, w = node.args[:2]
+    x, w = node.args[1:] if adds else node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
-    sizes = [*node.meta["val"].shape, x.meta["val"].shape[1]]
-    if not all(isinstance(n, int) and n >= DEEP_LEAST and n % PITCH == 0 for n in sizes):
+    sizes, least = [*node.meta["val"].shape, x.meta["val"].shape[1]], ADDED_LEAST if adds else DEEP_LEAST
+    if not all(isinstance(n, int) and n >= least and n % PITCH == 0 for n in sizes):
         return None
     left, right = in_rows(x), in_rows(w)
     dtype, out = (DTYPE_NAMES.get(n.meta["val"].dtype) for n in (x, node))
     if left is None or right is None or left is right or not dense(node) or not dtype or not out:
         return None
     product = Product("acc0", 0, 1, sizes[2], "kn" if right is w else "nk", a_layout="mk" if left is x else "km")
-    return verify(Region(sizes[1], dtype, (product,), (), (), (Store("acc0", out),), ())), (left, right)
+    return verify(Region(sizes[1], dtype, (product,), (), (), (Store("acc0", out),), (), adds=adds)), (left, right)
 
 
 def in_rows(node: fx.Node) -> fx.Node | None:
@@ -86,6 +88,10 @@ def write_plain(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node
     """Puts the Regions in the products' place; their results."""
     outputs = dict[fx.Node, fx.Node]()
     for node, (region, inputs) in found.items():
+        if region.adds:
+            node.target, node.args = ADDED_REGION, (node.args[0], *inputs, region.text, target_name)
+            outputs[node] = node
+            continue
         with graph.inserting_before(node):
             read = [outputs.get(n, n) for n in inputs]
             made = graph.call_function(REGION, (read, region.text, target_name))

@@ -15,6 +15,7 @@ from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, prebuild, record, store
 from coda_inductor.kernels.ahead import Ahead
 from coda_inductor.measure import free_memory, timing, tune
+from coda_inductor.ops.custom import ADD_PRODUCT_
 from coda_inductor.passes.plain import Found
 from coda_inductor.tuning.footprint import of_nodes, stored
 from coda_inductor.tuning.group import sample
@@ -99,6 +100,8 @@ def multiply(region: Region, inputs: list[Tensor], out: Tensor) -> Callable[[], 
     product = region.products[0]
     a = inputs[0] if product.a_layout == "mk" else inputs[0].t()
     b = inputs[1] if product.b_layout == "kn" else inputs[1].t()
+    if region.adds:
+        return lambda: ADD_PRODUCT_(out, a, b)
     if out.dtype == a.dtype:
         return lambda: torch.mm(a, b, out=out)
     return lambda: torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)

@@ -338,7 +338,7 @@ def test_dtype_names() -> None:
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Region)])
 def test_digest_depends_on_every_field(field: str) -> None:
     value = getattr(GATED, field)
-    others = {"dtype": "f16", "right": "f16", "fast": True, "neighbours": True}
+    others = {"dtype": "f16", "right": "f16", "fast": True, "neighbours": True, "adds": True}
     other = value + 1 if field in ("n", "half") else others[field] if field in others else value[:-1]
     assert changed(**{field: other}).digest != GATED.digest
     assert changed().digest == GATED.digest and len(GATED.digest) == 16

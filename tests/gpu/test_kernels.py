@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from codegen_cases import (
     norm_backward,
     norm_gradients,
     norm_producer,
+    plain,
     random_inputs,
     random_region,
     relative_error,
@@ -34,6 +37,7 @@ from codegen_cases import (
     unlike,
     unlike_columns,
     weight_gradient,
+    weight_gradient_added,
     weighted_sums,
 )
 from eight_bit_cases import EIGHT_BITS
@@ -46,6 +50,7 @@ from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.interpret import interpret
 from coda_inductor.core.region import Product, Reduction, Region
+from coda_inductor.core.verify import verify
 from coda_inductor.kernels import executable, launch, record
 from coda_inductor.kernels.prebuild import Job, prebuild
 from coda_inductor.kernels.proof import FAST_TOLERANCE
@@ -78,7 +83,7 @@ EVERYWHERE = (
     unlike, unlike_columns, swiglu_backward, bias_sums, weight_gradient, turned_left, sample_gate, sample_swiglu,
     *EIGHT_BITS,
 )  # fmt: skip
-TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain + SM_90A.even))
+TILES = tuple(dict.fromkeys(SM_90A.large + SM_90A.deep + SM_90A.plain + SM_90A.even + SM_90A.adds))
 
 
 def tiles(region: Region) -> tuple[Config, ...]:
@@ -130,6 +135,37 @@ def test_cases(make: Callable[[int, int], Region], n: int, m: int, cache_dir: st
         launch.kernel(region.text, cache_dir)(inputs, outs)
         assert verdict(region, inputs, outs) == {}
         assert launch.LAUNCHES[region.digest] == before + 1
+
+
+@pytest.mark.parametrize("config", SM_90A.adds, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(4104, 2056, 528), (1000, 520, 4096), (264, 1048, 1064)])
+@pytest.mark.parametrize("layouts", [("km", "kn"), ("mk", "kn"), ("mk", "nk"), ("km", "nk")], ids="".join)
+def test_it_is_added_to_what_lies_there(
+    layouts: tuple[Any, Any], m: int, n: int, k: int, config: Config, cache_dir: str
+) -> None:
+    """Not once, but each time, in every layout of the two matrices; and nothing beside it changes."""
+    region = weight_gradient_added(n, k)
+    (product,) = region.products
+    region = verify(replace(region, products=(replace(product, a_layout=layouts[0], b_layout=layouts[1]),)))
+    inputs = random_inputs(region, m, "cuda")
+    around = torch.randn((m + 16, n), device="cuda")
+    before, out = around.clone(), around[8:-8]
+    kernel = launch.kernel(region.text, cache_dir)
+    for _ in range(3):
+        kernel.run_in(config, inputs, [out])
+    (once,) = interpret(region, inputs)
+    assert relative_error(out - before[8:-8], 3 * once) < 1e-5
+    assert torch.equal(around[:8], before[:8]) and torch.equal(around[-8:], before[-8:])
+
+
+@pytest.mark.parametrize("make", [weight_gradient, plain], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("m", [8, 40, 4104])
+def test_a_turned_product(make: Callable[[int, int], Region], m: int, cache_dir: str) -> None:
+    """Of any layout and dtype, into poisoned memory."""
+    region = make(1000, 528)
+    inputs, outs = random_inputs(region, m, "cuda"), blank_outputs(region, m, "cuda")
+    launch.kernel(region.text, cache_dir).run_in(SM_90A.adds[0], inputs, outs)
+    assert SM_90A.adds[0].turned and verdict(region, inputs, outs) == {}
 
 
 RAGGED = [(make, n, k) for make in CASES for n, k in ((1001, 528), (1002, 528), (2056, 1001))]

@@ -110,7 +110,8 @@ def test_every_case_has_tiles_or_a_reason(row: Target) -> None:
             assert found and all(legality.stages(region, c, row).ab >= row.least_stages for c in found)
             assert set(found) <= set(row.tiles)
     unlike = set() if row.unlike else {"unlike", "unlike_columns", "adapter"}
-    assert refused == unlike | (set() if row.mixes else {"scaled_norm_backward"})
+    adding = set() if row.adds else {"weight_gradient_added"}
+    assert refused == unlike | adding | (set() if row.mixes else {"scaled_norm_backward"})
 
 
 @pytest.mark.parametrize(

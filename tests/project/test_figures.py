@@ -135,7 +135,7 @@ SAID = (
          lambda: f"at least {bucket(1)}, at most {bucket(1 << 30)}"),
     Kept("docs/compile-time.md", "5000 and 8192 tokens are one class, 8193 is the next", "the same",
          lambda: f"5000 and {bucket(5000)} tokens are one class, {bucket(5000) + 1} is the next"),
-    Kept("docs/benchmarks.md", "its default of 4096 rows", "a default",
+    Kept("docs/benchmarks.md", "its default of 2048 rows", "a default",
          lambda: f"its default of {Settings().chunk} rows"),
 )  # fmt: skip
 """What does not look like a measured figure, and is a fact of the code."""
