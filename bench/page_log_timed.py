@@ -178,6 +178,29 @@ TIMED: dict[str, Dated] = {
             for case in ("32000", "128256")
         ),
     ),
+    "gradients added": Dated(
+        ("gradient of a weight, added in float32, H200", "cuBLAS, ms", "128x192pp2x1t, ms", "128x160pp2x1t, ms",
+         "128x192pp2x1, ms", "256x192co2x1, ms"),
+        tuple(
+            (f"[{v}, {d}] of {rows} rows",
+             *(cell for tile in ("addmm", "128x192pp2x1t", "128x160pp2x1t", "128x192pp2x1", "256x192co2x1")
+               for cell in cells("tiles.jsonl", "8e7b99f", f"sustained_ms/{tile}", "ms",
+                                 case=f"gradient of a weight [{v}, {d}] of {rows} rows, added in float32")))
+            for v, rows, d in ((32000, 2048, 2048), (32000, 4096, 2048), (65536, 4096, 1280), (128256, 4096, 2048))
+        ),
+    ),
+    "blocks added in place": Dated(
+        ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "blocks of 4096, ms",
+         "blocks of 2048, ms", "whole, ms", "`torch.compile`, GiB", "blocks of 4096, GiB", "blocks of 2048, GiB"),
+        tuple(
+            (f"vocabulary {case.replace(':cap', ', capped')}",
+             *(cell for way in ("inductor", "null", "coda-4096", "coda-2048", "whole")
+               for cell in cells("heads.jsonl", "8e7b99f", f"ms/{way}", "ms", case=case)),
+             *(cell for way in ("inductor", "coda-4096", "coda-2048")
+               for cell in cells("heads.jsonl", "8e7b99f", f"gib/{way}", "gib", case=case)))
+            for case in ("32000", "128256", "32000:cap", "128256:cap")
+        ),
+    ),
     "losses": Dated(
         ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "scores stored, ms",
          "gradient stored, ms", "blocks of 2048, ms", "whole, ms"),

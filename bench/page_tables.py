@@ -45,8 +45,8 @@ FLOAT8_INFERENCE = Source(
 )  # fmt: skip
 EXAMPLES = Source("examples.jsonl", names=names.EXAMPLES, alone=True)
 HEADS = Source(
-    "heads.jsonl", key=("case", "gpu"), names=names.HEADS_IN_BLOCKS, alone=True, kind="training", ms="ms/coda-2048|ms/coda-4096",
-    baseline_ms="ms/inductor", gib="gib/coda-2048|gib/coda-4096",
+    "heads.jsonl", key=("case", "gpu"), names=names.HEADS_IN_BLOCKS, alone=True, kind="training",
+    ms="ms/coda-2048|ms/coda-4096", baseline_ms="ms/inductor", gib="gib/coda-2048|gib/coda-4096",
 )  # fmt: skip
 DISTRIBUTED = Source("distributed.jsonl", names=names.DISTRIBUTED)
 FSDP2 = Source("profile.jsonl", lambda r: r["case"] == names.FSDP2, ("case", "backend"))

@@ -137,11 +137,17 @@ def test_cases(make: Callable[[int, int], Region], n: int, m: int, cache_dir: st
         assert launch.LAUNCHES[region.digest] == before + 1
 
 
+@pytest.fixture(scope="module")
+def adding(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store of its own."""
+    return str(tmp_path_factory.mktemp("adding") / "kernels")
+
+
 @pytest.mark.parametrize("config", SM_90A.adds, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(4104, 2056, 528), (1000, 520, 4096), (264, 1048, 1064)])
 @pytest.mark.parametrize("layouts", [("km", "kn"), ("mk", "kn"), ("mk", "nk"), ("km", "nk")], ids="".join)
 def test_it_is_added_to_what_lies_there(
-    layouts: tuple[Any, Any], m: int, n: int, k: int, config: Config, cache_dir: str
+    layouts: tuple[Any, Any], m: int, n: int, k: int, config: Config, adding: str
 ) -> None:
     """Not once, but each time, in every layout of the two matrices; and nothing beside it changes."""
     region = weight_gradient_added(n, k)
@@ -150,7 +156,7 @@ def test_it_is_added_to_what_lies_there(
     inputs = random_inputs(region, m, "cuda")
     around = torch.randn((m + 16, n), device="cuda")
     before, out = around.clone(), around[8:-8]
-    kernel = launch.kernel(region.text, cache_dir)
+    kernel = launch.kernel(region.text, adding)
     for _ in range(3):
         kernel.run_in(config, inputs, [out])
     (once,) = interpret(region, inputs)
@@ -160,11 +166,11 @@ def test_it_is_added_to_what_lies_there(
 
 @pytest.mark.parametrize("make", [weight_gradient, plain], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("m", [8, 40, 4104])
-def test_a_turned_product(make: Callable[[int, int], Region], m: int, cache_dir: str) -> None:
+def test_a_turned_product(make: Callable[[int, int], Region], m: int, adding: str) -> None:
     """Of any layout and dtype, into poisoned memory."""
     region = make(1000, 528)
     inputs, outs = random_inputs(region, m, "cuda"), blank_outputs(region, m, "cuda")
-    launch.kernel(region.text, cache_dir).run_in(SM_90A.adds[0], inputs, outs)
+    launch.kernel(region.text, adding).run_in(SM_90A.adds[0], inputs, outs)
     assert SM_90A.adds[0].turned and verdict(region, inputs, outs) == {}
 
 
