@@ -5,8 +5,10 @@ product's epilogue can make of y, as an MLP's activation beside attention, leave
 lies. Of the weight both products read a part, which is a view. (The second product is written first: what is added to
 an accumulator comes behind its own.)
 
+The gradient of [A; B] is made of each as well: D^T [x y] = [D^T x, D^T y]. Both products write into one tensor.
+
 It is worth it only where both meet in one accumulator, and an epilogue makes x or y: else the copy, with all that
-Inductor fuses into it, stays as it came. So it does where the copy is read by others, too, as by a weight's gradient.
+Inductor fuses into it, stays as it came. So it does where the copy is read by others, too.
 """
 
 from __future__ import annotations
@@ -39,24 +41,37 @@ def split_joined(
         operands = g.operands(product)
         if product.name in whole or not operands.understood or not g.reads_weight(product):
             continue
-        pieces = pieces_of(operands.left, product)
+        pieces, gradients = pieces_of(operands.left, product)
         if pieces and not (memory and overwritten.intersection(map(memory.of, pieces))):
+            for gradient in gradients:
+                write_gradient(graph, gradient, pieces)
             found.append(Packed(product.name, write(graph, product, pieces)))
             graph.eliminate_dead_code()
     return tuple(found)
 
 
-def pieces_of(left: fx.Node, reader: fx.Node) -> list[fx.Node]:
-    """The two tensors beside each other in a product's left operand, if nothing else reads that; else none."""
-    width = left.meta["val"].shape[-1]
-    while len(left.users) == 1 and reshapes(left, width):
-        left = left.all_input_nodes[0]
-    if left.target is not aten.cat.default or len(left.users) != 1 or reader.all_input_nodes.count(left) > 1:
-        return []
-    args: tuple[Any, ...] = left.args
-    value, pieces, dim = left.meta["val"], [*args[0]], args[1] if len(args) > 1 else 0
+def pieces_of(left: fx.Node, reader: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The two tensors beside each other in a product's left operand, and the gradients of its weight, if nothing else
+    reads that operand; else none."""
+    width, source = left.meta["val"].shape[-1], left
+    while reshapes(source, width):
+        source = source.all_input_nodes[0]
+    if source.target is not aten.cat.default:
+        return [], []
+    views = g.reached([source], lambda n: [u for u in n.users if reshapes(u, width)])
+    gradients = [u for v in views for u in v.users if u not in views and u is not reader]
+    if sum(n in views for n in reader.all_input_nodes) > 1 or not all(is_gradient(n, views) for n in gradients):
+        return [], []
+    args: tuple[Any, ...] = source.args
+    value, pieces, dim = source.meta["val"], [*args[0]], args[1] if len(args) > 1 else 0
     along_k = dim in (-1, value.dim() - 1) and len(pieces) == 2 and pieces[0] is not pieces[1]
-    return pieces if along_k and all(fits(piece, value) for piece in pieces) else []
+    return (pieces, gradients) if along_k and all(fits(piece, value) for piece in pieces) else ([], [])
+
+
+def is_gradient(node: fx.Node, operand: set[fx.Node]) -> bool:
+    """Is it the product of a gradient, transposed, and the operand?"""
+    product = node.target is aten.mm.default and g.is_backward(node)
+    return product and node.args[1] in operand and node.args[0] not in operand
 
 
 def fits(piece: fx.Node, value: Tensor) -> bool:
@@ -83,6 +98,14 @@ def write(graph: fx.Graph, product: fx.Node, pieces: list[fx.Node]) -> tuple[fx.
         whole = writing.call(product, aten.add.Tensor, whole, bias)
     product.replace_all_uses_with(whole)
     return first, second
+
+
+def write_gradient(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
+    """Puts products by each piece, beside each other, in the place of a weight's gradient."""
+    writing = Writing(graph, node)
+    made = [writing.call(node, aten.mm.default, node.args[0], flat(writing, x)) for x in pieces]
+    node.replace_all_uses_with(writing.call(node, aten.cat.default, made, 1))
+    graph.erase_node(node)
 
 
 def is_joined(plan: Plan, built: Built) -> bool:

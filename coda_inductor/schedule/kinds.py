@@ -125,10 +125,8 @@ def copies_nothing(node: fx.Node) -> bool:
 
 
 def _multiplied_into(cat: fx.Node) -> bool:
-    """Does it put products one above the other that nobody else reads? They are written where they shall lie."""
-    return cat.args[1:] in ((), (0,)) and all(
-        n.target is aten.mm.default and len(n.users) == 1 for n in cat.all_input_nodes
-    )
+    """Does it put products beside or above each other that nobody else reads? They are written where they shall lie."""
+    return all(n.target is aten.mm.default and len(n.users) == 1 for n in cat.all_input_nodes)
 
 
 def _selects(node: fx.Node) -> bool:

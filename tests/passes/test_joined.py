@@ -178,9 +178,11 @@ def test_no_epilogue_makes_a_piece() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients(frozen: bool) -> None:
-    """A weight's gradient reads the copy, so it stays; without one it goes, and the gradients of both are slices."""
-    model, x = Block().double(), given(grad=True)
+@pytest.mark.parametrize("join", ONE, ids=lambda f: f.__name__)
+def test_gradients(join: Join, frozen: bool) -> None:
+    """Of the weight and of both pieces, also if the weight has none. The MLP's leaves the epilogue of a product of its
+    own, with its activation's."""
+    model, x = Block(join).double(), given(grad=True)
     model.out.weight.requires_grad_(not frozen)
     wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
     REPORTS.clear()
@@ -190,7 +192,10 @@ def test_gradients(frozen: bool) -> None:
     out = model(x)
     for mine, theirs in zip(found, [out, *torch.autograd.grad(out.sin().sum(), wanted)], strict=True):
         assert mine.stride() == theirs.stride() and error(mine, theirs) < 1e-10
-    assert any(site.region.unlike for site in REPORTS[0].sites) is frozen
+    regions = [site.region for site in REPORTS[0].sites]
+    assert any(region.unlike for region in regions)
+    (backward,) = [r for r in regions if r.n == N and r.products[0].b_layout == "kn"]
+    assert "erf" in {let.op for let in backward.lets}
 
 
 def split(join: Join, mode: Any = "infer", **kwargs: Any) -> int:
@@ -203,7 +208,8 @@ def split(join: Join, mode: Any = "infer", **kwargs: Any) -> int:
 def test_which_are_split() -> None:
     assert [split(join) for join in ONE] == [1] * len(ONE)
     assert [split(join) for join in NONE] == [0] * len(NONE)
-    assert split(beside, "train") == split(beside, twice=True) == 0
+    assert [split(join, "train") for join in (*ONE, *NONE)] == [1] * len(ONE) + [0] * len(NONE)
+    assert split(beside, twice=True) == split(beside, "train", twice=True) == 0
 
 
 def test_a_piece_of_another_dtype_or_width() -> None:
