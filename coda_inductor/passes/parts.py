@@ -7,8 +7,8 @@ part by part, one above the other. The parts of the weight are views.
 
 Where not all of these products become Regions, one product is better than several: then the graph stays as it came.
 
-The gradient of two tensors that lay beside each other is read in parts, too, D [A B] = [D A, D B]. Then an MLP's, behind
-its activation, leaves the epilogue of a product of its own.
+The gradient of two tensors that lay beside each other is read in parts, too: D [A B] = [D A, D B]. Then an MLP's,
+behind its activation, leaves the epilogue of a product of its own.
 """
 
 from __future__ import annotations
