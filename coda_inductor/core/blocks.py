@@ -3,6 +3,7 @@ with M. (All at once, one value of an LM head of 128256 columns over 8192 tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,6 +45,12 @@ def outputs(region: Region, inputs: Sequence[Tensor]) -> list[Tensor]:
         out.zero_()
     sizes = [region.length(r, m) for r in region.reductions]
     return stores + [like.new_empty(size, dtype=region.compute) for size in sizes]
+
+
+def poison(region: Region, outs: Sequence[Tensor]) -> None:
+    """Fills outputs with NaN, so that what a kernel does not write is seen; with zeros those that it adds to."""
+    for out in outs:
+        out.fill_(0.0 if region.adds else math.nan)
 
 
 def into(region: Region, inputs: Sequence[Tensor], outs: Sequence[Tensor | None], numbers: int | None = None) -> None:

@@ -109,7 +109,8 @@ one sample."""
 
 
 def _written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Without what is of few records, where it is none: what is tuned is known by older texts."""
+    """The fields, but for two that only later Regions have, where they are not set: what is tuned is known by the texts
+    of before."""
     return {name: value for name, value in fields if name not in ("tokens", "adds") or value}
 
 

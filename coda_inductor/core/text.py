@@ -47,7 +47,7 @@ def show(region: Region, m: str = "M") -> str:
         lines.append(f"{let.name} = {call}")
     for s in region.stores:
         value = f"({s.value}, {s.second})" if s.second else s.value
-        lines.append(f"store {value}[{m}, {region.width}]  ({s.dtype})")
+        lines.append(f"{'add' if region.adds else 'store'} {value}[{m}, {region.width}]  ({s.dtype})")
     for r in region.reductions:
         length = f"{m} / {r.tokens} * {region.n}" if r.tokens else m if r.over == "N" else region.n
         lines.append(f"{r.of} over {r.over} of {r.value} -> [{length}]")

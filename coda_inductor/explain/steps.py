@@ -26,7 +26,7 @@ from coda_inductor.explain.report import NOTHING
 from coda_inductor.explain.rewriting import Derived, Rewriting
 from coda_inductor.explain.units import Facts, kernel_facts, site_facts
 from coda_inductor.inductor.records import Report
-from coda_inductor.ops.custom import REGION
+from coda_inductor.ops.custom import ADDED_REGION, ADDED_UP, REGION
 from coda_inductor.ops.elementwise import ELEMENTWISE
 from coda_inductor.passes.plain import PLAIN
 from coda_inductor.patterns import graph as g
@@ -40,6 +40,7 @@ from coda_inductor.schedule.kinds import Extern, base_of, kind_of, lower, owner
 from coda_inductor.schedule.model import Kernel, kernels
 
 PRODUCTS = MATRIX_PRODUCTS | {g.aten.mm.dtype}
+ADDING = {ADDED_UP, ADDED_REGION}
 Kind = Literal["gemm", "opaque", "pass"]
 DEPTH = 40  # of formulas, which end at stored values anyway
 
@@ -101,7 +102,8 @@ class Listing:
     names: dict[fx.Node, str] = field(default_factory=dict)
     by_term: dict[Term, str] = field(default_factory=dict)
     supplied: dict[str, fx.Node] = field(default_factory=dict)
-    regions: list[Step] = field(default_factory=list)
+    places: dict[fx.Node, int] = field(default_factory=dict)
+    """Which of the built Regions a node is; in blocks of rows one stands once in each."""
 
     def steps(self) -> list[Facts]:
         """Every step as facts."""
@@ -113,7 +115,7 @@ class Listing:
             for j, node in enumerate(step.made):
                 self.names[node] = f"{letter}{i}{_suffix(j, len(step.made))}"
         if self.derived:
-            self.regions = sorted((s for s in steps if _is_region(s.node)), key=lambda s: self.index(s, steps))
+            self.places = {s.node: self.index(s, steps) for s in steps if s.node is not None and _is_region(s.node)}
             self._name_terms(self.derived, steps)
         readers: dict[fx.Node, list[str]] = {}
         for i, step in enumerate(steps):
@@ -124,36 +126,21 @@ class Listing:
         return [self._facts(i, step, readers) for i, step in enumerate(steps)]
 
     def index(self, step: Step, steps: list[Step]) -> int:
-        """Which of the built Regions a step is: by its text, and among equal ones by its place."""
+        """Which of the built Regions a step is: by its text, and among equal ones by its place, in its block."""
         assert self.derived and step.node
         same = [i for i, b in enumerate(self.derived.builts) if b.region.text == step.node.args[1]]
         twins = sorted(
             (s for s in steps if _is_region(s.node) and s.node and s.node.args[1] == step.node.args[1]),
             key=lambda s: s.place,
         )
-        return same[twins.index(step)]
+        return same[twins.index(step) % len(same)]
 
     def _name_terms(self, derived: Derived, steps: list[Step]) -> None:
         """Names for accumulators, stores, sums, and the graph's own tensors."""
         names = {n.name: n for n in self.graph.nodes}
-        for step, built in zip(self.regions, derived.builts, strict=True):
-            i = steps.index(step)
-            assert step.node
-            results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
-            for j, (t, *_) in enumerate(built.draft.stores):
-                if j in results:
-                    self.by_term.setdefault(t, self.names[results[j]])
-            for j, t in enumerate(built.draft.sums):
-                if (result := results.get(j + len(built.draft.stores))) is not None:
-                    self.names[result] = f"s{i}{_suffix(j, len(built.draft.sums))}"
-                    self.by_term[t] = self.names[result]
-            for j, acc in enumerate(built.products):
-                self.by_term[acc] = f"acc{i}{_suffix(j, len(built.products))}"
-            for x, source in derived.loads[self.regions.index(step)].items():
-                if isinstance(source, Computed | Half):
-                    self.by_term[x] = self._input(step, built, source)
-            for node, stored in built.draft.supplies.items():
-                self.supplied[node.name] = results[built.draft.stores.index(stored)]
+        regions = [(self.places[s.node], i, s) for i, s in enumerate(steps) if s.node in self.places]
+        for _, i, step in sorted(regions, key=lambda region: region[:2]):
+            self._name_region(derived, i, step)
         products = derived.plan.program.lifted.products
         made = {acc.bit: self.by_term[acc].rstrip("ab") for b in derived.builts for acc in b.products}
         made |= {bit: self.names[p.node] for bit, p in products.items() if bit not in made and p.node in self.names}
@@ -163,6 +150,26 @@ class Listing:
                 self.by_term[t] = (self.name(names[t.name]) if t.name in names else t.name) + lanes
             elif t.kind == "con" and t.bit in made:
                 self.by_term.setdefault(t, made[t.bit] + lanes)
+
+    def _name_region(self, derived: Derived, i: int, step: Step, again: bool = False) -> None:
+        """The names of what a Region makes. `again`: of its own block from now on."""
+        assert step.node
+        built = derived.builts[self.places[step.node]]
+        results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
+        for j, (t, *_) in enumerate(built.draft.stores):
+            if j in results and (again or t not in self.by_term):
+                self.by_term[t] = self.names[results[j]]
+        for j, t in enumerate(built.draft.sums):
+            if (result := results.get(j + len(built.draft.stores))) is not None:
+                self.names[result] = f"s{i}{_suffix(j, len(built.draft.sums))}"
+                self.by_term[t] = self.names[result]
+        for j, acc in enumerate(built.products):
+            self.by_term[acc] = f"acc{i}{_suffix(j, len(built.products))}"
+        for x, source in derived.loads[self.places[step.node]].items():
+            if isinstance(source, Computed | Half):
+                self.by_term[x] = self._input(step, built, source)
+        for node, stored in built.draft.supplies.items():
+            self.supplied[node.name] = results[built.draft.stores.index(stored)]
 
     def name(self, node: fx.Node) -> str:
         """What the listing calls a tensor of the graph, before or after it was rewritten."""
@@ -198,12 +205,16 @@ class Listing:
         if step.kernel is not None:
             facts |= kernel_facts(step.kernel)
         elif step.node is not None and _is_region(step.node):
+            if self._in_blocks(step):
+                self._name_region(self.derived, i, step, again=True)  # type: ignore[arg-type]
             facts |= self._region(step, readers)
         elif step.node is not None and step.node.target is REGION:  # with nothing beside its product
             region, (x, w) = parse(str(step.node.args[1])), step.node.all_input_nodes
             a, b = left(region, self.name(x)), right(region, 0, self.name(w))
             product = {"name": f"acc{i}", "a": a, "b": b, "k": str(region.products[0].k)}
             facts |= {"products": [product], "loads": [], "source": g.source_line(step.node), "digest": region.digest}
+        elif step.node is not None and step.node.target in ADDING:
+            facts |= self._adding(i, step.node)
         elif step.node is not None and step.node.target in PRODUCTS:
             of = g.operands(step.node)
             a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (of.left, of.right))
@@ -214,12 +225,30 @@ class Listing:
             facts |= {"what": str(step.node.target), "source": g.source_line(step.node)}
         return facts
 
+    def _in_blocks(self, step: Step) -> bool:
+        """Does its Region stand in several blocks of rows?"""
+        return [*self.places.values()].count(self.places[step.node]) > 1  # type: ignore[index]
+
+    def _adding(self, i: int, node: fx.Node) -> Facts:
+        """A product that is added to others."""
+        into, x, w, *text = node.args
+        assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
+        a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (x, w))
+        facts, k = dict[str, Any](), x.meta["val"].shape[1]
+        if text:
+            region = parse(str(text[0]))
+            a, b, k = left(region, self.name(x)), right(region, 0, self.name(w)), region.products[0].k
+            facts = {"digest": region.digest}
+        product = {"name": f"acc{i}", "a": a, "b": b, "k": str(k)}
+        loads = [self.name(into)] if isinstance(into, fx.Node) else []
+        return facts | {"products": [product], "loads": loads, "source": g.source_line(node)}
+
     def _module(self, step: Step, nodes: Sequence[fx.Node]) -> str:
         """The modules of a step, in one word; empty before the rewriting, and where none is known."""
         if self.modules is None:
             return ""
         if self.derived and _is_region(step.node):
-            products = self.derived.products()[self.regions.index(step)]
+            products = self.derived.products()[self.places[step.node]]  # type: ignore[index]
             return together(map(self.modules.path, products))
         return self.modules.around(nodes)
 
@@ -239,7 +268,7 @@ class Listing:
     def _region(self, step: Step, readers: Mapping[fx.Node, list[str]]) -> Facts:
         """A Region: its accumulators, what its epilogue reads, stores and sums, and the laws that made it so."""
         assert self.derived and self.report and step.node
-        at = self.regions.index(step)
+        at = self.places[step.node]
         built, site = self.derived.builts[at], self.report.sites[at]
         draft, region = built.draft, built.region
         names = {x: self._input(step, built, s) for x, s in self.derived.loads[at].items()}
@@ -253,10 +282,13 @@ class Listing:
             for acc, (i, a, b, k) in zip(built.products, each, strict=True)
         ]  # fmt: skip
         results = {int(user.args[1]): user for user in step.node.users}  # type: ignore[arg-type]
+        rows = site.m
+        if self._in_blocks(step):
+            rows = str(region.m([n.meta["val"] for n in step.node.args[0]]))  # type: ignore[union-attr]
         stores, sums = [], []
         for j, (t, dtype, _) in enumerate(draft.stores):
             name, to = (self.names[results[j]], readers.get(results[j], [])) if j in results else ("unread", [])
-            shape = f"{dtype}[{site.m}, {region.width}]"
+            shape = f"{dtype}[{rows}, {region.width}]"
             parts = [show(x, DEPTH, _without(names, x)) for x in self.derived.plan.program.parts(t, draft.space)]
             formula = f"({', '.join(parts)})" if parts[1:] else parts[0]
             stores.append({"name": name, "type": shape, "to": to, "formula": formula})
@@ -267,7 +299,7 @@ class Listing:
             over = f"each {r.tokens} of {r.over}" if r.tokens else r.over
             sums.append({"name": name, "to": to, "of": r.of, "over": over, "formula": show(t.args[0], DEPTH, names)})
         loads = list(dict.fromkeys(self._input(step, built, s) for s in built.inputs[region.matrices :]))
-        facts: Facts = {"region": site.name, "shape": f"[{site.m}, {region.n}]"}
+        facts: Facts = {"region": site.name, "shape": f"[{rows}, {region.n}]"}
         return facts | {"products": products, "loads": loads, "stores": stores, "sums": sums} | site_facts(site)
 
     def laws(self) -> list[Facts]:
@@ -303,7 +335,7 @@ def units(graph: fx.Graph) -> list[Step]:
             continue
         if any(isinstance(n.meta.get("val"), Tensor) for n in (op.out, *op.out.users)):
             made = [u for u in op.out.users if kind_of(u) == "output"] if not g.tensor(op.out) is not None else [op.out]
-            kind: Kind = "gemm" if op.out.target in PRODUCTS or op.out.target is REGION else "opaque"
+            kind: Kind = "gemm" if op.out.target in (*PRODUCTS, *ADDING, REGION) else "opaque"
             steps.append(Step(kind, op.out, None, list(op.reads), made, place[op.out]))
     return steps
 

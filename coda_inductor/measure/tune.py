@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coda_inductor.codegen import legality
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core.blocks import into, outputs
+from coda_inductor.core.blocks import into, outputs, poison
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.region import Region
 from coda_inductor.kernels import launch, proof, record
@@ -144,8 +144,7 @@ def examine(
     """What is known before timing; "why" if the configuration is out."""
     row: dict[str, Any] = {"config": str(config), "fields": list(config)}
     row["stages"] = legality.stages(kernel.region, config, kernel.row).ab
-    for out in outs:
-        out.fill_(0.0 if kernel.region.adds else float("nan"))
+    poison(kernel.region, outs)
     try:
         kernel.run_in(config, inputs, outs)
     except Unsupported as refusal:

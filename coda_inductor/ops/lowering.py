@@ -328,8 +328,8 @@ def _alone(into: ir.TensorBox) -> ir.TensorBox:
     """What the operation that is lowered adds to, or a copy, if others have or read that memory."""
     source = V.graph.current_node.args[0]
     assert isinstance(source, fx.Node)
-    mine = source.target in (ADDED_UP, ADDED_REGION)
-    return into if mine and sum(user.target is not AFTER for user in source.users) == 1 else _copy(into)
+    others = V.graph.current_node.args[1:].count(source) + sum(user.target is not AFTER for user in source.users) - 1
+    return into if source.target in (ADDED_UP, ADDED_REGION) and not others else _copy(into)
 
 
 class AddingKernel(ir.FallbackKernel):

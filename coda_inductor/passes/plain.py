@@ -30,7 +30,7 @@ Slower = Callable[[Found], dict[fx.Node, str]]
 """Which of these products stay as they are, and why."""
 NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
 PLAIN = "bare"
-"""The kind of these Regions; their nodes bear it as a mark."""
+"""The kind of these Regions. Nodes of REGION bear it as a mark."""
 DEEP_LEAST, ADDED_LEAST = SM_90A.deep_least, 1024
 PITCH = 8  # elements of 16 bits at whose multiples rows start
 
@@ -89,7 +89,8 @@ def write_plain(graph: fx.Graph, target_name: str, found: Found) -> list[fx.Node
     outputs = dict[fx.Node, fx.Node]()
     for node, (region, inputs) in found.items():
         if region.adds:
-            node.target, node.args = ADDED_REGION, (node.args[0], *inputs, region.text, target_name)
+            read = [outputs.get(n, n) for n in inputs]
+            node.target, node.args = ADDED_REGION, (node.args[0], *read, region.text, target_name)
             outputs[node] = node
             continue
         with graph.inserting_before(node):

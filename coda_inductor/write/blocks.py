@@ -41,10 +41,12 @@ class Written:
     a block, the gradient is computed behind what else reads the scores, so that it may take their memory."""
 
     def call(self, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
-        """A node of the side on which the blocks run."""
+        """A node of the side on which the blocks run. Those of the forward run there alone, also under activation
+        checkpointing, by which the backward would compute some of them again."""
         node = self.writing.call(like, target, *args, **kwargs)
         if self.program.early:
             node.meta[g.SIDE] = "is_forward"
+            node.meta.pop("recompute", None)
         return node
 
     def write(self) -> None:

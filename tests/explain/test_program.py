@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.listing import render
 from coda_inductor.explain.steps import program
+from coda_inductor.passes import plain
 
 D, FF, TOKENS = 32, 48, 12
 REFERENCE = Settings(target="reference")
@@ -153,3 +154,35 @@ def test_sums_of_samples_say_so() -> None:
     over = {s["over"] for step in facts["graphs"][0]["after"] for s in step.get("sums", ())}
     assert "each 128 of M" in over and {"M", "N"} & over
     assert "sum over each 128 of M of " in render(facts)
+
+
+class Head(nn.Module):
+    """A head and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 208, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).float(), y)
+
+
+@pytest.mark.parametrize("disable", ["", "bare", "loss"])
+def test_a_region_stands_in_each_block_of_rows(monkeypatch: pytest.MonkeyPatch, disable: str) -> None:
+    """Under names of its own, of the block's rows; and the gradients of the weight are products that are added."""
+    monkeypatch.setattr(plain, "ADDED_LEAST", 8)
+    x, y = torch.randn(600, 16, dtype=torch.bfloat16, requires_grad=True), torch.randint(0, 208, (600,))
+    settings = Settings(target="reference", chunk=128, disable=frozenset(filter(None, [disable])))
+    facts = program(Head().bfloat16(), (x, y), {}, "train", settings)
+    (graph,) = facts["graphs"]
+    regions = [step for step in graph["after"] if "region" in step]
+    assert [step["shape"] for step in regions] == ["[128, 208]"] * 4 + ["[88, 208]"]
+    assert {step["region"] for step in regions} == {"r0"}
+    names = [step["products"][0]["name"] for step in regions]
+    assert names == [f"acc{step['id']}" for step in regions] and len({*names}) == 5
+    formulas = [step["stores"][0]["formula"] for step in regions]
+    assert all(name in formula for name, formula in zip(names, formulas, strict=True))
+    added = [s for s in graph["after"] if [x["type"] for x in s["stores"]] == ["float32[208, 16]"]]
+    assert [len(step["loads"]) for step in added] == [0, 1, 1, 1, 1]
+    assert sum("digest" in step for step in added) == (0 if disable == "bare" else 4)
+    assert render(facts)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from compiling import REFERENCE
 from evaluate import strict_reference
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from coda_inductor.inductor import joint
 from coda_inductor.loss import written
@@ -327,3 +328,22 @@ def test_gradients_of_one_product_have_the_same_slopes(monkeypatch: pytest.Monke
     x, w, t = torch.randn(M, K).double(), torch.randn(V, K).double(), torch.tensor([0, 3, 5, 1, 5, 4])
     check(skewed, x, w, t)
     assert reasons == ["its products read gradients that are multiplied by different values of the scores"]
+
+
+def test_a_checkpointed_head_in_blocks_of_rows() -> None:
+    """What is made in the forward is made there alone, also if activations are checkpointed."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 200, bias=False).double()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        part = lambda x, y: F.cross_entropy(head(x), y)  # noqa: E731
+        found: Tensor = checkpoint(part, x, y, use_reentrant=False)
+        return found
+
+    x, y = torch.randn(384, 16, dtype=torch.float64, requires_grad=True), torch.randint(0, 200, (384,))
+    for disable in ("", "loss", "blocks"):
+        torch._dynamo.reset()
+        options = STRICT | {"chunk": 128, "disable": disable}
+        compiled = torch.compile(loss, backend="coda", dynamic=False, options=options)
+        found, wanted = ([v, *torch.autograd.grad(v, (x, head.weight))] for v in (compiled(x, y), loss(x, y)))
+        assert all(float((a - b).detach().abs().max()) < 1e-10 for a, b in zip(found, wanted, strict=True))

@@ -12,20 +12,24 @@ import torch
 import torch.nn.functional as F
 from compiling import REFERENCE, pretend
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coda_inductor.codegen import legality
+from coda_inductor.codegen import legality, source
 from coda_inductor.codegen.cases import weight_gradient_added
 from coda_inductor.codegen.target import SM_90A, SM_100A
 from coda_inductor.codegen.tiles import Config, tiles
+from coda_inductor.commands.differences import bisect
 from coda_inductor.core import blocks
 from coda_inductor.core.errors import BrokenInvariant, Unsupported
 from coda_inductor.core.region import Product, Region, Store, parse
+from coda_inductor.core.settings import Settings
 from coda_inductor.core.verify import verify
 from coda_inductor.inductor import joint
 from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.records import Site
 from coda_inductor.kernels import launch
 from coda_inductor.measure import timing
-from coda_inductor.ops.custom import ADDED_REGION, ADDED_UP
+from coda_inductor.ops.custom import ADDED_REGION, ADDED_UP, REGION
 from coda_inductor.passes import plain
 from coda_inductor.write.kept import keep
 
@@ -131,9 +135,44 @@ def test_what_it_means() -> None:
         blocks.into(region, [a, b], [out], numbers)
         assert float((out - before - a.T @ b).abs().max()) < 1e-12
     assert not blocks.outputs(region, [a, b])[0].any()
+    blocks.into(region, [a[:, :0], b], [out := before.clone()[:0]])
+    assert not out.numel()
     made = torch.ops.coda.added_region(before, a, b, region.text, "reference")
     assert float((made - before - a.T @ b).abs().max()) < 1e-12
     torch.library.opcheck(torch.ops.coda.added_region, (before, a, b, region.text, "reference"))
+
+
+def test_of_no_rows_nothing_is_zeroed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is of no rows leaves what lies there as it is."""
+    pretend(monkeypatch, tmp_path)
+    region = weight_gradient_added(24, 16)
+    kernel = launch.kernel(region.text, str(tmp_path))
+    out = torch.ones(4, 24)
+    assert kernel.prepare([torch.empty(16, 0).bfloat16(), torch.empty(16, 24).bfloat16()], [out]) is None
+    assert bool((out == 1).all())
+
+
+def test_kernels_that_add_are_others() -> None:
+    region = weight_gradient_added(2048, 4096)
+    assert source.form(region) != source.form(replace(region, adds=False))
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(128, 204), (124, 200), (128, 200)])
+def test_rows_of_16_bytes_are_asked_for(rows: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "ADDED_LEAST", 8)
+    found = list[bool]()
+    with FakeTensorMode():
+        graph = fx.Graph()
+        shapes = {"into": (vocabulary, WIDTH), "e": (rows, vocabulary), "x": (rows, WIDTH)}
+        into, e, x = (graph.placeholder(name) for name in shapes)
+        for node, shape in zip((into, e, x), shapes.values(), strict=True):
+            node.meta["val"] = torch.empty(shape, dtype=torch.float32 if node is into else torch.bfloat16)
+        turned = graph.call_function(torch.ops.aten.permute.default, (e, [1, 0]))
+        turned.meta["val"] = e.meta["val"].permute(1, 0)
+        node = graph.call_function(ADDED_UP, (into, turned, x))
+        node.meta["val"] = torch.empty(shapes["into"], dtype=torch.float32)
+        found.append(plain.as_region(node) is not None)
+    assert found == [rows % 8 == vocabulary % 8 == 0]
 
 
 def test_its_record() -> None:
@@ -187,3 +226,41 @@ def test_only_what_is_known_to_be_added_to_is_overwritten(adding: Targets) -> No
     assert torch.equal(into, before)
     assert float((first - before - a.T @ b).abs().max()) < 1e-12
     assert float((second - before - 2 * (a.T @ b)).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_sum_that_is_read_as_a_matrix_is_copied_first(adds: bool) -> None:
+    graph = fx.Graph()
+    into, a, b = (graph.placeholder(name) for name in ("into", "a", "b"))
+    one = graph.call_function(ADDED_UP, (into, a, b))
+    if adds:
+        graph.output(graph.call_function(ADDED_REGION, (one, one, b, added(8, 8).text, "reference")))
+    else:
+        graph.output(graph.call_function(ADDED_UP, (one, one, b)))
+    call = fx.GraphModule(nn.Module(), graph)
+    x, y, z = torch.randn(3, 8, 8, dtype=torch.float64)
+    first = x + y @ z
+    with torch.no_grad():
+        found = torch.compile(call, backend="coda", options=REFERENCE)(x, y, z)
+    assert float((found - first - (first.T if adds else first) @ z).abs().max()) < 1e-12
+
+
+def test_a_bisection_compares_it_with_zeros(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path)
+    site = Site("r0", weight_gradient_added(64, 32), "72", (), (), (), "")
+    found = bisect.alone(site, Settings(target="sm_90a", cache_dir=str(tmp_path)), torch.device("cpu"))
+    assert found["error"] == 0.0 and found["differs"] is False
+
+
+def test_a_matrix_that_is_a_bare_product_itself(adding: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "DEEP_LEAST", 8)
+    graph = fx.Graph()
+    a, b, c = (graph.placeholder(name) for name in "abc")
+    one = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    two = graph.call_function(ADDED_UP, (graph.call_function(ADDED_UP, (None, a, b)), one, c))
+    graph.output(two)
+    x, y, z = torch.randn(3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        found = torch.compile(fx.GraphModule(nn.Module(), graph), backend="coda", options=REFERENCE)(x, y, z)
+    assert adding.count(ADDED_REGION) == adding.count(REGION) == 1
+    assert float((found - x @ y - x @ y @ z).abs().max()) < 1e-12

@@ -166,8 +166,7 @@ def alone(site: Site, settings: Settings, device: torch.device) -> Facts:
             outs, wanted = REGION(given, region.text, settings.target), interpret(region, given)
         else:
             outs, wanted = (blocks.outputs(region, given) for _ in range(2))
-            for out in outs:
-                out.fill_(float("nan"))
+            blocks.poison(region, outs)
             kernel = launch.kernel(region.text, settings.cache_dir, strict=True, measured=not settings.deterministic)
             kernel(given, outs)
             into(region, given, wanted)
