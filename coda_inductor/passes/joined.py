@@ -60,7 +60,7 @@ def pieces_of(left: fx.Node, reader: fx.Node) -> tuple[list[fx.Node], list[fx.No
         return [], []
     views = g.reached([source], lambda n: [u for u in n.users if reshapes(u, width)])
     gradients = [u for v in views for u in v.users if u not in views and u is not reader]
-    if sum(n in views for n in reader.all_input_nodes) > 1 or not all(is_gradient(n, views) for n in gradients):
+    if not all(is_gradient(n, views) for n in gradients):
         return [], []
     args: tuple[Any, ...] = source.args
     value, pieces, dim = source.meta["val"], [*args[0]], args[1] if len(args) > 1 else 0
@@ -70,8 +70,7 @@ def pieces_of(left: fx.Node, reader: fx.Node) -> tuple[list[fx.Node], list[fx.No
 
 def is_gradient(node: fx.Node, operand: set[fx.Node]) -> bool:
     """Is it the product of a gradient, transposed, and the operand?"""
-    product = node.target is aten.mm.default and g.is_backward(node)
-    return product and node.args[1] in operand and node.args[0] not in operand
+    return node.target is aten.mm.default and node.args[1] in operand and node.args[0] not in operand
 
 
 def fits(piece: fx.Node, value: Tensor) -> bool:

@@ -198,6 +198,19 @@ def test_gradients(join: Join, frozen: bool) -> None:
     assert "erf" in {let.op for let in backward.lets}
 
 
+@pytest.mark.parametrize("disable", ["pointwise", "summed", "parts", "joined"])
+def test_what_no_region_takes_stays_as_it_came(disable: str) -> None:
+    """The copy, or the gradient of both, or both of them."""
+    model, x = Block().double(), given(grad=True)
+    wanted = [x, *model.parameters()]
+    with strict_reference(run=True):
+        out = torch.compile(model, backend="coda", options={"disable": disable})(x)
+        found = [out, *torch.autograd.grad(out.sin().sum(), wanted)]
+    out = model(x)
+    for mine, theirs in zip(found, [out, *torch.autograd.grad(out.sin().sum(), wanted)], strict=True):
+        assert error(mine, theirs) < 1e-10
+
+
 def split(join: Join, mode: Any = "infer", **kwargs: Any) -> int:
     """How many products of a graph are split."""
     found, x = list[int](), torch.empty(3, 8, D, dtype=torch.bfloat16, requires_grad=True)
