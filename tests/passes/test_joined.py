@@ -198,7 +198,7 @@ def test_gradients(join: Join, frozen: bool) -> None:
     assert "erf" in {let.op for let in backward.lets}
 
 
-@pytest.mark.parametrize("disable", ["pointwise", "summed", "parts", "joined"])
+@pytest.mark.parametrize("disable", ["pointwise,statistic", "summed", "parts", "joined"])
 def test_what_no_region_takes_stays_as_it_came(disable: str) -> None:
     """The copy, or the gradient of both, or both of them."""
     model, x = Block().double(), given(grad=True)
