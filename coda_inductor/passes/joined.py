@@ -5,7 +5,8 @@ product's epilogue can make of y, as an MLP's activation beside attention, leave
 lies. Of the weight both products read a part, which is a view. (The second product is written first: what is added to
 an accumulator comes behind its own.)
 
-The gradient of [A; B] is made of each as well: D^T [x y] = [D^T x, D^T y]. Both products write into one tensor.
+The gradient of a weight in rows is made of each as well: D^T [x y] = [D^T x, D^T y]. Inductor has both products write
+into one tensor.
 
 It is worth it only where both meet in one accumulator, and an epilogue makes x or y: else the copy, with all that
 Inductor fuses into it, stays as it came. So it does where the copy is read by others, too.
@@ -26,6 +27,7 @@ from coda_inductor.plan.built import Built
 from coda_inductor.plan.plan import Plan
 from coda_inductor.write.writing import Writing
 
+GIVEN = frozenset({"placeholder", "get_attr"})
 JOINED = "coda_joined"
 """The mark, in a node's meta, of the two products and their sum."""
 
@@ -36,13 +38,15 @@ def split_joined(
     """Rewrites the graph in place, but for the products named `whole`, and what lies in memory that is `overwritten`:
     a copy of it has to stay one."""
     products = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default) and not g.is_backward(n)]
-    memory, found = Memory(graph) if overwritten else None, []
+    memory, found, given = Memory(graph), list[Packed](), {n.name for n in graph.nodes if n.op in GIVEN}
     for product in products:
         operands = g.operands(product)
         if product.name in whole or not operands.understood or not g.reads_weight(product):
             continue
         pieces, gradients = pieces_of(operands.left, product)
-        if pieces and not (memory and overwritten.intersection(map(memory.of, pieces))):
+        # The user may write to an input before the backward: its gradient reads the copy, which has it as it was.
+        copied = overwritten | given if gradients else overwritten
+        if pieces and not copied.intersection(map(memory.of, pieces)):
             for gradient in gradients:
                 write_gradient(graph, gradient, pieces)
             found.append(Packed(product.name, write(graph, product, pieces)))
@@ -70,7 +74,8 @@ def pieces_of(left: fx.Node, reader: fx.Node) -> tuple[list[fx.Node], list[fx.No
 
 def is_gradient(node: fx.Node, operand: set[fx.Node]) -> bool:
     """Is it the product of a gradient, transposed, and the operand?"""
-    return node.target is aten.mm.default and node.args[1] in operand and node.args[0] not in operand
+    product = node.target is aten.mm.default and g.is_backward(node)
+    return product and node.args[1] in operand and node.args[0] not in operand
 
 
 def fits(piece: fx.Node, value: Tensor) -> bool:

@@ -94,7 +94,7 @@ def split_gradients(graph: fx.Graph, whole: frozenset[str]) -> tuple[Packed, ...
 
 def parts_of(product: fx.Node, every: bool = True) -> dict[Part, list[fx.Node]]:
     """The parts in which a product is read, in order, with the nodes that cut them; {} if it is not read in parts
-    alone, or a part is not computed with, as v of q, k and v (if not `every`: none is), or they must share memory."""
+    alone, or they must share memory, or a part is not computed with, as v of q, k and v (with `every` off: none is)."""
     found, todo = dict[Part, list[fx.Node]](), list(product.users)
     width = product.meta["val"].shape[-1]
     biases = [tuple(bias.meta["val"].shape) for bias in g.operands(product).addends]

@@ -198,6 +198,60 @@ def test_gradients(join: Join, frozen: bool) -> None:
     assert "erf" in {let.op for let in backward.lets}
 
 
+class Given(nn.Module):
+    """A piece is an input, or a view of one."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.up, self.out, self.turned = nn.Linear(D, N), nn.Linear(D + N, D), turned
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        made: Tensor = self.out(torch.cat([z.view_as(x) if self.turned else z, F.gelu(self.up(x))], -1))
+        return made
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_an_input_is_written_before_the_backward(turned: bool) -> None:
+    """The gradient of the weight is of what the input was."""
+    torch.manual_seed(0)
+    model, x, z = Given(turned).double(), given(grad=True), torch.randn(3, 8, D, dtype=torch.float64)
+
+    def gradients(call: Any) -> tuple[Tensor, ...]:
+        mine = z.clone()
+        loss = call(x, mine).sin().sum()
+        mine.mul_(2)
+        return torch.autograd.grad(loss, [x, *model.parameters()])
+
+    with strict_reference(run=True):
+        found = gradients(torch.compile(model, backend="coda"))
+    assert all(error(mine, theirs) < 1e-10 for mine, theirs in zip(found, gradients(model), strict=True))
+
+
+class Neighbours(nn.Module):
+    """What lies beside each other is also added up over neighbours: a product's right operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out, self.near = nn.Linear(D, N), nn.Linear(D + N, D), nn.Linear(D + N, D)
+
+    def forward(self, x: Tensor, adjacent: Tensor) -> Tensor:
+        both = torch.cat([x.sin(), F.gelu(self.up(x))], 1)
+        made: Tensor = self.out(both) + self.near(adjacent @ both)
+        return made
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_product_reads_it_as_its_right_operand(grad: bool) -> None:
+    torch.manual_seed(0)
+    model, x, near = Neighbours().double(), torch.randn(24, D).double(), torch.randn(24, 24).double()
+    x.requires_grad_(grad)
+    with strict_reference(run=True), torch.set_grad_enabled(grad):
+        out, wanted = torch.compile(model, backend="coda")(x, near), model(x, near)
+        found = torch.autograd.grad(out.sin().sum(), [x, *model.parameters()]) if grad else ()
+        theirs = torch.autograd.grad(wanted.sin().sum(), [x, *model.parameters()]) if grad else ()
+    assert all(error(a, b) < 1e-10 for a, b in zip((out, *found), (wanted, *theirs), strict=True))
+
+
 @pytest.mark.parametrize("disable", ["pointwise,statistic", "summed", "parts", "joined"])
 def test_what_no_region_takes_stays_as_it_came(disable: str) -> None:
     """The copy, or the gradient of both, or both of them."""

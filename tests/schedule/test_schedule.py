@@ -44,6 +44,7 @@ def test_products_one_above_the_other_are_no_kernel() -> None:
     assert bytes_of(both, X, X + 0) == []
     assert bytes_of(lambda x, y: torch.cat([x.t() @ y, y.t() @ x], 1), X, X + 0) == []
     a, b = 4 * K * K, 4 * K * K
+    assert sum(bytes_of(lambda x, y: torch.cat([m := x.t() @ y, m], 1), X, X + 0)) == a + b + a
     assert bytes_of(lambda x, y: torch.cat([x.t() @ y, torch.exp(y.t() @ x)]), X, X) == [a + b + a + b]
     assert sum(bytes_of(lambda x, y: (m := x.t() @ y, torch.cat([m, y.t() @ x]))[0:2], X, X)) == a + b + a + b
 
