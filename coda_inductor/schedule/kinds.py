@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch._inductor.config as inductor_config
@@ -126,9 +126,7 @@ def copies_nothing(node: fx.Node) -> bool:
 
 def _multiplied_into(cat: fx.Node) -> bool:
     """Does it put products beside or above each other that nobody else reads? They are written where they shall lie."""
-    pieces: Any = cat.args[0]
-    alone = len({*pieces}) == len(pieces)  # what is there twice is copied
-    return alone and all(n.target is aten.mm.default and len(n.users) == 1 for n in pieces)
+    return all(n.target is aten.mm.default and len(n.users) == 1 for n in cat.all_input_nodes)
 
 
 def _selects(node: fx.Node) -> bool:
