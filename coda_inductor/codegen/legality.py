@@ -45,10 +45,10 @@ def size_class(region: Region, m: int, target: Target = SM_90A) -> int:
 def candidates(region: Region, m: int, target: Target = SM_90A) -> tuple[Config, ...]:
     """The legal configurations worth timing at `m` tokens, the likely best first; empty if none is legal."""
     size = bucket(m)
-    few = target.adds if region.adds else target.tiny if size <= 64 else target.small if size <= 256 else target.middle
+    few = target.tiny if size <= 64 else target.small if size <= 256 else target.middle
     eight_bits = BYTES.get(region.dtype) == 1
-    many, slow = _large(region, target), eight_bits and not region.fast
-    for table in (few if size <= 1024 and not slow else many, _any(region, target)):
+    many, one_table = _large(region, target), region.adds or (eight_bits and not region.fast)
+    for table in (few if size <= 1024 and not one_table else many, _any(region, target)):
         if legal := tuple(c for c in table if is_legal(region, c, target)):
             return legal if size <= 1024 or eight_bits else legal + _even(region, m, target, legal)
     return ()
@@ -98,9 +98,7 @@ def _tile_operands(region: Region) -> int:
 
 def _large(region: Region, target: Target) -> tuple[Config, ...]:
     """The table for many rows."""
-    if region.adds:
-        return target.adds
-    if BYTES.get(region.dtype) == 1:
+    if region.adds or BYTES.get(region.dtype) == 1:
         return _any(region, target)
     if _tile_operands(region) > 1:
         return target.heavy

@@ -209,18 +209,14 @@ class Listing:
                 self._name_region(self.derived, i, step, again=True)  # type: ignore[arg-type]
             facts |= self._region(step, readers)
         elif step.node is not None and step.node.target is REGION:  # with nothing beside its product
-            region, (x, w) = parse(str(step.node.args[1])), step.node.all_input_nodes
-            a, b = left(region, self.name(x)), right(region, 0, self.name(w))
-            product = {"name": f"acc{i}", "a": a, "b": b, "k": str(region.products[0].k)}
-            facts |= {"products": [product], "loads": [], "source": g.source_line(step.node), "digest": region.digest}
+            facts |= self._bare(i, step.node.args[1], *step.node.all_input_nodes)
+            facts |= {"source": g.source_line(step.node)}
         elif step.node is not None and step.node.target in ADDING:
             facts |= self._adding(i, step.node)
         elif step.node is not None and step.node.target in PRODUCTS:
             of = g.operands(step.node)
-            a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (of.left, of.right))
-            product = {"name": f"acc{i}", "a": a, "b": b, "k": str(of.left.meta["val"].shape[-1])}
             beside = [self.name(n) for n in (*of.addends, *of.scales)]
-            facts |= {"products": [product], "loads": beside, "source": g.source_line(step.node)}
+            facts |= self._product(i, of.left, of.right) | {"loads": beside, "source": g.source_line(step.node)}
         elif step.node is not None:
             facts |= {"what": str(step.node.target), "source": g.source_line(step.node)}
         return facts
@@ -233,15 +229,21 @@ class Listing:
         """A product that is added to others."""
         into, x, w, *text = node.args
         assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
-        a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (x, w))
-        facts, k = dict[str, Any](), x.meta["val"].shape[1]
-        if text:
-            region = parse(str(text[0]))
-            a, b, k = left(region, self.name(x)), right(region, 0, self.name(w)), region.products[0].k
-            facts = {"digest": region.digest}
-        product = {"name": f"acc{i}", "a": a, "b": b, "k": str(k)}
         loads = [self.name(into)] if isinstance(into, fx.Node) else []
-        return facts | {"products": [product], "loads": loads, "source": g.source_line(node)}
+        facts: Facts = {"loads": loads, "source": g.source_line(node)}
+        return facts | (self._bare(i, text[0], x, w) if text else self._product(i, x, w))
+
+    def _bare(self, i: int, text: Any, x: fx.Node, w: fx.Node) -> Facts:
+        """A Region with nothing beside its product."""
+        region = parse(str(text))
+        a, b = left(region, self.name(x)), right(region, 0, self.name(w))
+        product = {"name": f"acc{i}", "a": a, "b": b, "k": str(region.products[0].k)}
+        return {"products": [product], "digest": region.digest}
+
+    def _product(self, i: int, x: fx.Node, w: fx.Node) -> Facts:
+        """A product that is no Region."""
+        a, b = (self.name(n) + (".T" if n.target in TRANSPOSES else "") for n in (x, w))
+        return {"products": [{"name": f"acc{i}", "a": a, "b": b, "k": str(x.meta["val"].shape[-1])}]}
 
     def _module(self, step: Step, nodes: Sequence[fx.Node]) -> str:
         """The modules of a step, in one word; empty before the rewriting, and where none is known."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from coda_inductor.codegen import target
 from coda_inductor.codegen.target import Target
 from coda_inductor.codegen.tiles import Config
-from coda_inductor.core.blocks import into, outputs, pitch
+from coda_inductor.core.blocks import into, outputs, pitch, poison
 from coda_inductor.core.dtypes import DTYPES
 from coda_inductor.core.errors import Unsupported
 from coda_inductor.core.reductions import REDUCTIONS
@@ -126,8 +126,8 @@ def compared(
     inputs, wanted = drawn(region, m, device, swapped=swapped, turn=turn)
     off, before = list[tuple[float, float]](), [x.clone() for x in inputs]
     for _ in range(times):
-        guarded = [_guarded(out, 0.0 if region.adds else math.nan) for out in wanted]
-        found = [out for out, _ in guarded]
+        guarded = [_guarded(out) for out in wanted]
+        poison(region, found := [out for out, _ in guarded])
         kernel.prepare(inputs, found)(0, 0)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -143,11 +143,11 @@ def compared(
 MARK = 0x5A
 
 
-def _guarded(like: Tensor, number: float) -> tuple[Tensor, list[Tensor]]:
-    """(an output as that one, full of a number; the bytes before and behind it, which are marked)."""
+def _guarded(like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(an output as that one; the bytes before and behind it, which are marked)."""
     size = like.numel() * like.element_size()
     whole = torch.full((GUARD + -(-size // 16) * 16 + GUARD,), MARK, dtype=torch.uint8, device=like.device)
-    out = whole[GUARD : GUARD + size].view(like.dtype).view(like.shape).fill_(number)
+    out = whole[GUARD : GUARD + size].view(like.dtype).view(like.shape)
     return out, [whole[:GUARD], whole[GUARD + size :]]
 
 

@@ -319,12 +319,12 @@ def _add_up(into: ir.TensorBox | None, left: ir.TensorBox, right: ir.TensorBox) 
     """The product, added to `into` in its memory; to a copy of it, if that memory is an input's or somebody else's."""
     if into is None:
         return fallback_handler(ADDED_UP, add_to_fallback_set=False)(into, left, right)
-    into = _alone(into)
+    into = _own_sum(into)
     fallback_handler(ADD_PRODUCT_, add_to_fallback_set=False)(into, left, right)
     return into
 
 
-def _alone(into: ir.TensorBox) -> ir.TensorBox:
+def _own_sum(into: ir.TensorBox) -> ir.TensorBox:
     """What the operation that is lowered adds to, or a copy, if others have or read that memory."""
     source = V.graph.current_node.args[0]
     assert isinstance(source, fx.Node)
@@ -346,7 +346,7 @@ class AddingKernel(ir.FallbackKernel):
 
 def _add_region(into: ir.TensorBox, left: ir.TensorBox, right: ir.TensorBox, text: str, target: str) -> Any:
     """What the Region makes, added to `into` in its memory, or to a copy of it."""
-    into, matrices = _alone(into), in_memory((left, right))
+    into, matrices = _own_sum(into), in_memory((left, right))
     if target == "reference":
         fallback_handler(ADD_REGION_, add_to_fallback_set=False)(into, *matrices, text, target)
     else:

@@ -63,7 +63,8 @@ def split_products(graph: fx.Graph, whole: frozenset[str] = frozenset()) -> tupl
     for product in products:
         if product.name in whole or not g.operands(product).understood or not g.reads_weight(product):
             continue
-        if not (parts := parts_of(product)):
+        parts = parts_of(product)
+        if not parts or not all(computed_with(parts)):
             continue
         joined = next(filter(None, (joined_in(cat, product, [*parts]) for cat in joins)), None)
         if joined is None and joint:
@@ -83,18 +84,17 @@ def split_gradients(graph: fx.Graph, whole: frozenset[str]) -> tuple[Packed, ...
     for product in graph.find_nodes(op="call_function", target=aten.mm.default):
         if product.name in whole or not g.is_backward(product) or not g.operands(product).understood:
             continue
-        if not g.reads_weight(product) or not (parts := parts_of(product, every=False)):
+        if not g.reads_weight(product) or not any(used := computed_with(parts := parts_of(product))):
             continue
-        used = [any(map(computed, nodes)) for nodes in parts.values()]
         made = write_forward(graph, product, parts)
         found.append(Packed(product.name, tuple(n for n, of in zip(made, used, strict=True) if of)))
         graph.eliminate_dead_code()
     return tuple(found)
 
 
-def parts_of(product: fx.Node, every: bool = True) -> dict[Part, list[fx.Node]]:
+def parts_of(product: fx.Node) -> dict[Part, list[fx.Node]]:
     """The parts in which a product is read, in order, with the nodes that cut them; {} if it is not read in parts
-    alone, or they must share memory, or a part is not computed with, as v of q, k and v (with `every` off: none is)."""
+    alone, or they must share memory."""
     found, todo = dict[Part, list[fx.Node]](), list(product.users)
     width = product.meta["val"].shape[-1]
     biases = [tuple(bias.meta["val"].shape) for bias in g.operands(product).addends]
@@ -116,10 +116,12 @@ def parts_of(product: fx.Node, every: bool = True) -> dict[Part, list[fx.Node]]:
             return {}
     order = sorted(found)
     whole = len(order) > 1 and [a for a, _ in order] == [0, *(b for _, b in order[:-1])] and order[-1][1] == width
-    used = [any(map(computed, nodes)) for nodes in found.values()]
-    if not whole or not (all if every else any)(used) or must_share_memory(product):
-        return {}
-    return {part: found[part] for part in order}
+    return {} if not whole or must_share_memory(product) else {part: found[part] for part in order}
+
+
+def computed_with(parts: dict[Part, list[fx.Node]]) -> list[bool]:
+    """Of each part, is it computed with? (v of q, k and v is not.)"""
+    return [any(map(computed, nodes)) for nodes in parts.values()]
 
 
 def can_flatten(node: fx.Node) -> bool:

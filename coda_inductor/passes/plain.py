@@ -31,7 +31,8 @@ Slower = Callable[[Found], dict[fx.Node, str]]
 NONE_SLOWER: Slower = lambda found: {}  # noqa: E731
 PLAIN = "bare"
 """The kind of these Regions. Nodes of REGION bear it as a mark."""
-DEEP_LEAST, ADDED_LEAST = SM_90A.deep_least, 1024
+DEEP_LEAST = SM_90A.deep_least
+ADDED_LEAST = 1024  # of what is added to others; smaller ones were not timed
 PITCH = 8  # elements of 16 bits at whose multiples rows start
 
 
