@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from coda_inductor.core.settings import Settings, unknown
 from coda_inductor.inductor.joint_pass import JointPass, machine
+from coda_inductor.inductor.partition import Partition
 from coda_inductor.inductor.post_pass import PostPass
 from coda_inductor.inductor.tracing import functorch_options
 from coda_inductor.inductor.undefined import detach_large
@@ -39,7 +40,12 @@ def prepared(
     chained = inductor.config.get("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
     ours = JointPass(settings, chained)
     behind = inductor.config.get("joint_custom_post_pass", inductor_config.joint_custom_post_pass)
-    patches = {"joint_custom_pre_pass": ours, "joint_custom_post_pass": PostPass(ours, behind)}
+    split = inductor.config.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+    patches = {
+        "joint_custom_pre_pass": ours,
+        "joint_custom_post_pass": PostPass(ours, behind),
+        "custom_partitioner_fn": Partition(ours, split),
+    }
     longest = longest_held(machine(settings, example_inputs), settings)
     warm_up_early(settings, example_inputs)
     told = functorch_options(gm, settings)

@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from compiling import REFERENCE, close, pretend, run
 from evaluate import error, strict_reference
 from torch import Tensor, fx, nn
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from coda_inductor.core.region import SAMPLE, parse
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain.capture import capture
 from coda_inductor.explain.facts import explain
+from coda_inductor.inductor import partition
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.passes.joined import fits, rejoined, split_joined
+from coda_inductor.passes.switches import NAMES
 from coda_inductor.patterns import graph as g
 
 pytestmark = pytest.mark.usefixtures("uncached")
@@ -180,8 +183,8 @@ def test_no_epilogue_makes_a_piece() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("join", ONE, ids=lambda f: f.__name__)
 def test_gradients(join: Join, frozen: bool) -> None:
-    """Of the weight and of both pieces, also if the weight has none. The MLP's leaves the epilogue of a product of its
-    own, with its activation's."""
+    """Of the weight and of both pieces, also if the weight has none. Those of both pieces lie as in eager: cuDNN's
+    attention may have planned its backward for that."""
     model, x = Block(join).double(), given(grad=True)
     model.out.weight.requires_grad_(not frozen)
     wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
@@ -194,8 +197,27 @@ def test_gradients(join: Join, frozen: bool) -> None:
         assert mine.stride() == theirs.stride() and error(mine, theirs) < 1e-10
     regions = [site.region for site in REPORTS[0].sites]
     assert any(region.unlike for region in regions)
-    (backward,) = [r for r in regions if r.n == N and r.products[0].b_layout == "kn"]
-    assert "erf" in {let.op for let in backward.lets}
+
+
+@pytest.mark.parametrize("join", ONE, ids=lambda f: f.__name__)
+def test_attention_finds_its_gradient_where_it_was(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's backward (torch 2.11) may have been planned by eager, for the layout that eager's gradient has."""
+    found = list[tuple[int, ...]]()
+
+    def seen(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
+        given = [n.meta["val"] for n in backward.find_nodes(op="placeholder")]
+        FakeTensorProp(fx.GraphModule({}, backward), given[0].fake_mode).propagate_dont_convert_inputs(*given)
+        (call,) = [n for n in backward.nodes if "attention" in str(n.target) and "backward" in str(n.target)]
+        found.append(call.args[0].meta["val"].stride())
+        return 0
+
+    monkeypatch.setattr(partition, "keep_inputs", seen)
+    model, x = Block(join).double(), given(grad=True)
+    for disable in ("", ",".join(NAMES)):
+        torch._dynamo.reset()
+        with strict_reference(run=True):
+            torch.compile(model, backend="coda", options={"disable": disable})(x).sin().sum().backward()
+    assert found[0] == found[1] and D + N in found[0]
 
 
 class Given(nn.Module):
