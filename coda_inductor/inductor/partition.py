@@ -16,10 +16,12 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from coda_inductor.inductor.joint_pass import JointPass
-from coda_inductor.patterns.effects import base
+from coda_inductor.patterns.effects import base, written
 from coda_inductor.patterns.graph import tensor
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
+UNSEEN = "saved_tensor_with_no_vc_check"
+"""The key of a node's meta by which AOTAutograd keeps it without looking who writes to it."""
 
 
 class Partition(CustomPartitionerFn):
@@ -45,41 +47,57 @@ class Partition(CustomPartitionerFn):
 
 
 def keep_inputs(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
-    """Puts inputs in the place of views of them that the forward keeps, in place; returns how many. `results`: how many
-    outputs of the forward are not kept for the backward."""
-    output, count = forward.output_node(), 0
-    kept = list(output.args[0])  # type: ignore[arg-type]
-    named = {n.name: n for n in backward.find_nodes(op="placeholder")}
-    for i, view in enumerate(kept[results:], results):
-        source = base(view) if isinstance(view, fx.Node) else None
-        if source is None or source is view or source.op != "placeholder":
+    """Puts inputs in the place of views of them that the forward keeps, in place; returns of how many views. `results`:
+    how many outputs of the forward are not kept for the backward. An input is kept once."""
+    output, done = forward.output_node(), 0
+    outputs, read = list(output.args[0]), {n.name: n for n in backward.find_nodes(op="placeholder")}  # type: ignore[arg-type]
+    told = output.meta.get("desc")
+    views = [x for x in outputs[results:] if isinstance(x, fx.Node) and x.name in read]
+    for view in views:
+        source = base(view)
+        nodes = made_of(view, source, read)
+        if source.op != "placeholder" or not nodes:
             continue
-        if made_again(backward, named, view, source):
-            kept[i], count = source, count + 1
-    if count:
-        output.args = (tuple(kept), *output.args[1:])
-        forward.eliminate_dead_code()
-    return count
+        place, at = read.pop(view.name), outputs.index(view, results)
+        if source.name in read:
+            del outputs[at]
+            told = told and [*told[:at], *told[at + 1 :]]
+        else:
+            outputs[at] = source
+            with backward.inserting_before(place):
+                read[source.name] = backward.placeholder(source.name)
+            read[source.name].meta |= source.meta
+        place.replace_all_uses_with(written_again(backward, nodes, source, read))
+        backward.erase_node(place)
+        done += 1
+    output.args = (tuple(outputs), *output.args[1:])
+    if told:
+        output.meta["desc"] = told
+    forward.eliminate_dead_code()
+    return done
 
 
-def made_again(backward: fx.Graph, named: dict[str, fx.Node], view: fx.Node, source: fx.Node) -> bool:
-    """Has the backward make a view of an input where it would read one. False if it lacks a size."""
-    chain, todo = dict[fx.Node, None](), [view]
+def made_of(view: fx.Node, source: fx.Node, read: dict[str, fx.Node]) -> list[fx.Node]:
+    """The nodes, in order, that make a view of its source, and of sizes that the backward reads. None if it lacks
+    a size, if one of the nodes writes, or if an autograd.Function keeps one without asking autograd to look."""
+    found, todo = set[fx.Node](), [view]
     while todo:
         node = todo.pop()
-        if node is source or (tensor(node) is None and node.name in named):
+        if node.meta.get(UNSEEN):
+            return []
+        if node is source or (tensor(node) is None and node.name in read):
             continue
-        if node.op != "call_function":
-            return False
-        chain[node] = None
+        if node.op != "call_function" or written(node):
+            return []
+        found.add(node)
         todo += node.all_input_nodes
-    place = named[view.name]
-    read = list(place.users)
-    made = {source: place}
+    return sorted(found)
+
+
+def written_again(backward: fx.Graph, nodes: list[fx.Node], source: fx.Node, read: dict[str, fx.Node]) -> fx.Node:
+    """Writes the nodes, of what the backward reads; returns the last."""
+    made = dict[fx.Node, fx.Node]()
     with backward.inserting_before(next(n for n in backward.nodes if n.op != "placeholder")):
-        for node in sorted(chain):
-            made[node] = backward.node_copy(node, lambda n: made.get(n) or named[n.name])
-    for user in read:
-        user.replace_input_with(place, made[view])
-    place.meta["val"] = source.meta["val"]
-    return True
+        for node in nodes:
+            made[node] = backward.node_copy(node, lambda n: made.get(n) or read[n.name])
+    return made[nodes[-1]]

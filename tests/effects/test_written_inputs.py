@@ -112,14 +112,14 @@ def test_a_partitioner_of_the_users_is_asked() -> None:
     assert theirs.asked and all(error(a, b) < 1e-10 for a, b in zip(found, wanted, strict=True))
 
 
-def graphs() -> tuple[fx.Graph, fx.Graph]:
+def graphs(first: Any = torch.ops.aten.view.default, *more: Any) -> tuple[fx.Graph, fx.Graph]:
     """A forward that keeps a view of its input, and a view of that; its backward reads both."""
     forward, backward, z = fx.Graph(), fx.Graph(), torch.empty(4, 6)
     node = forward.placeholder("z")
     node.meta["val"], views = z, [node]
-    for shape in ([2, 12], [24]):
-        views.append(forward.call_function(torch.ops.aten.view.default, (views[-1], shape)))
-        views[-1].meta["val"] = z.view(shape)
+    for target, given in ((first, more or ([2, 12],)), (torch.ops.aten.view.default, ([24],))):
+        views.append(forward.call_function(target, (views[-1], *given)))
+        views[-1].meta["val"] = target(views[-2].meta["val"], *given)
     forward.output((forward.call_function(torch.ops.aten.sin.default, (node,)), *views[1:]))
     read = [backward.placeholder(view.name) for view in views[1:]]
     backward.output(tuple(backward.call_function(torch.ops.aten.cos.default, (r,)) for r in read))
@@ -127,11 +127,75 @@ def graphs() -> tuple[fx.Graph, fx.Graph]:
 
 
 def test_a_view_of_a_view() -> None:
-    """Each is made of the input; the forward makes none."""
+    """Each is made of the input, which is kept once, by its name; the forward makes none."""
     forward, backward = graphs()
     assert partition.keep_inputs(forward, backward, 1) == 2
     z = torch.randn(4, 6)
     first, *kept = fx.GraphModule({}, forward)(z)
-    assert first.equal(z.sin()) and all(k is z for k in kept) and len(forward.nodes) == 3
+    assert first.equal(z.sin()) and [k is z for k in kept] == [True] and len(forward.nodes) == 3
+    assert [n.name for n in backward.find_nodes(op="placeholder")] == ["z"]
     a, b = fx.GraphModule({}, backward)(*kept)
     assert a.equal(z.view(2, 12).cos()) and b.equal(z.flatten().cos())
+
+
+def test_what_is_overwritten_stays() -> None:
+    """An operation that writes is not made again."""
+    forward, backward = graphs(torch.ops.aten.mul_.Tensor, 2)
+    assert partition.keep_inputs(forward, backward, 1) == 0 and len(backward.find_nodes(op="placeholder")) == 2
+
+
+class Stashed(torch.autograd.Function):
+    """Autograd looks after what is saved, and not after what lies on ctx."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, view: bool) -> Tensor:
+        v = z.view(-1, D)
+        y = (x @ v / D).exp()
+        ctx.stashed = v if view else z
+        ctx.save_for_backward(*(() if view else (v,)), y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        *_, y = ctx.saved_tensors
+        return (grad * y / D) @ ctx.stashed.view(-1, D).t(), None, None
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_what_lies_on_ctx(view: bool) -> None:
+    """A write to the saved result is refused, one to what is only stashed wherever torch.compile refuses it."""
+
+    def call(x: Tensor, z: Tensor) -> Tensor:
+        made: Tensor = Stashed.apply(x, z, view)  # type: ignore[no-untyped-call]
+        return made
+
+    def gradient(compiled: Any, write: str) -> str:
+        torch.manual_seed(0)
+        x, z = torch.randn(4, D, dtype=torch.float64, requires_grad=True), torch.randn(4, 8, D, dtype=torch.float64)
+        y = compiled(x, z)
+        with torch.no_grad():
+            {"y": y, "z": z}[write].mul_(2)
+        try:
+            return f"{float(torch.autograd.grad(y, [x], torch.ones_like(y))[0].norm()):.10g}"
+        except RuntimeError as why:
+            return str(why)[:60]
+
+    with strict_reference(run=True):
+        ours, theirs = torch.compile(call, backend="coda"), torch.compile(call)
+        assert gradient(ours, "y") == gradient(theirs, "y") and "variables needed" in gradient(ours, "y")
+        assert gradient(ours, "z") == gradient(theirs, "z")
+
+
+@pytest.mark.parametrize("mode", ["donated", "no_static", "all"])
+def test_saved_tensors_hooks(mode: str) -> None:
+    """AOTAutograd finds what is kept by its name to put hooks into the graphs."""
+    hooks = [fx.symbolic_trace(lambda x: x * 2), fx.symbolic_trace(lambda x: x / 2)]
+    for hook in hooks:
+        hook.meta["user_cache_hash"] = "halves"
+    model = Layer(flattened).double()
+    with strict_reference(run=True), torch._functorch.config.patch(saved_tensors_hooks_filtering_mode=mode):
+        compiled = torch.compile(model, backend="coda")
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            found = gradients(model, compiled, 4, write=False)
+    wanted = gradients(model, model, 4, write=False)
+    assert all(error(a, b) < 1e-10 for a, b in zip(found, wanted, strict=True))
