@@ -19,7 +19,7 @@ from torch import fx
 
 from coda_inductor.core.region import parse
 from coda_inductor.ops.custom import REGION
-from coda_inductor.ops.loss import LOSS_ROWS
+from coda_inductor.ops.loss import LOSS_ROWS, LOSS_TARGETS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 
@@ -192,6 +192,10 @@ def _along(node: fx.Node, k: int, rows: int) -> Demands:
     return dict.fromkeys(node.all_input_nodes, Rows(k))
 
 
+def _targets(node: fx.Node, k: int, rows: int) -> Demands:
+    return dict.fromkeys(node.all_input_nodes, Rows(k))
+
+
 def _product(node: fx.Node, k: int, rows: int) -> Demands:
     read = g.operands(node)
     if not read.understood or any(len(shape(bias)) != 1 for bias in read.addends):
@@ -265,6 +269,7 @@ RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, int, int], Dema
     (_in(SAME), _same),
     (_in(FILLED), _filled),
     (_in(ALONG), _along),
+    (_in(frozenset({LOSS_TARGETS})), _targets),
     (_in(frozenset({aten.mm.default, aten.addmm.default})), _product),
     (lambda n: n.target is operator.getitem and _first(n).target in LISTS, _of_region),
     (lambda n: n.target is aten.expand.default or g.is_pointwise(n) or g.is_cast(n), _pointwise),

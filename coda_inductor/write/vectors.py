@@ -93,8 +93,11 @@ class Vectors:
         if t.kind == "fn":
             vectors, order = self._aligned(tuple(a for a in t.args if not is_number(a)), rows)
             like, others = vectors[0], iter(vectors)
-            args = [
-                self.call(like, aten.full_like.default, like, float(a.coefficient)) if is_number(a) else next(others)
+            of = {"dtype": like.meta["val"].dtype, "device": like.meta["val"].device}
+            args = [  # full_like has no lowering
+                self.call(like, aten.scalar_tensor.default, float(a.coefficient), **of)
+                if is_number(a)
+                else next(others)
                 for a in t.args
             ]
             if t.name in ROUNDED:

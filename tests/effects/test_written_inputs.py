@@ -129,11 +129,13 @@ def graphs(first: Any = torch.ops.aten.view.default, *more: Any) -> tuple[fx.Gra
 def test_a_view_of_a_view() -> None:
     """Each is made of the input, which is kept once, by its name; the forward makes none."""
     forward, backward = graphs()
+    forward.output_node().meta["desc"] = ["sin", "first", "second"]
     assert partition.keep_inputs(forward, backward, 1) == 2
     z = torch.randn(4, 6)
     first, *kept = fx.GraphModule({}, forward)(z)
     assert first.equal(z.sin()) and [k is z for k in kept] == [True] and len(forward.nodes) == 3
     assert [n.name for n in backward.find_nodes(op="placeholder")] == ["z"]
+    assert forward.output_node().meta["desc"] == ["sin", "first"]
     a, b = fx.GraphModule({}, backward)(*kept)
     assert a.equal(z.view(2, 12).cos()) and b.equal(z.flatten().cos())
 

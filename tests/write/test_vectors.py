@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from evaluate import error, strict_reference
 from torch import Tensor, fx
 
 from coda_inductor.core.ops import OPS
@@ -83,3 +84,20 @@ def test_a_choice_keeps_the_order_of_its_arguments(op: str) -> None:
     for args in ((token, two, scalar), (token, scalar, two), (token, token, scalar)):
         values = [torch.tensor(2.0) if a is two else g.values[a.name] for a in args]
         torch.testing.assert_close(g.written(TERMS.fn(op, *args)), OPS[op].torch(*values))
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize("shape", [(), (8,), (12, 1)])
+def test_a_number_beside_a_value(shape: tuple[int, ...]) -> None:
+    """Inductor lowers what a number becomes beside a number, a feature's value, or a token's."""
+    torch.manual_seed(0)
+    x, w, gain = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((12, 8), (8, 8), shape))
+
+    def scaled(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+        return (x @ w) * gain.clamp(min=0.1)
+
+    with strict_reference(run=True):
+        compiled = torch.compile(scaled, backend="coda")
+        found = torch.autograd.grad(compiled(x, w, gain).sin().sum(), [x, w, gain])
+    wanted = torch.autograd.grad(scaled(x, w, gain).sin().sum(), [x, w, gain])
+    assert all(error(mine, theirs) < 1e-10 for mine, theirs in zip(found, wanted, strict=True))
