@@ -41,10 +41,10 @@ class Graph:
             for red, (a, b) in zip(reds, PAIRS, strict=True)
         }
 
-    def call(self, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         self.sums += target is torch.ops.aten.sum.dim_IntList
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
         return node
 
     def written(self, term: Term) -> Tensor:
