@@ -1,4 +1,4 @@
-"""Terms of a gradient of scores, a p f' with p the softmax or the one-hot, and which computations are equal."""
+"""Terms of a gradient of scores, a p f' with p the softmax, the one-hot or 1, and which computations are equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 
-SOFTMAX, ONE_HOT, OF_ROWS = "softmax", "one-hot", "of rows"
+SOFTMAX, ONE_HOT, ONES, OF_ROWS = "softmax", "one-hot", "ones", "of rows"
 SAME = g.VIEWS | g.COPIES | {aten.alias.default, aten.detach.default}
 DEEPEST = 100
 """Computations of more steps are equal only if they are one."""
@@ -21,8 +21,8 @@ class NotRead(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """number * rows * slopes * (softmax or one-hot), or of a sum of such over the columns, number * rows: `rows` have
-    one value a row, `slopes` are made of the product."""
+    """number * rows * slopes * (softmax, one-hot or 1), or of a sum of such over the columns, number * rows: `rows`
+    have one value a row, `slopes` are made of the product."""
 
     of: str
     number: float = 1.0
@@ -46,15 +46,61 @@ def scaled(parts: Parts, number: float) -> Parts:
     return tuple(replace(p, number=p.number * number) for p in parts)
 
 
-def check(parts: Parts, keys: Keys) -> None:
-    """Raises NotRead unless the gradient is a f' (softmax - one-hot)."""
-    kinds = {p.of: p for p in parts}
-    if len(parts) != 2 or kinds.keys() != {SOFTMAX, ONE_HOT}:
-        raise NotRead("its gradient is more than a softmax less a one-hot")
-    soft, hot = kinds[SOFTMAX], kinds[ONE_HOT]
-    factors = ([sorted(map(keys.of, values)) for values in (p.rows, p.slopes)] for p in (soft, hot))
-    if soft.number != -hot.number or next(factors) != next(factors):
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """(pairs (softmax - one-hot) + rest softmax) f' + ones: each a sum of terms, of which only the factors count."""
+
+    pairs: Parts
+    rest: Parts
+    ones: Parts
+
+    @property
+    def softmax(self) -> Parts:
+        """The terms of the softmax."""
+        return self.pairs + self.rest
+
+    @property
+    def slopes(self) -> tuple[fx.Node, ...]:
+        """What all terms but ones are multiplied by, made of the product."""
+        return self.pairs[0].slopes
+
+
+def sorted_out(parts: Parts, keys: Keys) -> Gradient:
+    """The gradient that is the sum of these terms. Raises NotRead unless each one-hot has a softmax of its factors."""
+    found = matched(parts, keys) or matched(tuple(each for p in parts for each in multiplied_out(p)), keys)
+    if found is None:
         raise NotRead("its gradient multiplies the softmax and the one-hot by different values")
+    if len({factors(replace(p, rows=(), number=1.0), keys) for p in found.softmax}) > 1 or any(
+        p.slopes for p in found.ones
+    ):
+        raise NotRead("its gradient multiplies terms by different values of the scores")
+    return found
+
+
+def matched(parts: Parts, keys: Keys) -> Gradient | None:
+    """The terms, if each one-hot, of which there is one, has a softmax of its factors."""
+    rest, pairs = [p for p in parts if p.of == SOFTMAX], list[Part]()
+    for hot in (p for p in parts if p.of == ONE_HOT):
+        equal = next((p for p in rest if factors(p, keys) == factors(scaled((hot,), -1.0)[0], keys)), None)
+        if equal is None:
+            return None
+        rest.remove(equal)
+        pairs.append(equal)
+    return Gradient(tuple(pairs), tuple(rest), tuple(p for p in parts if p.of == ONES)) if pairs else None
+
+
+def factors(part: Part, keys: Keys) -> tuple[object, ...]:
+    """What a term is multiplied by; equal for equal values, in any order."""
+    return (part.number, *(tuple(sorted(map(keys.of, of))) for of in (part.rows, part.slopes)))
+
+
+def multiplied_out(part: Part) -> Parts:
+    """The terms of a product of sums of values of the rows."""
+    for i, row in enumerate(part.rows):
+        if row.target is aten.add.Tensor and not row.kwargs and len(row.all_input_nodes) == 2:
+            rest = replace(part, rows=(*part.rows[:i], *part.rows[i + 1 :]))
+            return tuple(each for x in row.all_input_nodes for each in multiplied_out(rest.times(x)))
+    return (part,)
 
 
 class Keys:

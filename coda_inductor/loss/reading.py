@@ -4,8 +4,10 @@
     D = a (exp(y) - onehot(t)) f'                                                          the gradient of x W^T
 
 Each tensor [rows, V] that follows the product gets a meaning by its operation: the scores, exp(s - m), y, or a sum of
-terms a p f' with p the softmax or the one-hot, a number and values of a row. So no spelling is matched. An operation
+terms a p f' with p the softmax, the one-hot or 1, a number and values of a row. So no spelling is matched. An operation
 that the table does not have, or a result that somebody else reads, leaves the head as it came.
+
+A z-loss adds terms of the softmax, label smoothing terms of the softmax and of 1.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from torch import fx
 from coda_inductor.loss.parts import (
     OF_ROWS,
     ONE_HOT,
+    ONES,
     SOFTMAX,
+    Gradient,
     Keys,
     NotRead,
     Part,
     Parts,
-    check,
     scaled,
+    sorted_out,
     unchanged,
 )
 from coda_inductor.passes.dropped import is_zero
@@ -37,7 +41,8 @@ from coda_inductor.patterns.pointwise import POINTWISE
 SCORES, SHIFTED, EXPONENTIALS, LOGARITHMS = "scores", "scores - max", "exp(scores - max)", "log of the softmax"
 MAXIMUM, TOTAL, LOG, NORMALISER = "max", "sum of exponentials", "its log", "logsumexp"
 ABSOLUTE, INFINITE = "|max|", "is max infinite"
-LARGE = frozenset({SHIFTED, EXPONENTIALS, LOGARITHMS, SOFTMAX, ONE_HOT})
+LOG_SUMS = {"sum": "sum of the softmax' logs", "mean": "mean of the softmax' logs"}
+LARGE = frozenset({SHIFTED, EXPONENTIALS, LOGARITHMS, SOFTMAX, ONE_HOT, ONES})
 """What has a value for each score. The others have one for each row."""
 SCATTERS = frozenset({aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 Value = str | Parts
@@ -60,8 +65,8 @@ class Head:
     """What was asked for a meaning as of a one-hot, so that it is asked once."""
     picked: dict[fx.Node, str] = field(default_factory=dict)
     """Values of a row that the rest of the graph reads: the softmax' logarithm at the target, what is made of the
-    product there, or the logsumexp."""
-    gradients: dict[fx.Node, Parts] = field(default_factory=dict)
+    product there, the logsumexp, or one of LOG_SUMS."""
+    gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
     """What reads the scores' gradient: products, of it as it is or transposed, and sums over the rows."""
 
     @property
@@ -107,9 +112,7 @@ class Head:
             raise NotRead("no loss and gradient of its scores")
         if self.product in g.reached([index], lambda n: n.all_input_nodes):
             raise NotRead("its target is made of the scores")
-        for parts in self.gradients.values():
-            check(parts, self.keys)
-        if len({tuple(sorted(map(self.keys.of, parts[0].slopes))) for parts in self.gradients.values()}) > 1:
+        if len({tuple(sorted(map(self.keys.of, of.slopes))) for of in self.gradients.values()}) > 1:
             raise NotRead("its products read gradients that are multiplied by different values of the scores")
 
     def _take(self, node: fx.Node, found: Value) -> None:
@@ -125,19 +128,22 @@ class Head:
         self.values[node] = found
 
     def _one_hot(self, node: fx.Node) -> None:
-        """Reads what is made of zeros with a number at the target, and of values of a row."""
+        """Reads what is made of zeros with a number at the target, and of values of a row, also repeated for all
+        columns."""
         same, of, found = unchanged(node), g.reduction(node), None
         if node.target in SCATTERS and self.large(node) and not node.kwargs:
             found = self._scattered(node.args)
+        elif node.target is aten.expand.default and self.large(node) and self.of_rows(node.args[0]):
+            found = (Part(ONES).times(node.all_input_nodes[0]),)
         elif same is not None:
             found = self.parts(same) if not self.of_rows(same) else None
-        elif node.target in (aten.mul.Tensor, aten.neg.default) and not node.kwargs:
+        elif node.target in ARITHMETIC and not node.kwargs:
             if all(self.parts(n) is not None or self.of_rows(n) for n in node.all_input_nodes):
                 found = ARITHMETIC[node.target](self, *node.args)
         elif of is not None and of.name == "sum" and self._of_columns(of):
-            parts = self.parts(of.source) or ()
-            alone = len(parts) == 1 and parts[0].of == ONE_HOT and not parts[0].slopes
-            found = (replace(parts[0], of=OF_ROWS),) if alone else None
+            columns, parts = {ONE_HOT: 1, ONES: self.product.meta["val"].shape[1]}, self.parts(of.source) or ()
+            if parts and all(p.of in columns and not p.slopes for p in parts):
+                found = tuple(replace(p, of=OF_ROWS, number=p.number * columns[p.of]) for p in parts)
         if found is not None:
             self._take(node, found)
 
@@ -190,6 +196,8 @@ class Head:
             self._take(node, found)
         elif (of := g.reduction(node)) is not None and self._of_bias(of):
             self._reads_gradient(node, self.parts(of.source) or ())
+        elif of is not None and self._of_columns(of) and of.name in LOG_SUMS and self.value(of.source) == LOGARITHMS:
+            self.picked[node] = LOG_SUMS[of.name]
         elif of is not None:
             self._take(node, self._reduced(node, of))
         elif node.target is aten.gather.default:
@@ -204,8 +212,14 @@ class Head:
                 raise NotRead(f"{node} is made of the scores in another way")
             self._take(node, result)
 
+    def _are_scores(self, x: fx.Node) -> bool:
+        """Is it the scores, or made of the product as they are?"""
+        if self.scores is None or x not in self.early:
+            return False
+        return x is self.scores or self.keys.of(x) == self.keys.of(self.scores)
+
     def _meaning(self, x: object) -> object:
-        if isinstance(x, fx.Node) and x is self.scores:
+        if isinstance(x, fx.Node) and self._are_scores(x):
             return SCORES
         if isinstance(x, fx.Node) and x.target in (aten.scalar_tensor.default, aten.full.default) and self.of_rows(x):
             return x.args[-1]
@@ -214,9 +228,10 @@ class Head:
     def _reduced(self, node: fx.Node, of: g.Reduction) -> Value:
         """Its meaning. Raises NotRead."""
         along = self._of_columns(of)
-        if along and of.name == "max" and of.source in self.early and self.scores in (None, of.source):
-            self.scores = of.source
-            return MAXIMUM
+        if along and of.name == "max" and of.source in self.early:
+            self.scores = self.scores or of.source
+            if self._are_scores(of.source):
+                return MAXIMUM
         if along and of.name == "sum" and self.value(of.source) == EXPONENTIALS:
             return TOTAL
         raise NotRead(f"{node} is taken of the scores")
@@ -245,7 +260,7 @@ class Head:
     def _reads_gradient(self, node: fx.Node, parts: Parts) -> None:
         if not g.is_backward(node):
             raise NotRead(f"{node} reads the gradient of its scores in the forward")
-        self.gradients[node] = parts
+        self.gradients[node] = sorted_out(parts, self.keys)
 
 
 # ---- what an operation makes of meanings
@@ -260,9 +275,9 @@ def _times(head: Head, a: object, b: object) -> Parts | None:
             return scaled(parts, float(y))
         if isinstance(y, fx.Node) and y in head.early:
             return tuple(replace(p, slopes=(*p.slopes, y)) for p in parts)
-        if (others := head.parts(y)) is not None and others[0].of == OF_ROWS:
-            by = others[0]
-            return tuple(replace(p, number=p.number * by.number, rows=(*p.rows, *by.rows)) for p in parts)
+        if (others := head.parts(y)) is not None and all(by.of == OF_ROWS for by in others):
+            pairs = ((p, by) for p in parts for by in others)
+            return tuple(replace(p, number=p.number * by.number, rows=(*p.rows, *by.rows)) for p, by in pairs)
         if isinstance(y, fx.Node) and head.of_rows(y):
             return tuple(p.times(y) for p in parts)
     return None

@@ -10,6 +10,11 @@ row that is known later is the product's, whose epilogue takes it, or the other 
 
 The score of the target makes S the exponential of the loss, so E is of the size of bfloat16's numbers. ops/loss.py says
 what becomes of rows of which it is not; `bounded` says which scores need no such care.
+
+    (a + b) softmax(s) - a onehot(t) = (a + b) (E / (1 + S)), with b / (a + b) (1 + S) more at t        a z-loss
+    (D + u 1^T) W = D W + u (1^T W),  (D + u 1^T)^T x = D^T x + 1 (u^T x)                      label smoothing's ones
+
+The sum of a row's scores, of which smoothed losses are, is that of x and the sum of W's rows.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from coda_inductor.loss.parts import SOFTMAX, NotRead, Parts, unchanged
-from coda_inductor.loss.reading import LOGARITHMS, SCORES, Head
-from coda_inductor.ops.loss import CAP, LOSS_ROWS
+from coda_inductor.loss.factors import added, apart, at_one, tangent_of
+from coda_inductor.loss.parts import SOFTMAX, Gradient, NotRead, Part, unchanged
+from coda_inductor.loss.reading import LOG_SUMS, LOGARITHMS, SCORES, Head
+from coda_inductor.ops.loss import CAP, LOSS_ROWS, LOSS_TARGETS
 from coda_inductor.passes.casts import Cast
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.effects import Effects
@@ -58,12 +64,15 @@ def write_losses(
         head = Head(product)
         try:
             head.follow()
-            scale = repeated_by(head)
+            scale, summed = repeated_by(head), summed_by(head)
+            for gradient in head.gradients.values():
+                if gradient.rest:
+                    tangent_of(gradient.softmax)
         except NotRead as why:
             if head.scores is not None:
                 left[product] = str(why)
             continue
-        _write(graph, head, scale)
+        _write(graph, head, scale, summed)
         sort(graph, before)
         here = {n.name for n in graph.nodes}
         done.append(replace(Cast.of(product, WHAT, g.source_line(product)), gone=tuple(sorted(names - here))))
@@ -111,7 +120,7 @@ def repeated_by(head: Head) -> float | None:
         raise NotRead("its softmax is of other numbers than the epilogue's")
     if bounded(head):
         return None
-    if any(p.slopes for parts in head.gradients.values() for p in parts):
+    if any(gradient.slopes for gradient in head.gradients.values()):
         raise NotRead("its gradient is multiplied by what is made of the scores, which are not bounded")
     return factor(head)
 
@@ -128,6 +137,16 @@ def factor(head: Head) -> float:
         else:
             raise NotRead("its scores are neither a multiple of the product nor bounded")
     return number
+
+
+def summed_by(head: Head) -> float:
+    """The number by which the sum of a row's scores is that of the product's; 1 if nothing reads it. Raises NotRead."""
+    if not any(of.ones for of in head.gradients.values()) and not {*LOG_SUMS.values()} & {*head.picked.values()}:
+        return 1.0
+    try:
+        return factor(head)
+    except NotRead as why:
+        raise NotRead("its loss adds up scores that are no multiple of the product") from why
 
 
 def bounded(head: Head) -> bool:
@@ -163,8 +182,8 @@ def _moved(node: fx.Node, low: float, high: float) -> tuple[float, float] | None
 # ---- writing
 
 
-def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
-    """Writes one head; `scale`: None if its scores are bounded."""
+def _write(graph: fx.Graph, head: Head, scale: float | None, summed: float) -> None:
+    """Writes one head; `scale`: None if its scores are bounded. `summed`: as summed_by has it."""
     target, read = _early_target(head), g.operands(head.product)
     x, weight, bias = read.left, read.right, next(iter(read.addends), None)
     write = _Head(Writing(graph, max(head.product, target).next), head)
@@ -181,7 +200,7 @@ def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
     there, here = {head.product: write.cast(product, dtype)}, {head.product: head.product}
     assert head.scores is not None
     score, scores = write.made_of(head.scores, there), write.made_of(head.scores, here)
-    slopes = next(p for parts in head.gradients.values() for p in parts if p.of == SOFTMAX).slopes
+    gradient = next(iter(head.gradients.values()))
 
     of = {"start": 0, "step": 1, "dtype": torch.int64, "device": x.meta["val"].device, "requires_grad": False}
     away = call(aten.sub.Tensor, write.wide(call(prims.iota.default, columns, **of)), write.wide(index))
@@ -190,7 +209,7 @@ def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
     others = call(aten.mul.Tensor, call(aten.exp.default, exponent), elsewhere)
     total = call(aten.sum.dim_IntList, others, [1], True)
     slope = None
-    for each in slopes:
+    for each in gradient.slopes:
         others = call(aten.mul.Tensor, others, write.wide(write.made_of(each, here)))
         at = write.wide(write.made_of(each, there))
         slope = at if slope is None else call(aten.mul.Tensor, slope, at)
@@ -204,16 +223,26 @@ def _write(graph: fx.Graph, head: Head, scale: float | None) -> None:
             value = call(aten.neg.default, loss)
         else:
             value = call(aten.add.Tensor, score, loss)
+        if what in LOG_SUMS.values():
+            value = call(aten.sub.Tensor, write.sums(x, weight, bias, summed), call(aten.mul.Tensor, value, columns))
+            value = value if what == LOG_SUMS["sum"] else call(aten.div.Tensor, value, columns)
         like = node.meta["val"]
         node.replace_all_uses_with(call(aten.reshape.default, write.cast(value, like.dtype), [*like.shape]))
-    for node, parts in head.gradients.items():
-        _multiply(graph, head, node, parts, exponentials, part)
+    if gradient.rest:
+        dtype = part.meta["val"].dtype
+        every, more = (at_one(call, parts, dtype) for parts in (gradient.softmax, gradient.rest))
+        every, more = apart(call, every, more)
+        more = more if slope is None else call(aten.mul.Tensor, more, slope)
+        exponentials = call(LOSS_TARGETS, exponentials, part, index, call(aten.expand.default, more, [rows, 1]))
+        part = call(aten.mul.Tensor, part, every)
+    for node, terms in head.gradients.items():
+        _multiply(graph, head, node, terms, exponentials, part)
 
 
-def _multiply(graph: fx.Graph, head: Head, node: fx.Node, parts: Parts, exponentials: fx.Node, part: fx.Node) -> None:
-    """Writes a product of the gradient as one of E, with the factors of the rows."""
+def _multiply(graph: fx.Graph, head: Head, node: fx.Node, of: Gradient, exponentials: fx.Node, part: fx.Node) -> None:
+    """Writes a product of the gradient as one of E, with the factors of the rows: `part`, and with it the gradient of
+    the loss if there are terms that are apart, else the terms'."""
     writing, rows = Writing(graph, node), head.product.meta["val"].shape[0]
-    soft = next(p for p in parts if p.of == SOFTMAX)
 
     def call(target: object, *args: object) -> fx.Node:
         return writing.call(node, target, *args)
@@ -222,14 +251,17 @@ def _multiply(graph: fx.Graph, head: Head, node: fx.Node, parts: Parts, exponent
         return x if x.meta["val"].dtype == dtype else call(prims.convert_element_type.default, x, dtype)
 
     dtype = part.meta["val"].dtype
-    factor = part if soft.number == 1 else call(aten.mul.Tensor, part, soft.number)
-    for value in soft.rows:
-        one = not value.meta["val"].dim() or value.meta["val"].numel() == 1
-        by = call(aten.reshape.default, value, [1, 1] if one else [rows, 1])
-        factor = call(aten.mul.Tensor, factor, cast(by, dtype))
+    tangent = tangent_of(of.softmax) if of.rest else None
+    factors = (tangent,) if tangent is not None else ()
+    known = (Part(SOFTMAX, 1.0, factors),) if of.rest else of.pairs
+    factor = call(aten.mul.Tensor, part, added(call, known, dtype))
+    ones = added(call, of.ones, dtype) if of.ones else None
     if g.reduction(node) is not None:
         each = call(aten.mul.Tensor, cast(exponentials, dtype), factor)
         new = call(aten.sum.dim_IntList, each, [0], True)
+        if ones is not None:
+            every = call(aten.expand.default, ones, [rows, 1])
+            new = call(aten.add.Tensor, new, call(aten.sum.dim_IntList, every, [0], True))
         new = cast(call(aten.reshape.default, new, [*node.meta["val"].shape]), node.meta["val"].dtype)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
@@ -239,10 +271,17 @@ def _multiply(graph: fx.Graph, head: Head, node: fx.Node, parts: Parts, exponent
     if left.target is aten.permute.default:
         scaled = cast(call(aten.mul.Tensor, cast(right, dtype), factor), right.meta["val"].dtype)
         new = call(aten.mm.default, call(aten.permute.default, exponentials, [1, 0]), scaled)
+        if ones is not None:
+            total = call(aten.sum.dim_IntList, call(aten.mul.Tensor, cast(right, dtype), ones), [0], True)
+            new = cast(call(aten.add.Tensor, cast(new, dtype), total), new.meta["val"].dtype)
     else:
         product = call(aten.mm.default, exponentials, right)
         product.meta[g.SIDE] = g.IN_BACKWARD  # or it is computed in the forward, and kept beside E
-        new = cast(call(aten.mul.Tensor, cast(product, dtype), factor), node.meta["val"].dtype)
+        new = call(aten.mul.Tensor, cast(product, dtype), factor)
+        if ones is not None:
+            total = call(aten.sum.dim_IntList, cast(right, dtype), [0], True)
+            new = call(aten.add.Tensor, new, call(aten.mul.Tensor, ones, total))
+        new = cast(new, node.meta["val"].dtype)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
@@ -271,6 +310,14 @@ class _Head:
         """In the dtype of the scores' sums."""
         assert self.head.scores is not None
         return self.cast(x, self.head.scores.meta["val"].dtype)
+
+    def sums(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None, number: float) -> fx.Node:
+        """The sums of the scores of each row, [rows, 1]: `number` times those of the product."""
+        total = self.call(aten.sum.dim_IntList, self.wide(weight), [0], True)
+        made = self.call(aten.sum.dim_IntList, self.call(aten.mul.Tensor, self.wide(x), total), [1], True)
+        if bias is not None:
+            made = self.call(aten.add.Tensor, made, self.call(aten.sum.dim_IntList, self.wide(bias), [0], True))
+        return made if number == 1 else self.call(aten.mul.Tensor, made, number)
 
     def made_of(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node, of the product that `made` has in its place, [rows, columns]."""

@@ -1,4 +1,5 @@
 """torch.ops.coda.loss_rows: what is left of a cross-entropy's rows when the exponentials of their scores are stored.
+torch.ops.coda.loss_targets: their targets, where softmax and one-hot have different factors.
 
 Of scores s [M, V] and targets t [M] an epilogue has stored exp(s - s_t), and 0 at the target, and has added each row up
 to `total`. Then, for each row, with a = 1 / (1 + total):
@@ -11,6 +12,8 @@ So one number a row is written, and the row needs no other pass. What is rounded
 **Rows of a great loss.** exp(s - s_t) was held at e^64, so that bfloat16 has it. A row whose total is near that is
 computed again from x and the weight, relative to its maximum: exp(s - max), and a = 1 / its sum. Where the scores are
 bounded, no row is that far, and x and the weight are None.
+
+**Different factors**, as with a z-loss: softmax(s) - (1 - d) onehot(t) = a E with E + d / a at the target.
 """
 
 from __future__ import annotations
@@ -92,6 +95,36 @@ torch.library.register_fake("coda::loss_rows", _fake, lib=_library)
 torch.library.register_fake("coda::loss_rows_", lambda *_: None, lib=_library)
 
 
+_library.define("loss_targets(Tensor e, Tensor factor, Tensor target, Tensor apart) -> Tensor", tags=_tags)
+_library.define("loss_targets_(Tensor(a!) e, Tensor factor, Tensor target, Tensor apart) -> ()", tags=_tags)
+
+LOSS_TARGETS, LOSS_TARGETS_ = torch.ops.coda.loss_targets.default, torch.ops.coda.loss_targets_.default
+"""loss_targets(E [M, V], a [M, 1], target [M, 1], apart [M, 1] as a) -> E, at the target with apart / a added.
+loss_targets_ writes over E."""
+
+
+def _targets_in_place(e: Tensor, factor: Tensor, target: Tensor, apart: Tensor) -> None:
+    there = e.gather(1, target).to(factor.dtype) + apart / factor
+    e.scatter_(1, target, there.to(e.dtype))
+
+
+def _targets(e: Tensor, factor: Tensor, target: Tensor, apart: Tensor) -> Tensor:
+    _targets_in_place(made := e.clone(), factor, target, apart)
+    return made
+
+
+_library.impl("loss_targets", _targets, "CompositeExplicitAutograd")
+_library.impl("loss_targets_", _targets_in_place, "CompositeExplicitAutograd")
+torch.library.register_fake("coda::loss_targets", lambda e, *_: torch.empty_like(e), lib=_library)
+torch.library.register_fake("coda::loss_targets_", lambda *_: None, lib=_library)
+
+
+def _lower_targets(e: ir.TensorBox, *given: object) -> ir.TensorBox:
+    e = alone_in_memory(e)
+    fallback_handler(LOSS_TARGETS_, add_to_fallback_set=False)(e, *given)
+    return e
+
+
 def _lower(e: ir.TensorBox, total: ir.TensorBox, *given: object) -> tuple[ir.TensorBox, ...]:
     e = alone_in_memory(e)
     size, of = total.get_size(), {"dtype": total.get_dtype(), "device": total.get_device()}
@@ -106,3 +139,4 @@ def _lower(e: ir.TensorBox, total: ir.TensorBox, *given: object) -> tuple[ir.Ten
 def register() -> None:
     """Tells Inductor, once."""
     register_lowering(LOSS_ROWS, type_promotion_kind=None)(_lower)
+    register_lowering(LOSS_TARGETS, type_promotion_kind=None)(_lower_targets)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from coda_inductor.ops.custom import REGION
-from coda_inductor.ops.loss import LOSS_ROWS
+from coda_inductor.ops.loss import LOSS_ROWS, LOSS_TARGETS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write import rows as by
@@ -101,7 +101,9 @@ def gradients(graph: fx.Graph, chunk: int) -> dict[fx.Node, int]:
 
 def of_loss(node: fx.Node) -> bool:
     """Is it what the forward has stored in place of scores, but for a factor their gradient (loss/written.py)?"""
-    return node.target is operator.getitem and node.args[0].target is LOSS_ROWS  # type: ignore[union-attr]
+    if node.target is operator.getitem:
+        return node.args[0].target is LOSS_ROWS  # type: ignore[union-attr]
+    return node.target is LOSS_TARGETS
 
 
 def multiplied(node: fx.Node) -> tuple[fx.Node | None, int]:

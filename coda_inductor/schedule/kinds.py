@@ -17,7 +17,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
 from coda_inductor.ops.custom import AFTER, REGION, STORED
-from coda_inductor.ops.loss import LOSS_ROWS
+from coda_inductor.ops.loss import LOSS_ROWS, LOSS_TARGETS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import name_of
 from coda_inductor.patterns.layout import alike, is_strided
@@ -322,8 +322,8 @@ def seen(node: fx.Node, *, through_attention: bool = False) -> bool:
         if kind in ("view", "part") and user.target is not g.aten.as_strided.default:
             if seen(user, through_attention=through_attention):
                 return True
-        elif user.target is LOSS_ROWS:
-            if any(seen(result) for result in user.users):
+        elif user.target in (LOSS_ROWS, LOSS_TARGETS):
+            if any(map(seen, user.users if user.target is LOSS_ROWS else (user,))):
                 return True
         elif through_attention and is_attention(user):
             if any(seen(result, through_attention=True) for result in user.users):

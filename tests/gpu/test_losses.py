@@ -97,8 +97,12 @@ class Head(nn.Module):
         return self.loss(self.head(self.norm(x)), y)
 
 
+def wide(z: Tensor) -> Tensor:
+    return z if z.dtype == torch.float64 else z.float()
+
+
 def entropy(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), y)
+    return F.cross_entropy(wide(z), y)
 
 
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
@@ -107,6 +111,9 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "capped": (lambda z, y: entropy(15 * torch.tanh(z / 15), y), 40.0),
     "divided": (lambda z, y: entropy(z / 4, y), 1.0),
     "far": (entropy, 150.0),
+    "z-loss": (lambda z, y: entropy(z, y) + 1e-2 * torch.logsumexp(wide(z), -1).square().mean(), 1.0),
+    "far z-loss": (lambda z, y: entropy(z, y) + 1e-4 * torch.logsumexp(wide(z), -1).square().mean(), 150.0),
+    "smoothed": (lambda z, y: F.cross_entropy(wide(z), y, label_smoothing=0.1), 1.0),
     "biased": (entropy, 1.0),
     "odd": (entropy, 1.0),
 }

@@ -93,6 +93,21 @@ def with_z(z: Tensor, y: Tensor) -> Tensor:
     return entropy(z, y) + 1e-2 * torch.logsumexp(z, -1).square().mean()
 
 
+def with_z_of_some(z: Tensor, y: Tensor) -> Tensor:
+    """The targets are ignored in other rows than the z-loss."""
+    square = torch.logsumexp(z, -1).square() * (y % 2)
+    return entropy(z, y.where(y % 3 != 0, -100)) + 1e-2 * square.sum() / y.numel()
+
+
+def smoothed_by_hand(z: Tensor, y: Tensor) -> Tensor:
+    logs = torch.log_softmax(z, -1)
+    return -(0.9 * logs.gather(-1, y[..., None])[..., 0] + 0.1 * logs.mean(-1)).mean()
+
+
+def z_apart(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return entropy(z, y), torch.logsumexp(z, -1).square().mean()
+
+
 def right(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return entropy(z, y), (z.argmax(-1) == y).double().mean()
 
@@ -119,10 +134,21 @@ READ: dict[str, Loss] = {
     "next tokens": lambda z, y: entropy(z[:, :-1], y[:, 1:]),
     "next tokens of some": lambda z, y: entropy(z[1:, 3:-1].contiguous(), y[1:, 4:]),
     "negated scores": lambda z, y: entropy(z * -2.0, y),
+    "smoothed": lambda z, y: entropy(z, y, label_smoothing=0.1),
+    "smoothed and ignored": lambda z, y: entropy(z, y.where(y % 3 != 0, -100), label_smoothing=0.1),
+    "smoothed multiple": lambda z, y: entropy(z * 0.3, y, label_smoothing=0.2),
+    "smoothed tokens": lambda z, y: (entropy(z, y, label_smoothing=0.1, reduction="none") * (y.flatten() % 4)).sum(),
+    "smoothed by hand": smoothed_by_hand,
+    "z-loss": with_z,
+    "z-loss of some": with_z_of_some,
+    "z-loss and logsumexp": lambda z, y: of_logsumexp(z, y) + 1e-2 * torch.logsumexp(z, -1).square().mean(),
+    "capped z-loss": lambda z, y: with_z(15 * torch.tanh(z / 15), y),
+    "smoothed z-loss": lambda z, y: with_z(z, y) + entropy(z, y, label_smoothing=0.1),
+    "the target alone": lambda z, y: entropy(z, y) - torch.logsumexp(z, -1).mean(),
 }
 LEFT: dict[str, Loss] = {
-    "smoothed": lambda z, y: entropy(z, y, label_smoothing=0.1),
-    "z-loss": with_z,
+    "capped and smoothed": lambda z, y: entropy(15 * torch.tanh(z / 15), y, label_smoothing=0.1),
+    "a z-loss of its own": z_apart,
     "distilled": lambda z, y: F.kl_div(torch.log_softmax(z, -1), torch.full_like(z, 1 / VOCABULARY)),
     "returned scores": lambda z, y: (entropy(z, y), z),
     "how many are right": right,
@@ -157,7 +183,7 @@ def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(torch.allclose(a.detach(), b.detach(), 1e-10, 1e-10, equal_nan=True) for a, b in pairs)
 
 
-BY_INDUCTOR = ("mean", "capped", "logsumexp", "ignored", "returned losses")
+BY_INDUCTOR = ("mean", "capped", "logsumexp", "ignored", "returned losses", "smoothed", "z-loss")
 
 
 @pytest.mark.parametrize("chunk", (0, 16), ids=("whole", "blocks"))
@@ -182,7 +208,7 @@ def test_others_stay(done: Done, name: str) -> None:
 
 @pytest.mark.parametrize("chunk", (0, 16), ids=("whole", "blocks"))
 @pytest.mark.parametrize("spread", (1.0, 60.0))
-@pytest.mark.parametrize("name", ("mean", "ignored", "capped", "times a number"))
+@pytest.mark.parametrize("name", ("mean", "ignored", "capped", "times a number", "z-loss of some", "smoothed multiple"))
 def test_head_with_a_bias(done: Done, name: str, spread: float, chunk: int) -> None:
     model, (x, y) = Head(READ[name], spread, bias=True).double(), drawn(torch.float64)
     wanted = run(model, x, y, False)
@@ -198,10 +224,11 @@ def test_narrowed_scores_stay(done: Done) -> None:
     assert done == [(0, ["its softmax is of other numbers than the epilogue's"])]
 
 
+@pytest.mark.parametrize("name", ("mean", "z-loss", "smoothed"))
 @pytest.mark.parametrize("chunk", (0, 16), ids=("whole", "blocks"))
-def test_rows_of_a_great_loss(done: Done, chunk: int) -> None:
+def test_rows_of_a_great_loss(done: Done, chunk: int, name: str) -> None:
     """Their exponentials relative to the target's would be too great: they are computed again. Others are not."""
-    model, (x, y) = Head(entropy, spread=60.0).double(), drawn(torch.float64)
+    model, (x, y) = Head(READ[name], spread=60.0).double(), drawn(torch.float64)
     with torch.no_grad():
         scores = model.head(F.rms_norm(x + model.product(x), (WIDTH,), model.gain)).flatten(0, 1)
         far = F.cross_entropy(scores, y.flatten(), reduction="none") > 64
@@ -256,18 +283,19 @@ def test_nothing_is_copied() -> None:
     assert not any(large in code for code in codes)
 
 
-def test_in_bfloat16_nearly_as_near_as_eager(done: Done) -> None:
+@pytest.mark.parametrize("name", ("mean", "z-loss", "smoothed"))
+def test_in_bfloat16_nearly_as_near_as_eager(done: Done, name: str) -> None:
     """Of x and of the weight's other operand the factor of a row is rounded once more."""
     total = dict.fromkeys(("ours", "eager"), torch.zeros(5))
     for seed in range(4):
-        model, (x, y) = Head(entropy).double(), drawn(torch.float64, seed)
+        model, (x, y) = Head(READ[name]).double(), drawn(torch.float64, seed)
         exact = run(model, x, y, False)
         model, x = model.bfloat16(), x.bfloat16()
         with strict_reference(run=False):
             found = {"ours": run(model, x, y, True), "eager": run(model, x, y, False)}
-        for name, results in found.items():
+        for who, results in found.items():
             pairs = zip(results, exact, strict=True)
-            total[name] = total[name] + torch.stack([(a - b).detach().norm() / b.detach().norm() for a, b in pairs])
+            total[who] = total[who] + torch.stack([(a - b).detach().norm() / b.detach().norm() for a, b in pairs])
     assert all(made for made, _ in done) and bool((total["ours"] <= 1.3 * total["eager"]).all())
 
 

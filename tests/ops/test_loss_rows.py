@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coda_inductor.ops.loss import CAP, LOSS_ROWS, LOSS_ROWS_
+from coda_inductor.ops.loss import CAP, LOSS_ROWS, LOSS_ROWS_, LOSS_TARGETS
 
 
 def given(rows: int, columns: int, spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -45,6 +45,17 @@ def test_of_a_multiple(biased: bool) -> None:
     exact, difference = wanted(scores, target)
     torch.testing.assert_close(loss, exact, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(part * gradient, difference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", (0.1, 1.0, 15.0, 300.0))
+def test_different_factors(spread: float) -> None:
+    """Of the softmax and the one-hot, in far rows as well."""
+    scores, x, weight, target, stored, total = given(40, 50, spread)
+    gradient, _, part = LOSS_ROWS(stored, total, target, None, x, weight, None, 1.0)
+    _, difference = wanted(scores, target)
+    apart = torch.rand_like(total)
+    found = part * LOSS_TARGETS(gradient, part, target, apart)
+    torch.testing.assert_close(found, difference.scatter_add(1, target, apart), rtol=1e-12, atol=1e-12)
 
 
 def test_slopes() -> None:
