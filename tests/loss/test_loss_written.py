@@ -57,9 +57,12 @@ class Head(nn.Module):
         return self.loss(self.head(F.rms_norm(x + self.product(x), (WIDTH,), self.gain)), y)
 
 
+def wide(z: Tensor) -> Tensor:
+    return z if z.dtype == torch.float64 else z.float()
+
+
 def entropy(z: Tensor, y: Tensor, **options: object) -> Tensor:
-    z = z if z.dtype == torch.float64 else z.float()
-    return F.cross_entropy(z.flatten(0, 1), y.flatten(), **options)  # type: ignore[arg-type]
+    return F.cross_entropy(wide(z).flatten(0, 1), y.flatten(), **options)  # type: ignore[arg-type]
 
 
 def by_hand(z: Tensor, y: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ def shifted(z: Tensor, y: Tensor) -> Tensor:
 
 
 def with_z(z: Tensor, y: Tensor) -> Tensor:
-    return entropy(z, y) + 1e-2 * torch.logsumexp(z, -1).square().mean()
+    return entropy(z, y) + 1e-2 * torch.logsumexp(wide(z), -1).square().mean()
 
 
 def with_z_of_some(z: Tensor, y: Tensor) -> Tensor:
