@@ -3,8 +3,9 @@
     python bench/heads.py [CASE ...] [--chunk ROWS ...] [--ways WAY ...] [--seconds S] [--out FILE]
 
 32768 tokens of width 2048, bfloat16. A case is a vocabulary (32000, 128256) and, behind a colon, what the scores go
-through: nothing, "cap" (15 tanh(z / 15) in float32), "returned" (the scores are a result, too). Each is timed alone for
-seconds, by turns: "ms" by backend, with the peak of memory over what lies there before ("gib").
+through: nothing, "cap" (15 tanh(z / 15) in float32), "returned" (the scores are a result, too); or what the loss is:
+"z" (with a z-loss), "smooth" (of smoothed labels). Each is timed alone for seconds, by turns: "ms" by backend, with the
+peak of memory over what lies there before ("gib").
 
 - inductor, null: torch.compile, twice
 - chunker: torch.compile with TORCHINDUCTOR_AUTO_CHUNKER
@@ -35,7 +36,7 @@ from torch import Tensor
 from coda_inductor.measure.sides import peak_gib
 
 TOKENS, WIDTH = 32768, 2048
-CASES = ("32000", "128256", "32000:cap", "128256:cap", "32000:returned")
+CASES = ("32000", "128256", "32000:cap", "128256:cap", "32000:returned", "32000:z", "32000:smooth")
 Call = Callable[[], Any]
 
 
@@ -43,7 +44,10 @@ def loss(x: Tensor, weight: Tensor, target: Tensor, through: str) -> tuple[Tenso
     """The loss, and what else is returned."""
     z = F.linear(x, weight)
     wide = 15 * torch.tanh(z.float() / 15) if through == "cap" else z.float()
-    value = F.cross_entropy(wide, target)
+    value = F.cross_entropy(wide, target, label_smoothing=0.1 if through == "smooth" else 0.0)
+    if through == "z":
+        counted = target != -100
+        value = value + 1e-4 * (wide.logsumexp(-1).square() * counted).sum() / counted.sum()
     return (value, z) if through == "returned" else (value,)
 
 
