@@ -1,7 +1,8 @@
 """The factors of a gradient's rows, where the gradient t of the loss is 1.
 
-A z-loss has (a + b) softmax - a onehot, with b of each row's logsumexp. What is stored at the target needs b / (a + b),
-in the forward, before t is known. Both are proportional to t (write/linear.py), so they are made with 1 in its place.
+A z-loss has (a + b) softmax - a onehot, with b of each row's logsumexp. What is stored at the target needs the shares
+a / (a + b) and b / (a + b), in the forward, before t is known. Both are proportional to t (write/linear.py), so they
+are made with 1 in its place.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def at_one(call: Call, parts: Parts, dtype: torch.dtype) -> fx.Node:
     late, made = _late(parts), dict[fx.Node, fx.Node]()
 
     def copied(node: fx.Node) -> fx.Node:
-        if node not in late and not g.is_backward(node):
+        if node not in late:
             return node
         if node not in made:
             if g.is_tangent(node):
@@ -87,11 +88,12 @@ def _column(call: Call, row: fx.Node, dtype: torch.dtype) -> fx.Node:
     return made if value.dtype == dtype else call(prims.convert_element_type.default, made, dtype)
 
 
-def apart(call: Call, whole: fx.Node, rest: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Of softmax * whole - onehot * (whole - rest): `whole`, which is no zero unless `rest` is, and rest / whole."""
-    value = whole.meta["val"]
+def shares(call: Call, hot: fx.Node, rest: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Of softmax * (hot + rest) - onehot * hot: hot + rest, which is no zero unless both are, and the shares of both.
+    `dtype`: in which the quotient is stored, at the target. Where the sum is zero it is a rest too small to be seen."""
+    value, whole = rest.meta["val"], call(aten.add.Tensor, hot, rest)
     zero, one = (call(aten.full.default, [], n, dtype=value.dtype, device=value.device) for n in (0.0, 1.0))
-    least = call(aten.mul.Tensor, rest, torch.finfo(value.dtype).eps / 256)
+    least = call(aten.mul.Tensor, rest, torch.finfo(dtype).eps / 16)
     whole = call(aten.where.self, call(aten.eq.Tensor, whole, zero), least, whole)
     divisor = call(aten.where.self, call(aten.eq.Tensor, whole, zero), one, whole)
-    return whole, call(aten.div.Tensor, rest, divisor)
+    return whole, call(aten.div.Tensor, hot, divisor), call(aten.div.Tensor, rest, divisor)

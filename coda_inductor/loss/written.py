@@ -11,7 +11,7 @@ row that is known later is the product's, whose epilogue takes it, or the other 
 The score of the target makes S the exponential of the loss, so E is of the size of bfloat16's numbers. ops/loss.py says
 what becomes of rows of which it is not; `bounded` says which scores need no such care.
 
-    (a + b) softmax(s) - a onehot(t) = (a + b) (E / (1 + S)), with b / (a + b) (1 + S) more at t        a z-loss
+    (a + b) softmax(s) - a onehot(t) = (a + b) E / (1 + S), at t 1 - (1 + S) a / (a + b)               a z-loss
     (D + u 1^T) W = D W + u (1^T W),  (D + u 1^T)^T x = D^T x + 1 (u^T x)                      label smoothing's ones
 
 The sum of a row's scores, of which smoothed losses are, is that of x and the sum of W's rows.
@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from coda_inductor.loss.factors import added, apart, at_one, tangent_of
-from coda_inductor.loss.parts import SOFTMAX, Gradient, NotRead, Part, unchanged
-from coda_inductor.loss.reading import LOG_SUMS, LOGARITHMS, SCORES, Head
+from coda_inductor.loss.factors import added, at_one, shares, tangent_of
+from coda_inductor.loss.parts import SOFTMAX, Gradient, NotRead, Part, factors, unchanged
+from coda_inductor.loss.reading import LOG_SUMS, LOGARITHMS, NORMALISER, SCORES, Head
+from coda_inductor.ops.custom import ADDED_UP
 from coda_inductor.ops.loss import CAP, LOSS_ROWS, LOSS_TARGETS
 from coda_inductor.passes.casts import Cast
 from coda_inductor.patterns import graph as g
@@ -65,9 +66,7 @@ def write_losses(
         try:
             head.follow()
             scale, summed = repeated_by(head), summed_by(head)
-            for gradient in head.gradients.values():
-                if gradient.rest:
-                    tangent_of(gradient.softmax)
+            require_one_ratio(head)
         except NotRead as why:
             if head.scores is not None:
                 left[product] = str(why)
@@ -147,6 +146,20 @@ def summed_by(head: Head) -> float:
         return factor(head)
     except NotRead as why:
         raise NotRead("its loss adds up scores that are no multiple of the product") from why
+
+
+def require_one_ratio(head: Head) -> None:
+    """Raises NotRead if softmax and one-hot have different factors that are not proportional to the loss's gradient, or
+    not the same for all that read the scores' gradient; or if the logsumexp would be made of a biased score, which may
+    be infinite where it is not."""
+    if NORMALISER in head.picked.values() and g.operands(head.product).addends:
+        raise NotRead("its logsumexp is read, of scores with a bias")
+    found = [gradient for gradient in head.gradients.values() if gradient.rest]
+    for gradient in found:
+        tangent_of(gradient.softmax)
+    rests = {tuple(sorted(map(str, (factors(p, head.keys) for p in of.softmax)))) for of in head.gradients.values()}
+    if found and len(rests) > 1:
+        raise NotRead("its products read gradients in which softmax and one-hot have different factors")
 
 
 def bounded(head: Head) -> bool:
@@ -230,18 +243,18 @@ def _write(graph: fx.Graph, head: Head, scale: float | None, summed: float) -> N
         node.replace_all_uses_with(call(aten.reshape.default, write.cast(value, like.dtype), [*like.shape]))
     if gradient.rest:
         dtype = part.meta["val"].dtype
-        every, more = (at_one(call, parts, dtype) for parts in (gradient.softmax, gradient.rest))
-        every, more = apart(call, every, more)
-        more = more if slope is None else call(aten.mul.Tensor, more, slope)
-        exponentials = call(LOSS_TARGETS, exponentials, part, index, call(aten.expand.default, more, [rows, 1]))
+        hot, rest = (at_one(call, parts, dtype) for parts in (gradient.pairs, gradient.rest))
+        every, *parted = shares(call, hot, rest, exponentials.meta["val"].dtype)
+        parted = [call(aten.expand.default, share, [rows, 1]) for share in parted]
+        exponentials = call(LOSS_TARGETS, exponentials, loss, part, index, *parted, slope)
         part = call(aten.mul.Tensor, part, every)
     for node, terms in head.gradients.items():
         _multiply(graph, head, node, terms, exponentials, part)
 
 
 def _multiply(graph: fx.Graph, head: Head, node: fx.Node, of: Gradient, exponentials: fx.Node, part: fx.Node) -> None:
-    """Writes a product of the gradient as one of E, with the factors of the rows: `part`, and with it the gradient of
-    the loss if there are terms that are apart, else the terms'."""
+    """Writes a product of the gradient as one of E, with the factors of the rows. Where softmax and one-hot have
+    different ones, `part` is all of them but the gradient of the loss; else it has none of the terms'."""
     writing, rows = Writing(graph, node), head.product.meta["val"].shape[0]
 
     def call(target: object, *args: object) -> fx.Node:
@@ -252,8 +265,7 @@ def _multiply(graph: fx.Graph, head: Head, node: fx.Node, of: Gradient, exponent
 
     dtype = part.meta["val"].dtype
     tangent = tangent_of(of.softmax) if of.rest else None
-    factors = (tangent,) if tangent is not None else ()
-    known = (Part(SOFTMAX, 1.0, factors),) if of.rest else of.pairs
+    known = (Part(SOFTMAX, 1.0, (tangent,) if tangent is not None else ()),) if of.rest else of.pairs
     factor = call(aten.mul.Tensor, part, added(call, known, dtype))
     ones = added(call, of.ones, dtype) if of.ones else None
     if g.reduction(node) is not None:
@@ -270,10 +282,12 @@ def _multiply(graph: fx.Graph, head: Head, node: fx.Node, of: Gradient, exponent
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     if left.target is aten.permute.default:
         scaled = cast(call(aten.mul.Tensor, cast(right, dtype), factor), right.meta["val"].dtype)
-        new = call(aten.mm.default, call(aten.permute.default, exponentials, [1, 0]), scaled)
-        if ones is not None:
+        turned = call(aten.permute.default, exponentials, [1, 0])
+        if ones is None:
+            new = call(aten.mm.default, turned, scaled)
+        else:  # rounded once they are added
             total = call(aten.sum.dim_IntList, call(aten.mul.Tensor, cast(right, dtype), ones), [0], True)
-            new = cast(call(aten.add.Tensor, cast(new, dtype), total), new.meta["val"].dtype)
+            new = cast(call(aten.add.Tensor, call(ADDED_UP, None, turned, scaled), total), node.meta["val"].dtype)
     else:
         product = call(aten.mm.default, exponentials, right)
         product.meta[g.SIDE] = g.IN_BACKWARD  # or it is computed in the forward, and kept beside E

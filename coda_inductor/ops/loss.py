@@ -13,7 +13,7 @@ So one number a row is written, and the row needs no other pass. What is rounded
 computed again from x and the weight, relative to its maximum: exp(s - max), and a = 1 / its sum. Where the scores are
 bounded, no row is that far, and x and the weight are None.
 
-**Different factors**, as with a z-loss: softmax(s) - (1 - d) onehot(t) = a E with E + d / a at the target.
+**Different factors**, as with a z-loss: softmax(s) - k onehot(t) = a E with (exp(-loss) - k) / a at the target.
 """
 
 from __future__ import annotations
@@ -95,21 +95,27 @@ torch.library.register_fake("coda::loss_rows", _fake, lib=_library)
 torch.library.register_fake("coda::loss_rows_", lambda *_: None, lib=_library)
 
 
-_library.define("loss_targets(Tensor e, Tensor factor, Tensor target, Tensor apart) -> Tensor", tags=_tags)
-_library.define("loss_targets_(Tensor(a!) e, Tensor factor, Tensor target, Tensor apart) -> ()", tags=_tags)
+_OF_ROWS = "Tensor loss, Tensor factor, Tensor target, Tensor hot, Tensor rest, Tensor? slope"
+_library.define(f"loss_targets(Tensor e, {_OF_ROWS}) -> Tensor", tags=_tags)
+_library.define(f"loss_targets_(Tensor(a!) e, {_OF_ROWS}) -> ()", tags=_tags)
 
 LOSS_TARGETS, LOSS_TARGETS_ = torch.ops.coda.loss_targets.default, torch.ops.coda.loss_targets_.default
-"""loss_targets(E [M, V], a [M, 1], target [M, 1], apart [M, 1] as a) -> E, at the target with apart / a added.
-loss_targets_ writes over E."""
+"""loss_targets(E [M, V], loss [M, 1], a [M, 1], target [M, 1], k [M, 1], 1 - k [M, 1], slope [M, 1] or None) -> E,
+with (softmax - k) slope / a at the target. k and 1 - k are given, so that neither is a difference. loss_targets_ writes
+over E."""
 
 
-def _targets_in_place(e: Tensor, factor: Tensor, target: Tensor, apart: Tensor) -> None:
-    there = e.gather(1, target).to(factor.dtype) + apart / factor
-    e.scatter_(1, target, there.to(e.dtype))
+def _targets_in_place(
+    e: Tensor, loss: Tensor, factor: Tensor, target: Tensor, hot: Tensor, rest: Tensor, slope: Tensor | None
+) -> None:
+    there = torch.where(hot < rest, torch.exp(-loss) - hot, rest + torch.expm1(-loss)) / factor
+    e.scatter_(1, target, (there if slope is None else there * slope).to(e.dtype))
 
 
-def _targets(e: Tensor, factor: Tensor, target: Tensor, apart: Tensor) -> Tensor:
-    _targets_in_place(made := e.clone(), factor, target, apart)
+def _targets(
+    e: Tensor, loss: Tensor, factor: Tensor, target: Tensor, hot: Tensor, rest: Tensor, slope: Tensor | None
+) -> Tensor:
+    _targets_in_place(made := e.clone(), loss, factor, target, hot, rest, slope)
     return made
 
 

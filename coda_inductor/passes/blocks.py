@@ -81,7 +81,7 @@ def write_blocks(graph: fx.Graph, chunk: int, before: Before) -> tuple[tuple[Blo
 
 def added(program: ByRows) -> int:
     """The bytes in which products are added up over the blocks."""
-    sums = [n for n, form in program.forms.items() if form is SUMMED and n.target is aten.mm.default]
+    sums = [n for n, form in program.forms.items() if form is SUMMED and by.weight_gradient(n) is not None]
     return sum(n.meta["val"].numel() * max(4, n.meta["val"].element_size()) for n in sums)
 
 
@@ -111,8 +111,8 @@ def multiplied(node: fx.Node) -> tuple[fx.Node | None, int]:
     multiplied with; and the features of the other one."""
     if node.target is REGION:
         left, right = node.all_input_nodes[:2]
-    elif node.target is aten.mm.default and len(node.all_input_nodes) == 2:
-        left, right = node.all_input_nodes
+    elif (operands := by.weight_gradient(node)) is not None and len(node.all_input_nodes) == 2:
+        left, right = operands
     else:
         return None, 0
     turned = left.target is aten.permute.default

@@ -168,8 +168,8 @@ class Written:
     def add(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
         """Adds the block's part to a sum over all rows."""
         before = self.sums.get(node)
-        if node.target is aten.mm.default:
-            left, right = node.all_input_nodes
+        if (operands := by.weight_gradient(node)) is not None:
+            left, right = operands
             self.sums[node] = self.call(node, ADDED_UP, before, made[left], made[right])
             return
         if (found := by.reduction(node)) is not None:

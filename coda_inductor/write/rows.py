@@ -18,7 +18,7 @@ from typing import NoReturn
 from torch import fx
 
 from coda_inductor.core.region import parse
-from coda_inductor.ops.custom import REGION
+from coda_inductor.ops.custom import ADDED_UP, REGION
 from coda_inductor.ops.loss import LOSS_ROWS, LOSS_TARGETS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
@@ -130,6 +130,13 @@ def _first(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
+
+
+def weight_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The operands of a product, also of one in float32."""
+    operands = node.args[1:] if node.target is ADDED_UP and node.args[0] is None else node.args
+    found = node.target is aten.mm.default or operands is not node.args
+    return (operands[0], operands[1]) if found else None  # type: ignore[return-value]
 
 
 def _turns(node: fx.Node) -> bool:
@@ -247,9 +254,8 @@ def _summed(node: fx.Node, rows: int) -> Demands:
     """Of a sum over all rows: a weight's gradient, a bias's, or a Region's sum over the tokens."""
     if node.target is operator.getitem and _first(node).target is REGION:
         return {_first(node): LIST} if _item(node) is SUMMED else _refuse(node)
-    if node.target is aten.mm.default:
-        left, right = node.args
-        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    if (operands := weight_gradient(node)) is not None:
+        left, right = operands
         if left is not right and _turns(left) and shape(right)[0] == rows:
             return {left: TURNED, right: Rows(1)}
         return _refuse(node)

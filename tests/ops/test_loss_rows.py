@@ -51,11 +51,24 @@ def test_of_a_multiple(biased: bool) -> None:
 def test_different_factors(spread: float) -> None:
     """Of the softmax and the one-hot, in far rows as well."""
     scores, x, weight, target, stored, total = given(40, 50, spread)
-    gradient, _, part = LOSS_ROWS(stored, total, target, None, x, weight, None, 1.0)
+    gradient, loss, part = LOSS_ROWS(stored, total, target, None, x, weight, None, 1.0)
     _, difference = wanted(scores, target)
-    apart = torch.rand_like(total)
-    found = part * LOSS_TARGETS(gradient, part, target, apart)
-    torch.testing.assert_close(found, difference.scatter_add(1, target, apart), rtol=1e-12, atol=1e-12)
+    rest, slope = torch.rand_like(total), torch.rand_like(total)
+    rest[:8], rest[8:16], rest[16:24] = 0, 1, 2
+    found = part * LOSS_TARGETS(gradient, loss, part, target, 1 - rest, rest, slope)
+    there = slope * (difference.gather(1, target) + rest)
+    torch.testing.assert_close(found, difference.scatter(1, target, there), rtol=1e-12, atol=1e-12)
+
+
+def test_a_target_that_is_not_counted() -> None:
+    """The softmax alone is left there, however small: no difference of what is rounded to E's dtype."""
+    scores, x, weight, target, stored, total = given(40, 50, 5.0)
+    rows = LOSS_ROWS(stored.bfloat16(), total.float(), target, None, x.float(), weight.float(), None, 1.0)
+    gradient, loss, part = rows
+    nothing = torch.zeros_like(loss)
+    found = part * LOSS_TARGETS(gradient, loss, part, target, nothing, nothing + 1, None)
+    exact = torch.softmax(scores, 1).gather(1, target).float()
+    torch.testing.assert_close(found.gather(1, target), exact, rtol=5e-3, atol=0)
 
 
 def test_slopes() -> None:
