@@ -78,8 +78,8 @@ def keep_inputs(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
 
 
 def made_of(view: fx.Node, source: fx.Node, read: dict[str, fx.Node]) -> list[fx.Node]:
-    """The nodes, in order, that make a view of its source, and of sizes that the backward reads. None if it lacks
-    a size, if one of the nodes writes, or if an autograd.Function keeps one without asking autograd to look."""
+    """The nodes, in order, that make a view of its source, and of sizes that the backward reads. [] if it lacks a
+    size, if one of the nodes writes, or if an autograd.Function keeps one without asking autograd to look."""
     found, todo = set[fx.Node](), [view]
     while todo:
         node = todo.pop()

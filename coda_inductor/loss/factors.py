@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import reduce
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from coda_inductor.loss.parts import NotRead, Parts
 from coda_inductor.patterns import graph as g
@@ -49,8 +49,8 @@ def _late(parts: Parts) -> set[fx.Node]:
     return {*read} & {*behind}
 
 
-def at_one(call: Call, parts: Parts, dtype: torch.dtype) -> fx.Node:
-    """The sum of the terms' factors where the loss's gradient is 1, in the forward, [rows or 1, 1]."""
+def at_one(call: Call, parts: Parts, like: Tensor) -> fx.Node:
+    """The sum of the terms' factors where the loss's gradient is 1, in the forward, [rows or 1, 1], as `like`."""
     late, made = _late(parts), dict[fx.Node, fx.Node]()
 
     def copied(node: fx.Node) -> fx.Node:
@@ -64,17 +64,16 @@ def at_one(call: Call, parts: Parts, dtype: torch.dtype) -> fx.Node:
                 made[node] = call(node.target, *fx.map_arg(node.args, copied), **fx.map_arg(node.kwargs, copied))
         return made[node]
 
-    return added(call, parts, dtype, copied)
+    return added(call, parts, like, copied)
 
 
-def added(call: Call, parts: Parts, dtype: torch.dtype, of: Callable[[fx.Node], fx.Node] = lambda n: n) -> fx.Node:
-    """The sum of the terms' factors, [rows or 1, 1], of values that `of` makes."""
+def added(call: Call, parts: Parts, like: Tensor, of: Callable[[fx.Node], fx.Node] = lambda n: n) -> fx.Node:
+    """The sum of the terms' factors, [rows or 1, 1], of values that `of` makes, in the dtype of `like`."""
 
     def term(number: float, rows: Iterable[fx.Node]) -> fx.Node:
-        values = [_column(call, of(row), dtype) for row in rows]
+        values = [_column(call, of(row), like.dtype) for row in rows]
         if not values:
-            device = parts[0].rows[0].meta["val"].device if parts[0].rows else None
-            return call(aten.full.default, [1, 1], number, dtype=dtype, device=device)
+            return call(aten.full.default, [1, 1], number, dtype=like.dtype, device=like.device)
         made = reduce(lambda a, b: call(aten.mul.Tensor, a, b), values)
         return made if number == 1 else call(aten.mul.Tensor, made, number)
 

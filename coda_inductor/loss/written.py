@@ -242,8 +242,7 @@ def _write(graph: fx.Graph, head: Head, scale: float | None, summed: float) -> N
         like = node.meta["val"]
         node.replace_all_uses_with(call(aten.reshape.default, write.cast(value, like.dtype), [*like.shape]))
     if gradient.rest:
-        dtype = part.meta["val"].dtype
-        hot, rest = (at_one(call, parts, dtype) for parts in (gradient.pairs, gradient.rest))
+        hot, rest = (at_one(call, parts, part.meta["val"]) for parts in (gradient.pairs, gradient.rest))
         every, *parted = shares(call, hot, rest, exponentials.meta["val"].dtype)
         parted = [call(aten.expand.default, share, [rows, 1]) for share in parted]
         exponentials = call(LOSS_TARGETS, exponentials, loss, part, index, *parted, slope)
@@ -266,8 +265,8 @@ def _multiply(graph: fx.Graph, head: Head, node: fx.Node, of: Gradient, exponent
     dtype = part.meta["val"].dtype
     tangent = tangent_of(of.softmax) if of.rest else None
     known = (Part(SOFTMAX, 1.0, (tangent,) if tangent is not None else ()),) if of.rest else of.pairs
-    factor = call(aten.mul.Tensor, part, added(call, known, dtype))
-    ones = added(call, of.ones, dtype) if of.ones else None
+    factor = call(aten.mul.Tensor, part, added(call, known, part.meta["val"]))
+    ones = added(call, of.ones, part.meta["val"]) if of.ones else None
     if g.reduction(node) is not None:
         each = call(aten.mul.Tensor, cast(exponentials, dtype), factor)
         new = call(aten.sum.dim_IntList, each, [0], True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain, render
 from coda_inductor.inductor import joint
 from coda_inductor.loss import written as stage
+from coda_inductor.loss.factors import added
+from coda_inductor.loss.parts import SOFTMAX, Part
 from coda_inductor.patterns.effects import Effects
+from coda_inductor.write.writing import Writing
 
 B, T, WIDTH, VOCABULARY = 2, 30, 16, 200
 STRICT = REFERENCE | {"strict": True}
@@ -301,6 +305,20 @@ def test_without_its_region_the_loss_stays(done: Done) -> None:
     with strict_reference(run=False):
         assert equal(run(model, x, y, True, disable="statistic"), wanted)
     assert [made for made, _ in done] == [1, 0]
+
+
+def test_a_gradient_within_the_graph() -> None:
+    """Where the model takes it itself no factor depends on a gradient from outside. Numbers lie where the scores do."""
+    model, (x, y) = Head(with_z).double(), drawn(torch.float64)
+    scores = fx.Graph().placeholder("scores")
+    scores.meta["val"] = torch.empty(4, 1, dtype=torch.float64, device="meta")
+    writing = Writing(scores.graph, scores.next)
+    number = added(partial(writing.call, scores), (Part(SOFTMAX, 2.0),), scores.meta["val"])
+    assert number.meta["val"].device.type == "meta" and number.args[:2] == ([1, 1], 2.0)
+    call = torch.compile(lambda x: torch.func.grad(lambda x: model(x, y))(x), backend="coda", options=STRICT)
+    wanted = torch.autograd.grad(model(x.requires_grad_(), y), x)
+    with strict_reference(run=False):
+        assert torch.allclose(call(x.detach()), wanted[0], 1e-10, 1e-10)
 
 
 def test_nothing_is_copied() -> None:
