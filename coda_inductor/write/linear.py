@@ -18,7 +18,7 @@ from torch import fx
 from coda_inductor.core import reductions
 from coda_inductor.core.dtypes import EIGHT_BITS, FORMATS
 from coda_inductor.core.region import Region, parse
-from coda_inductor.ops.custom import REGION
+from coda_inductor.ops.custom import ADDED_UP, REGION
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten
 from coda_inductor.patterns.slices import SPLITS
@@ -72,6 +72,12 @@ def choice(degrees: Iterable[Degree]) -> Degree:
     return same(rest)
 
 
+def sum_with_product(degrees: Iterable[Degree]) -> Degree:
+    """Of a product of the last two, added to the first if there is one more."""
+    *into, left, right = degrees
+    return same([*into, product([left, right])])
+
+
 CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
 SCATTERED = frozenset({aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 Rule = Callable[[list[Degree]], Degree]
@@ -87,6 +93,7 @@ ATEN: dict[object, Rule] = {
     aten.where.self: choice,
     aten.gather.default: ratio,
     aten.mm.default: product,
+    ADDED_UP: sum_with_product,
     aten.sum.default: same,
     aten.mean.default: same,
 }

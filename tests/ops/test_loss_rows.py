@@ -71,6 +71,16 @@ def test_a_target_that_is_not_counted() -> None:
     torch.testing.assert_close(found.gather(1, target), exact, rtol=5e-3, atol=0)
 
 
+def test_a_target_that_is_nearly_sure() -> None:
+    """Softmax less one is the total of the others, however small."""
+    total, target = torch.tensor([[1e-9], [1e-3]]), torch.zeros(2, 1, dtype=torch.int64)
+    stored = torch.cat([torch.zeros_like(total), total], 1)
+    gradient, loss, part = LOSS_ROWS(stored, total, target, None, None, None, None, 1.0)
+    one = torch.ones_like(total)
+    found = part * LOSS_TARGETS(gradient, loss, part, target, one, 0 * one, None)
+    torch.testing.assert_close(found[:, :1], -total / (1 + total), rtol=1e-5, atol=0)
+
+
 def test_slopes() -> None:
     """They multiply the exponentials, and what is written at the target; the totals are without them."""
     scores, *_, target, stored, total = given(40, 50, 1.0)
