@@ -34,10 +34,12 @@ class Partition(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
         partition: Callable[..., Halves] = self.chained or inductor.min_cut_rematerialization_partition  # type: ignore[attr-defined]
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        self.first.rewrote = True  # what fails from here on is ours
-        if keep_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
+        before, self.first.rewrote = self.first.rewrote, True  # if it fails here, that is ours
+        count = keep_inputs(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        if count:
             forward.recompile()
             backward.recompile()
+        self.first.rewrote = before or count > 0
         return forward, backward
 
     def uuid(self) -> Any:
@@ -67,7 +69,7 @@ def keep_inputs(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
             with backward.inserting_before(place):
                 read[source.name] = backward.placeholder(source.name)
             read[source.name].meta |= source.meta
-        place.replace_all_uses_with(written_again(backward, nodes, source, read))
+        place.replace_all_uses_with(written_again(backward, nodes, read))
         backward.erase_node(place)
         done += 1
     output.args = (tuple(outputs), *output.args[1:])
@@ -94,7 +96,7 @@ def made_of(view: fx.Node, source: fx.Node, read: dict[str, fx.Node]) -> list[fx
     return sorted(found)
 
 
-def written_again(backward: fx.Graph, nodes: list[fx.Node], source: fx.Node, read: dict[str, fx.Node]) -> fx.Node:
+def written_again(backward: fx.Graph, nodes: list[fx.Node], read: dict[str, fx.Node]) -> fx.Node:
     """Writes the nodes, of what the backward reads; returns the last."""
     made = dict[fx.Node, fx.Node]()
     with backward.inserting_before(next(n for n in backward.nodes if n.op != "placeholder")):

@@ -81,7 +81,7 @@ def write_blocks(graph: fx.Graph, chunk: int, before: Before) -> tuple[tuple[Blo
 
 def added(program: ByRows) -> int:
     """The bytes in which products are added up over the blocks."""
-    sums = [n for n, form in program.forms.items() if form is SUMMED and by.weight_gradient(n) is not None]
+    sums = [n for n, form in program.forms.items() if form is SUMMED and by.product_operands(n) is not None]
     return sum(n.meta["val"].numel() * max(4, n.meta["val"].element_size()) for n in sums)
 
 
@@ -111,7 +111,7 @@ def multiplied(node: fx.Node) -> tuple[fx.Node | None, int]:
     multiplied with; and the features of the other one."""
     if node.target is REGION:
         left, right = node.all_input_nodes[:2]
-    elif (operands := by.weight_gradient(node)) is not None and len(node.all_input_nodes) == 2:
+    elif (operands := by.product_operands(node)) is not None and len(node.all_input_nodes) == 2:
         left, right = operands
     else:
         return None, 0

@@ -168,7 +168,7 @@ class Written:
     def add(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
         """Adds the block's part to a sum over all rows."""
         before = self.sums.get(node)
-        if (operands := by.weight_gradient(node)) is not None:
+        if (operands := by.product_operands(node)) is not None:
             left, right = operands
             self.sums[node] = self.call(node, ADDED_UP, before, made[left], made[right])
             return

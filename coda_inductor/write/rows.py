@@ -132,11 +132,11 @@ def _first(node: fx.Node) -> fx.Node:
     return source
 
 
-def weight_gradient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The operands of a product, also of one in float32."""
-    operands = node.args[1:] if node.target is ADDED_UP and node.args[0] is None else node.args
-    found = node.target is aten.mm.default or operands is not node.args
-    return (operands[0], operands[1]) if found else None  # type: ignore[return-value]
+def product_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Both matrices of a product, also of one that leaves in float32; None of another operation."""
+    if node.target is aten.mm.default:
+        return node.args  # type: ignore[return-value]
+    return node.args[1:] if node.target is ADDED_UP and node.args[0] is None else None  # type: ignore[return-value]
 
 
 def _turns(node: fx.Node) -> bool:
@@ -254,7 +254,7 @@ def _summed(node: fx.Node, rows: int) -> Demands:
     """Of a sum over all rows: a weight's gradient, a bias's, or a Region's sum over the tokens."""
     if node.target is operator.getitem and _first(node).target is REGION:
         return {_first(node): LIST} if _item(node) is SUMMED else _refuse(node)
-    if (operands := weight_gradient(node)) is not None:
+    if (operands := product_operands(node)) is not None:
         left, right = operands
         if left is not right and _turns(left) and shape(right)[0] == rows:
             return {left: TURNED, right: Rows(1)}
