@@ -9,7 +9,8 @@ Where not all of these products become Regions, one product is better than sever
 
 The gradient of two tensors that lay beside each other, as attention's result and an MLP's, is read in parts, too. It
 stays one product. cuDNN finds the plan of attention's backward by all layouts but that gradient's (torch 2.11): where
-eager ran before, another layout is read out of bounds. (Split, two of FLUX's single blocks took 27.87 ms for 27.90, H200.)
+eager ran before, another layout is read out of bounds. Split, two of FLUX's single blocks took 27.87 ms for 27.90
+(H200).
 """
 
 from __future__ import annotations
