@@ -201,6 +201,18 @@ TIMED: dict[str, Dated] = {
             for case in ("32000", "128256", "32000:cap", "128256:cap")
         ),
     ),
+    "beside attention": Dated(
+        ("two layers, forward and backward, H200", "with the sums, ms", "without, ms", "again, by turns", "with, kept",
+         "without, kept"),
+        tuple(
+            (said, *(cell for key, how in (("sustained/ms", "ms"), ("null", "gain"), ("kept", "whole"))
+                     for way in (("with", "without") if key != "null" else ("without",))
+                     for cell in cells("sweeps.jsonl", "753e277", key, how,
+                                       case=f"{name}, 2 layers, {way} sums beside attention")))
+            for name, said in (("llama_1b", "Llama, width 2048"), ("llama3_8b", "Llama-3-8B"), ("opt_6b7", "OPT-6.7B"),
+                               ("dinov2_giant", "DINOv2-giant"))
+        ),
+    ),
     "losses": Dated(
         ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "scores stored, ms",
          "gradient stored, ms", "blocks of 2048, ms", "whole, ms"),

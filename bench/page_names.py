@@ -52,6 +52,8 @@ HEADS = {
     "32000:cap": "32000, capped",
     "128256:cap": "128256, capped",
     "128256:returned": "128256, scores returned",
+    "32000:z": "32000, with a z-loss",
+    "32000:smooth": "32000, labels smoothed by 0.1",
 }
 NANO = (
     "nanochat-like, 20 layers of width 1280, 16 x 2048 tokens, vocabulary 65536, float32 weights under autocast, AdamW"

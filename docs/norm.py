@@ -1,4 +1,4 @@
-"""The worked examples of architecture.md: attention's output, residual, RMSNorm, gate and up; and squared ReLU."""
+"""The worked examples of architecture.md: half a Llama layer, and squared ReLU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from torch import Tensor, nn
 
 
 class Half(nn.Module):
-    """From attention's result to the input of the down projection: [M, width] bfloat16 twice to [M, inner]."""
+    """From attention's result to the end of the MLP: [M, width] bfloat16 twice to [M, width]."""
 
     def __init__(self, width: int = 1024, inner: int = 2816) -> None:
         super().__init__()
         self.o = nn.Linear(width, width, bias=False)
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, attended: Tensor, stream: Tensor) -> Tensor:
         h = stream + self.o(attended)
         n = self.norm(h)
-        out: Tensor = F.silu(self.gate(n)) * self.up(n)
+        out: Tensor = h + self.down(F.silu(self.gate(n)) * self.up(n))
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ from torch import fx
 from coda_inductor.core.ops import OPS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, aten_of, prims
+from coda_inductor.patterns.slices import SPLITS
 from coda_inductor.patterns.terms import Term, Terms, is_number
 
 Meaning = Callable[..., Term]
@@ -75,6 +77,28 @@ POINTWISE: dict[object, Meaning] = {
     **{op: _fn(name) for name, ops in FUNCTIONS.items() for op in ops},
 }
 # fmt: on
+
+
+DROPPING: frozenset[object] = frozenset({
+    aten.sigmoid.default, aten.silu.default, aten.relu.default, aten.gather.default, aten.topk.default,
+    aten.sort.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+}).union(*FUNCTIONS.values())  # fmt: skip
+"""Operations that may be finite of what is not, as an exponential of -inf is 0, or leave it out."""
+ARRANGING = {*SPLITS, aten.slice.Tensor, aten.select.int, aten.cat.default, operator.getitem}
+
+
+def may_drop(node: fx.Node) -> bool:
+    """Does the forward read the node so that what is infinite in it may leave no trace, and has a gradient of 0? Sums,
+    products and attention mix it in."""
+    todo = [node]
+    for x in todo:
+        for user in (u for u in x.users if not g.is_backward(u) and u not in todo):
+            sums = g.reduction(user)
+            if user.target in DROPPING or (sums is not None and sums.name not in ("sum", "mean", "var")):
+                return True
+            through = user.target in POINTWISE or user.target in ARRANGING or g.is_view(user)
+            todo += [user] if through else []
+    return False
 
 
 def chain(node: fx.Node) -> list[fx.Node]:

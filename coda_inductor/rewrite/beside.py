@@ -15,7 +15,7 @@ from torch import fx
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.lift import Lifted
-from coda_inductor.patterns.pointwise import POINTWISE
+from coda_inductor.patterns.pointwise import POINTWISE, may_drop
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
 from coda_inductor.rewrite.laws import ADJOINT
 from coda_inductor.rewrite.program import Program
@@ -121,6 +121,9 @@ def beside(program: Program, con: Term, image: Term, adjoint: bool) -> Term | No
     if parts is None:
         return None
     scale, rest = parts
+    biased = any(f.kind != "red" for _, u in rest for f in factors(u))  # which a vector of the weights is not
+    if biased and may_drop(forward):
+        return None  # where a bias is -inf, z may be 0, and 0 times infinity is no number
     turned = through(program, z, whole, over) if adjoint else None
     turned = None if turned and turned[1].name in program.limits.unread else turned
     same = next((n for n in holding(program, z) if reading.roots(n) == reading.roots(forward)), node)

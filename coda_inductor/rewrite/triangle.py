@@ -162,8 +162,12 @@ def _behind_relu(program: Program, z: Term, image: Term, over: tuple[int, ...]) 
     vectors = dict[Term, list[Term]]()  # of rows: what they multiply
     for v, u in parts[1]:
         vectors.setdefault(v, []).append(u)
-    sums = [(terms.const(ONE), after)] + [(terms.mul(terms.const(-ONE), v), terms.add(*u)) for v, u in vectors.items()]
-    total = terms.add(*(terms.mul(v, terms.red("sum", terms.mul(z, u), over, extents)) for v, u in sums))
+    sums = [(terms.const(ONE), terms.mul(z, after))]
+    for v, us in vectors.items():  # inside the choice: a bias of -inf is one that ReLU has dropped
+        sums.append(
+            (terms.mul(terms.const(-ONE), v), terms.fn(z.name, *z.args[:2], terms.mul(z.args[2], terms.add(*us))))
+        )
+    total = terms.add(*(terms.mul(v, terms.red("sum", x, over, extents)) for v, x in sums))
     return terms.mul(terms.power(parts[0], -ONE), total), image
 
 

@@ -240,6 +240,18 @@ def test_head_with_a_bias(done: Done, name: str, spread: float, chunk: int) -> N
     assert done[-1] == (1, [])
 
 
+@pytest.mark.parametrize("name", ("mean", "capped", "logsumexp", "z-loss", "the target alone"))
+def test_a_class_that_a_bias_hides(name: str) -> None:
+    """A bias of -inf makes a score of which nothing has a gradient, be the head rewritten or left as it came."""
+    model, (x, y) = Head(READ[name], bias=True).double(), drawn(torch.float64)
+    with torch.no_grad():
+        model.head.bias[0] = -torch.inf
+    wanted = run(model, x, y.clamp(min=1), False)
+    with strict_reference(run=False):
+        assert equal(run(model, x, y.clamp(min=1), True), wanted)
+    assert all(t.isfinite().all() for t in wanted)
+
+
 def test_a_logsumexp_of_biased_scores_stays(done: Done) -> None:
     """It is made of the target's score, and a bias may make that of an ignored target infinite."""
     model, (x, y) = Head(with_z_of_some, bias=True).double(), drawn(torch.float64)

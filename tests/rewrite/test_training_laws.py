@@ -191,6 +191,22 @@ def test_a_scale_by_feature_does_not_leave_the_sum_behind_a_relu() -> None:
     assert {f.law for f in fired} >= {"triangle"} and "relu" not in {f.law for f in fired}
 
 
+def test_a_relu_may_drop_what_a_bias_of_minus_infinity_makes() -> None:
+    """Its gradient is 0, and 0 times the bias is no number: the bias is not taken out of the sum."""
+    torch.manual_seed(0)
+    model, x = Relu("LayerNorm", True).double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for mlp in model.mlps:
+            next(m.bias for m in mlp.modules() if isinstance(m, nn.Linear) and m.bias is not None)[::3] = -torch.inf
+    wanted = steps(model, model, [x], True)
+    with strict_reference(run=False):
+        REPORTS.clear()
+        found = steps(torch.compile(model, backend="coda"), model, [x], True)
+    assert "relu" in {law for site in REPORTS[-1].sites for law in site.laws}
+    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None and b is not None]
+    assert len(pairs) > 8 and all(b.isfinite().all() and error(a, b) < 1e-10 for a, b in pairs)
+
+
 def test_the_adjoint_keeps_no_tensor_for_a_statistic() -> None:
     """Without it queries are kept from before the rotary embedding as well; with it one table of the embedding, which
     all layers share. The gradients are the same. What keys and values add to the row is summed where their gradients
