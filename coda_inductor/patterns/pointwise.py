@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -11,7 +10,6 @@ from torch import fx
 from coda_inductor.core.ops import OPS
 from coda_inductor.patterns import graph as g
 from coda_inductor.patterns.graph import aten, aten_of, prims
-from coda_inductor.patterns.slices import SPLITS
 from coda_inductor.patterns.terms import Term, Terms, is_number
 
 Meaning = Callable[..., Term]
@@ -77,51 +75,6 @@ POINTWISE: dict[object, Meaning] = {
     **{op: _fn(name) for name, ops in FUNCTIONS.items() for op in ops},
 }
 # fmt: on
-
-
-DROPPING: frozenset[object] = frozenset({
-    aten.sigmoid.default, aten.silu.default, aten.relu.default, aten.gather.default, aten.topk.default,
-    aten.sort.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
-}).union(*FUNCTIONS.values())  # fmt: skip
-"""Operations that may be finite of what is not, as an exponential of -inf is 0, or leave it out."""
-FACTORS = (aten.mul.Tensor, aten.div.Tensor)
-ARRANGING = {*SPLITS, aten.slice.Tensor, aten.select.int, aten.cat.default, operator.getitem}
-
-
-def may_drop(node: fx.Node) -> bool:
-    """Does the forward read the node so that what is infinite in it may leave no trace, and has a gradient of 0? Sums,
-    products and attention mix it in; so does a factor of itself, as in x sigmoid(x): infinity times 0 is no number."""
-    carried, droppers = [node], list[fx.Node]()
-    for x in carried:
-        for user in (u for u in x.users if not g.is_backward(u) and u not in carried):
-            sums = g.reduction(user)
-            if user.target in DROPPING or (sums is not None and sums.name not in ("sum", "mean", "var")):
-                droppers.append(user)
-            elif user.target in POINTWISE or user.target in ARRANGING or g.is_view(user):
-                carried.append(user)
-    return not all(_meets(x, carried) for x in droppers)
-
-
-def _meets(node: fx.Node, carried: list[fx.Node]) -> bool:
-    """Is all that the forward makes of the node, number by number, multiplied in the end with something `carried` of
-    the same numbers?"""
-    todo, part = [node], _part(node, carried)
-    for x in todo:
-        for user in (u for u in x.users if not g.is_backward(u) and u not in todo):
-            others = [a for a in user.all_input_nodes if a is not x and a in carried]
-            if user.target in FACTORS and any(_part(a, carried) is part for a in others):
-                continue
-            if user.target not in POINTWISE and not g.is_view(user):
-                return False
-            todo.append(user)
-    return True
-
-
-def _part(node: fx.Node, carried: list[fx.Node]) -> fx.Node:
-    """The last of those `carried` to the node that is a part of another, as a slice; the first if none is."""
-    while node is not carried[0] and node.target not in ARRANGING:
-        node = next(a for a in node.all_input_nodes if a in carried)
-    return node
 
 
 def chain(node: fx.Node) -> list[fx.Node]:

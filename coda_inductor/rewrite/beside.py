@@ -13,9 +13,10 @@ from fractions import Fraction
 from torch import fx
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns.infinite import may_drop
 from coda_inductor.patterns.layout import dense
 from coda_inductor.patterns.lift import Lifted
-from coda_inductor.patterns.pointwise import POINTWISE, may_drop
+from coda_inductor.patterns.pointwise import POINTWISE
 from coda_inductor.patterns.terms import ONE, Term, Terms, is_number, positive
 from coda_inductor.rewrite.laws import ADJOINT
 from coda_inductor.rewrite.program import Program

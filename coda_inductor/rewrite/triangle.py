@@ -164,9 +164,8 @@ def _behind_relu(program: Program, z: Term, image: Term, over: tuple[int, ...]) 
         vectors.setdefault(v, []).append(u)
     sums = [(terms.const(ONE), terms.mul(z, after))]
     for v, us in vectors.items():  # inside the choice: a bias of -inf is one that ReLU has dropped
-        sums.append(
-            (terms.mul(terms.const(-ONE), v), terms.fn(z.name, *z.args[:2], terms.mul(z.args[2], terms.add(*us))))
-        )
+        chosen = terms.fn(z.name, *z.args[:2], terms.mul(z.args[2], terms.add(*us)))
+        sums.append((terms.mul(terms.const(-ONE), v), chosen))
     total = terms.add(*(terms.mul(v, terms.red("sum", x, over, extents)) for v, x in sums))
     return terms.mul(terms.power(parts[0], -ONE), total), image
 
