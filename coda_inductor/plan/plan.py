@@ -82,6 +82,9 @@ class Plan(Inputs):
             elif g.compares(node):  # which what loops or another epilogue make again may not equal, to the bit
                 for a in node.all_input_nodes:
                     self.need(a)
+            if node in self.program.limits.summed_from:
+                for a in node.all_input_nodes:
+                    self.need(self._base(a, self._made_of(node)), node)
         while self._todo or self.again.unsettled or self._more():
             while self._todo:
                 node, by = self._todo.pop()
@@ -97,6 +100,8 @@ class Plan(Inputs):
         before = len(self.sums), sum(len(d.stores) for d in self.unique())
         for draft in self.unique():
             self.demand(draft, *draft.values)
+        for acc in [acc for acc, draft in self.drafts.items() if self.plain(draft)]:
+            self.need(self.program.product(acc).x, self.program.product(acc).node)  # which stays, and reads it itself
         return bool(self._todo) or before != (len(self.sums), sum(len(d.stores) for d in self.unique()))
 
     def _settle(self) -> None:
@@ -150,19 +155,21 @@ class Plan(Inputs):
         """Does Inductor compute the node in a loop of its own, from whatever inputs are cheapest?"""
         return node.target in POINTWISE or node.target in g.LOOPS or g.reduction(node) is not None
 
-    def _base(self, node: fx.Node) -> fx.Node:
+    def _base(self, node: fx.Node, summed: int = 0) -> fx.Node:
         """The tile that a pointwise chain of one tile starts from, views between: cheaper for a kept operation to read
         than its end. Scores that alone are made of that tile, and are as small, are read in its place: an epilogue
-        makes them as well, and the backward would keep them beside the tile. (Cohere2-7B: a pass of 8.4 GB.)"""
+        makes them as well, and the backward would keep them beside the tile. (Cohere2-7B: a pass of 8.4 GB.)
+        Of several tiles the chain goes on with the one that is made of the products of `summed` (a bit set)."""
         start, steps, viewed = node, [node], False
         while g.is_view(node) or (node.target in POINTWISE and not self._ends(node)):
             tiles = [a for a in node.all_input_nodes if self._tile(a)]
-            if len(tiles) != 1:
+            mine = [a for a in tiles if self._made_of(a) & summed] if len(tiles) > 1 else tiles
+            if len(mine) != 1:
                 break
-            for vector in (a for a in node.all_input_nodes if viewed and a is not tiles[0]):
-                self.need(vector, node)
+            for other in (a for a in node.all_input_nodes if (viewed or summed) and a is not mine[0]):
+                self.need(other, node)
             viewed |= g.is_view(node)
-            start, node = start if g.is_view(node) else tiles[0], tiles[0]
+            start, node = start if g.is_view(node) else mine[0], mine[0]
             steps.append(node)
         while steps.pop() is not start:
             pass
@@ -170,6 +177,11 @@ class Plan(Inputs):
         while scores and steps and len(start.users) == 1 and itemsize(steps[-1]) <= itemsize(start):
             start = steps.pop()
         return start
+
+    def _made_of(self, node: fx.Node) -> int:
+        """The products of which the node is made, as a bit set."""
+        term = self.program.lifted.term.get(node)
+        return 0 if term is None else self.program.new[term].hosts
 
     def _ends(self, node: fx.Node) -> bool:
         term = self.program.lifted.term.get(node)

@@ -9,7 +9,8 @@ from coda_inductor.plan.build import build
 from coda_inductor.plan.cycles import circular
 from coda_inductor.plan.draft import CROWDED, Conflict, Root
 from coda_inductor.plan.plan import Plan
-from coda_inductor.plan.trim import trim
+from coda_inductor.plan.trim import find_used, trim
+from coda_inductor.plan.twice import twice
 from coda_inductor.rewrite.derive import derive
 from coda_inductor.rewrite.laws import LAWS
 from coda_inductor.rewrite.limits import NONE, Limits
@@ -29,7 +30,7 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
             trim(made)
             more = Limits(crowded=_crowded(made), unrooted=_unrooted(made))
             if limits.holds(more):
-                read = reads(made)  # as it was before any product is added to another
+                read, used = reads(made), find_used(made).seen  # as it was before any product is added to another
                 for draft in made.unique():
                     other = addend(made, draft, read) if draft.space.accs[0] not in made.taken_in else None
                     if other is not None:
@@ -37,7 +38,9 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
                         made.taken_in.add(other)
                 made.builts = [build(made, draft) for draft in made.unique()]
                 if not (more := circular(made)):
-                    return made
+                    if not (again := twice(made, used)):
+                        return made
+                    raise Conflict(again)
         except Conflict as conflict:
             more = _unsummed(made, conflict.limits) or conflict.limits
             if limits.holds(more):

@@ -1,0 +1,39 @@
+"""Products that would be computed twice: by a Region, and once more for loops that read them as they are.
+
+A loop reads what a chain of pointwise operations starts from, and what else it takes of that it makes itself. That may
+be a sum over the row of other products: a norm's gradient sums what several products add up to. Where nobody asked for
+these, they would stay in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from torch import fx
+
+from coda_inductor.patterns import graph as g
+from coda_inductor.plan.plan import Plan
+from coda_inductor.rewrite.limits import Limits
+
+WHY = "what is no part of its epilogue reads it as well"
+
+
+def twice(plan: Plan, used: AbstractSet[object]) -> Limits:
+    """What keeps products from being computed twice, if some are: sums start from what the Regions store. If there are
+    no sums, these products become no Region. `used`: the nodes that somebody reads."""
+    made = {node for built in plan.builts for node in built.draft.nodes}
+    products = {plan.program.product(acc).node: acc.bit for built in plan.builts for acc in built.products}
+    left = {node for node in products.keys() - made if _is_read(node, used - made)}
+    onward = g.reached(left, lambda node: () if _is_sum(node) else node.users.keys() & used)
+    sums = frozenset(filter(_is_sum, onward)) - plan.program.limits.summed_from
+    return Limits(summed_from=sums) if sums else Limits({products[node]: WHY for node in left})
+
+
+def _is_read(product: fx.Node, used: AbstractSet[object]) -> bool:
+    """Does a used operation read the product, perhaps through views? (An accumulator that takes it in does not.)"""
+    through = g.reached([product], lambda node: node.users if node is product or g.is_view(node) else ())
+    return any(node in used for node in through if node is not product and not g.is_view(node))
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return g.reduction(node) is not None
