@@ -21,6 +21,7 @@ from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
+from coda_inductor.inductor.partial_writes import join_written
 from coda_inductor.inductor.records import Refusal, Report, RewriteAgain, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.sites import absorbed, fired, reason, site
@@ -88,6 +89,11 @@ def undefined_gradients(work: Work) -> None:
     add_where_read(work.graph)
 
 
+def partial_writes(work: Work) -> None:
+    """A tensor that is written part by part is a cat of the parts, and is read as these."""
+    work.casts += join_written(work.graph)
+
+
 def written_attention(work: Work) -> None:
     """Attention that is written out, as products and a softmax, is one operation."""
     if work.may(ATTENTION) and work.target != "reference" and work.settings.numerics != "strict":
@@ -127,7 +133,7 @@ def prefixes(work: Work) -> None:
 def casts_first(work: Work) -> None:
     """What is copied and then rounded is rounded first, and what is widened and then copied is copied first."""
     if work.may(CASTS):
-        work.casts = round_first(work.graph)
+        work.casts += round_first(work.graph)
         widen_last(work.graph)
 
 
@@ -300,6 +306,7 @@ def little_kept(work: Work) -> None:
 Stage = Callable[[Work], None]
 STAGES: tuple[Stage, ...] = (
     undefined_gradients,
+    partial_writes,
     written_attention,
     constant_masks,
     grouped_heads,

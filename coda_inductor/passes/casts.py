@@ -36,6 +36,7 @@ from coda_inductor.write.writing import ORIGIN, Writing
 
 ALIGNED = 8  # what Inductor pads to: an odd product is better off padded
 WIDE, EARLY, FAST = "written in float32", "rounded before being copied", "added up fast"
+WHOLE = "written in parts, made as a whole"
 PACKED = "read and written as integers, one for two numbers"
 
 
@@ -43,7 +44,8 @@ PACKED = "read and written as integers, one for two numbers"
 class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
     user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py),
-    pairs of numbers that are PACKED (complex.py), or scores whose gradient is stored for them (loss/written.py)."""
+    pairs of numbers that are PACKED (complex.py), what was written in parts and is made
+    WHOLE (partial_writes.py), or scores whose gradient is stored for them (loss/written.py)."""
 
     node: str
     shape: str
@@ -60,12 +62,12 @@ class Cast:
     @property
     def absorbed(self) -> tuple[str, ...]:
         """The operations that nobody runs any more."""
-        return self.gone or (() if self.what in (EARLY, FAST, PACKED) else (self.node,))
+        return self.gone or (() if self.what in (EARLY, FAST, PACKED, WHOLE) else (self.node,))
 
     @classmethod
-    def of(cls, node: fx.Node, what: str, source: str) -> Cast:
+    def of(cls, node: fx.Node, what: str, source: str, gone: tuple[str, ...] = ()) -> Cast:
         """The record of a node."""
-        return cls(node.name, f"[{', '.join(map(str, node.meta['val'].shape))}]", source, what)
+        return cls(node.name, f"[{', '.join(map(str, node.meta['val'].shape))}]", source, what, gone)
 
 
 def round_first(graph: fx.Graph) -> tuple[Cast, ...]:

@@ -1,0 +1,256 @@
+"""Tensors that the user writes part by part: what becomes one, and that all of it is eager's to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from evaluate import strict_reference
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+
+from coda_inductor.explain.capture import capture
+from coda_inductor.inductor.joint_pass import REPORTS
+from coda_inductor.inductor.partial_writes import WRITES, join_written
+from coda_inductor.patterns.graph import aten
+
+TOKENS, WIDTH, HEADS = 6, 16, 2
+Program = Callable[[Tensor, Tensor], Tensor]
+
+
+def drawn(grad: bool = False) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = ((TOKENS, WIDTH), (WIDTH, WIDTH))
+    return tuple(torch.randn(s, dtype=torch.float64, requires_grad=grad) for s in shapes)  # type: ignore[return-value]
+
+
+def heads(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).view(TOKENS, HEADS, -1)
+
+
+def neighbours(x: Tensor, w: Tensor) -> Tensor:
+    q, angle = heads(x, w), x[:, None, : WIDTH // HEADS // 2]
+    out = torch.empty_like(q)
+    out[..., 0::2] = q[..., 0::2] * angle.cos() - q[..., 1::2] * angle.sin()
+    out[..., 1::2] = q[..., 0::2] * angle.sin() + q[..., 1::2] * angle.cos()
+    return out.flatten(1) @ w
+
+
+def halves(x: Tensor, w: Tensor) -> Tensor:
+    q = heads(x, w)
+    out = torch.zeros_like(q)
+    out[..., 4:] = q[..., :4] * 2
+    out[..., :4] = -q[..., 4:]
+    return out.flatten(1) @ w
+
+
+def unequal(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:, :3], out[:, 3:9], out[:, 9:] = x[:, :3].sin(), (x @ w)[:, 3:9], x[:, 9:]
+    return out @ w
+
+
+def indexed(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    out = y.new_empty(2, *y.shape)
+    out[0], out[1] = y.sin(), y.cos()
+    return out @ w
+
+
+def a_number(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:, 0::2], out[:, 1::2] = 3.0, (x @ w)[:, 0::2]
+    return out @ w
+
+
+def a_row(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:2], out[2:] = w[0], (x @ w)[2:]
+    return out @ w
+
+
+def other_dtype(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x, dtype=torch.float32)
+    out[:, ::2], out[:, 1::2] = x[:, ::2], (x @ w)[:, ::2]
+    return out.double() @ w
+
+
+def returned(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:, ::2], out[:, 1::2] = x[:, 1::2] + 1, (x @ w)[:, ::2]
+    return out
+
+
+WHOLE: dict[str, Program] = {
+    "neighbours": neighbours, "halves": halves, "unequal": unequal, "indexed": indexed, "a number": a_number,
+    "a row": a_row, "other dtype": other_dtype, "returned": returned,
+}  # fmt: skip
+
+
+def in_part(x: Tensor, w: Tensor) -> Tensor:
+    out = x.clone()
+    out[:, ::2] = (x @ w)[:, 1::2]
+    return out @ w
+
+
+def overlapping(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:, :9], out[:, 7:] = x[:, :9].cos(), (x @ w)[:, 7:]
+    return out @ w
+
+
+def overlapping_rows(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:4], out[2:] = x[:4].cos(), (x @ w)[2:]
+    return out @ w
+
+
+def read_otherwise(x: Tensor, w: Tensor) -> Tensor:
+    """What is read of another dimension than what is written."""
+    out = x.clone()
+    out[:, ::2] = (x @ w)[:, 1::2]
+    return out[1:2] @ w
+
+
+def uneven(x: Tensor, w: Tensor) -> Tensor:
+    """Every third, and the others by two."""
+    out = torch.zeros_like(x)
+    out[:, ::3], out[:, 1::3], out[:, 2::3] = x[:, ::3], (x @ w)[:, 1::3], 1.0
+    return out @ w
+
+
+def two_dimensions(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:, ::2], out[1:] = x[:, ::2], (x @ w)[1:]
+    return out @ w
+
+
+def read_between(x: Tensor, w: Tensor) -> Tensor:
+    """What is read of a part before that is written again."""
+    out = torch.zeros_like(x)
+    out[:, ::2] = x[:, ::2].sin()
+    first = out[:, ::2].clone() + out[:, 1::2].clone()
+    out[:, ::2], out[:, 1::2] = (x @ w)[:, ::2], first
+    return out @ w
+
+
+def token_by_token(x: Tensor, w: Tensor) -> Tensor:
+    out, h = x.new_empty(12, WIDTH), x[0]
+    for i in range(12):
+        h = (h @ w).tanh()
+        out[i] = h
+    return out @ w
+
+
+OTHERS: dict[str, Program] = {
+    "in part": in_part, "overlapping": overlapping, "rows": overlapping_rows, "uneven": uneven,
+    "two dimensions": two_dimensions, "read between": read_between, "read otherwise": read_otherwise,
+    "token by token": token_by_token,
+}  # fmt: skip
+
+
+def writes(f: Program, mode: str) -> tuple[int, int]:
+    """How many writes of parts a graph has, before and after."""
+    found = list[tuple[int, int]]()
+
+    def count(graph: fx.Graph) -> int:
+        return sum(len(graph.find_nodes(op="call_function", target=target)) for target in WRITES)
+
+    def joined(graph: fx.Graph) -> None:
+        before = count(graph)
+        join_written(graph)
+        graph.lint()
+        found.append((before, count(graph)))
+
+    capture(f, drawn(mode == "train"), {}, mode, joined)  # type: ignore[arg-type]
+    (both,) = found
+    return both
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_parts_are_one_tensor(name: str) -> None:
+    before, after = writes(WHOLE[name], "infer")
+    assert before >= 2 and after == 0
+
+
+def test_the_backward_puts_no_zeros_where_parts_were() -> None:
+    assert writes(neighbours, "train") == (8, 5)  # the gradients of the five slices that it reads are left
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay(name: str) -> None:
+    before, after = writes(OTHERS[name], "infer")
+    assert 0 < after <= before
+
+
+@pytest.mark.parametrize("name", WHOLE | OTHERS)
+def test_gradients_are_eagers(name: str) -> None:
+    compare((WHOLE | OTHERS)[name])
+
+
+def compare(f: Program) -> None:
+    x, w = drawn(True)
+    wanted = f(x, w)
+    seed = torch.randn_like(wanted)
+    with strict_reference(run=False):
+        REPORTS.clear()
+        found = torch.compile(f, backend="coda")(x, w)
+        assert REPORTS
+        pairs = zip(*(torch.autograd.grad(y, (x, w), seed) for y in (found, wanted)), strict=True)
+        assert torch.allclose(found, wanted, 1e-12, 1e-12)
+        assert all(torch.allclose(mine, theirs, 1e-12, 1e-12) for mine, theirs in pairs)
+
+
+def test_an_input_is_written() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        x[:, ::2], x[:, 1::2] = (x @ w)[:, 1::2], x[:, ::2].clone()
+        return x[:, ::2] @ w[::2]
+
+    (x, w), (y, _) = drawn(), drawn()
+    with strict_reference(run=False):
+        assert torch.allclose(torch.compile(f, backend="coda")(x, w), f(y, w), 1e-12, 1e-12)
+    assert torch.equal(x, y)
+
+
+def test_a_part_that_is_returned_lies_in_the_whole() -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        out[:, ::2], out[:, 1::2] = (x @ w)[:, 1::2], x[:, ::2]
+        return out, out[:, ::2]
+
+    x, w = drawn()
+    with strict_reference(run=False):
+        whole, part = torch.compile(f, backend="coda")(x, w)
+    assert torch.equal(whole, f(x, w)[0]) and part.data_ptr() == whole.data_ptr() and part.stride() == (WIDTH, 2)
+
+
+def test_sizes_that_are_symbols_stay() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        out = torch.empty_like(y)
+        out[: y.shape[0] // 2], out[y.shape[0] // 2 :] = y[: y.shape[0] // 2].sin(), y[y.shape[0] // 2 :]
+        return out @ w
+
+    x, w = drawn()
+    with strict_reference(run=False):
+        call = torch.compile(f, backend="coda", dynamic=True)
+        for tokens in (6, 4):
+            assert torch.allclose(call(x[:tokens], w), f(x[:tokens], w), 1e-12, 1e-12)
+
+
+def test_what_is_overwritten_since_is_read_where_it_was_copied() -> None:
+    graph, value, rows = fx.Graph(), torch.randn(TOKENS, WIDTH), torch.randn(2, WIDTH)
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    copy = graph.call_function(aten.copy.default, (y, x))
+    written = graph.call_function(aten.copy_.default, (x, y))
+    part = graph.call_function(aten.slice.Tensor, (copy, 0, 0, 2))
+    read = graph.call_function(aten.sin.default, (part,))
+    graph.output((read,))
+    with FakeTensorMode() as mode:
+        for node in (x, y, copy, written):
+            node.meta["val"] = mode.from_tensor(value)
+        part.meta["val"] = read.meta["val"] = mode.from_tensor(rows)
+    before = str(graph)
+    join_written(graph)
+    assert str(graph) == before
