@@ -213,6 +213,18 @@ TIMED: dict[str, Dated] = {
                                ("dinov2_giant", "DINOv2-giant"))
         ),
     ),
+    "partial writes": Dated(
+        ("four blocks as Wan's, H200", "`torch.compile`, ms", "coda, part by part, ms", "coda, as a whole, ms",
+         "gain, part by part", "gain, as a whole"),
+        tuple(
+            (said, *(cell for way, key, how in (("as a whole", "baseline_ms", "ms"), ("part by part", "ms", "ms"),
+                                                ("as a whole", "ms", "ms"), ("part by part", "speedup", "gain"),
+                                                ("as a whole", "speedup", "gain"))
+                     for cell in cells("sweeps.jsonl", "e88780c", key, how,
+                                       case=f"four blocks as Wan's, made {way}", mode=mode)))
+            for mode, said in (("infer", "inference"), ("train", "training"))
+        ),
+    ),
     "losses": Dated(
         ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "scores stored, ms",
          "gradient stored, ms", "blocks of 2048, ms", "whole, ms"),
