@@ -91,7 +91,8 @@ def undefined_gradients(work: Work) -> None:
 
 def partial_writes(work: Work) -> None:
     """A tensor that is written part by part is a cat of the parts, and is read as these."""
-    work.casts += join_written(work.graph)
+    if work.may(CASTS):
+        work.casts += join_written(work.graph)
 
 
 def written_attention(work: Work) -> None:

@@ -35,62 +35,82 @@ Window = tuple[int, range]
 def join_written(graph: fx.Graph) -> tuple[Cast, ...]:
     """Writes tensors that are written in parts as a cat of these, and reads of parts as reads of what was written, in
     place."""
-    overwritten, memory = effects(graph).memory, Memory(graph)
-    changed = dict[fx.Node, set[fx.Node]]()
+    wholes, others, overwritten = list[fx.Node](), list[fx.Node](), _of_overwritten(graph)
     for node in reversed([n for n in graph.nodes if n.target in WRITES | READS]):
-        chain = g.reached([_node(node.args[0])], _onward) if node.target in READS else g.reached([node], _onward)
-        if len(chain) < 2 or any(memory.of(n) in overwritten for n in chain):
-            continue
-        if node.target in READS and _is_returned(node):
+        if node in overwritten or (node.target in READS and _is_returned(node)):
             continue
         writing = Writing(graph, node)
         new = _whole(writing, node) if node.target in WRITES else _part(writing, node)
         if new is not None and (alike(new, node) or all(map(_lies_anew, node.users))):
-            node.replace_all_uses_with(new)
-            changed[node] = {n for n in chain | {node} if not g.is_view(n)}
+            node.replace_all_uses_with(new)  # a returned whole, too: it has memory of its own before and after
+            (wholes if node.target in WRITES else others).append(node)
+        elif node.target in WRITES and (copy := _node(node.args[1])) is not (value := _copied(copy)):
+            node.replace_input_with(copy, value)  # else each write would read what the writes before it made
+            others.append(node)
+    if not wholes + others:
+        return ()
+    before = [n for n in graph.nodes if n.op == "call_function" and not g.is_view(n)]
     graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
     left = set(graph.nodes)
-    gone = {node: tuple(n.name for n in chain - left) for node, chain in changed.items()}
-    return tuple(Cast.of(node, WHOLE, g.source_line(node), names) for node, names in gone.items() if names)
+    gone = tuple(n.name for n in before if n not in left)
+    first, *rest = wholes or others[:1]
+    return Cast.of(first, WHOLE, g.source_line(first), gone), *(Cast.of(n, WHOLE, g.source_line(n)) for n in rest)
+
+
+def _of_overwritten(graph: fx.Graph) -> set[fx.Node]:
+    """The writes and reads of parts that are made of memory which the graph overwrites: they read it when they run."""
+    names, memory, found = effects(graph).memory, Memory(graph), set[fx.Node]()
+    for node in graph.nodes if names else ():
+        if memory.of(node) in names:
+            found.add(node)
+        elif node.target in WRITES | READS or node.target is aten.copy.default:
+            found |= {node} if not found.isdisjoint(node.all_input_nodes) else set()
+    return found
 
 
 def _whole(writing: Writing, last: fx.Node) -> fx.Node | None:
-    """The cat of the parts that a chain of writes fills a dimension with; None if it leaves any of it as it was."""
+    """The cat of the parts that a chain of writes fills a dimension with. None if it leaves any of it as it was, or if
+    two parts overlap."""
     if (window := _window(last)) is None:
         return None
     (dim, _), node, writes = window, last, dict[range, fx.Node]()
-    missing = set(range(last.meta["val"].shape[dim]))
+    missing = last.meta["val"].shape[dim]
     while missing:
         if node.target not in WRITES or (window := _window(node)) is None or window[0] != dim or len(writes) == MOST:
             return None
-        if not missing.issuperset(window[1]):
-            return None
-        missing -= set(window[1])
-        writes[window[1]] = node
+        if window[1] and window[1] not in writes:  # else it is written once more later
+            if any(_meet(window[1], other) for other in writes):
+                return None
+            missing -= len(window[1])
+            writes[window[1]] = node
         node = _node(node.args[0])
     order = sorted(writes, key=lambda w: w.start)
-    pairs = any(w.step != 1 for w in order)  # as even and odd ones
-    if len(order) < 2 or (pairs and any(w.step != len(order) or len(w) != len(order[0]) for w in order)):
+    interleaved = any(w.step != 1 for w in order)  # as even and odd ones
+    if len(order) < 2 or (interleaved and any(w.step != len(order) or len(w) != len(order[0]) for w in order)):
         return None
-    values = [_value(writing, writes[w]) for w in order]
-    if not pairs:
+    values = [value for w in order if (value := _value(writing, writes[w])) is not None]
+    if len(values) < len(order):
+        return None
+    if not interleaved:
         return writing.instead(last, aten.cat.default, values, dim)
-    beside = writing.call(
-        last, aten.cat.default, [writing.call(last, aten.unsqueeze.default, v, dim + 1) for v in values], dim + 1
-    )
+    apart = [writing.call(last, aten.unsqueeze.default, v, dim + 1) for v in values]
+    beside = writing.call(last, aten.cat.default, apart, dim + 1)
     return writing.reshape(beside, list(last.meta["val"].shape), aten.reshape.default)
 
 
-def _value(writing: Writing, write: fx.Node) -> fx.Node:
-    """What is written, in the dtype and the size of where it is put."""
+def _value(writing: Writing, write: fx.Node) -> fx.Node | None:
+    """What is written, in the dtype and the size of where it is put: what its own copy converts and repeats is
+    converted and repeated. None for what comes from another device, or for complex numbers put among real ones."""
     value, whole = _node(write.args[1]), _node(write.args[0]).meta["val"]
-    shape = list(value.meta["val"].shape)
-    while value.target is aten.copy.default:
-        value = _node(value.args[1])
-    if [*map(size_of, value.meta["val"].shape)] != [*map(size_of, shape)]:
-        value = writing.call(write, aten.expand.default, value, shape)
-    if value.meta["val"].dtype != whole.dtype:
-        value = writing.call(write, prims.convert_element_type.default, value, whole.dtype)
+    if value.target is aten.copy.default:
+        shape, value = list(value.meta["val"].shape), _copied(_node(value.args[1]))
+        given = value.meta["val"]
+        if given.device != whole.device or given.is_complex() != whole.is_complex():
+            return None
+        if [*map(size_of, given.shape)] != [*map(size_of, shape)]:
+            value = writing.call(write, aten.expand.default, value, shape)
+        if given.dtype != whole.dtype:
+            value = writing.call(write, prims.convert_element_type.default, value, whole.dtype)
     if write.target is aten.select_scatter.default:
         value = writing.call(write, aten.unsqueeze.default, value, write.args[2])
     return value
@@ -104,28 +124,31 @@ def _part(writing: Writing, part: fx.Node) -> fx.Node | None:
         if put == window:
             value = _copied(_node(node.args[1]))
             return value if _same(value, part) else None
-        if put[0] != window[0] or set(put[1]) & set(window[1]):
+        if put[0] != window[0] or _meet(put[1], window[1]):
             break
         node = _copied(_node(node.args[0]))
     return None if node is source or window is None else writing.instead(part, part.target, node, *part.args[1:])
 
 
-def _onward(node: fx.Node) -> list[fx.Node]:
-    """What a chain of writes is made of."""
-    return node.all_input_nodes if node.target in WRITES or node.target is aten.copy.default else []
-
-
 def _copied(node: fx.Node) -> fx.Node:
-    """What a copy gives to a tensor of its dtype and size, else the node."""
+    """What a copy gives to a tensor of its dtype, size and device, else the node."""
     while node.target is aten.copy.default and _same(node, _node(node.args[1])):
         node = _node(node.args[1])
     return node
 
 
+def _meet(a: range, b: range) -> bool:
+    """Have they an index in common, perhaps?"""
+    if not a or not b or (a.step == b.step and (a.start - b.start) % a.step):
+        return False
+    return max(a.start, b.start) <= min(a[-1], b[-1])
+
+
 def _same(a: fx.Node, b: fx.Node) -> bool:
-    """Are two tensors of one dtype and size?"""
+    """Are two tensors of one dtype, size and device?"""
     mine, theirs = a.meta["val"], b.meta["val"]
-    return bool(mine.dtype == theirs.dtype and [*map(size_of, mine.shape)] == [*map(size_of, theirs.shape)])
+    alike = mine.dtype == theirs.dtype and mine.device == theirs.device
+    return bool(alike and [*map(size_of, mine.shape)] == [*map(size_of, theirs.shape)])
 
 
 def _window(node: fx.Node) -> Window | None:

@@ -34,7 +34,8 @@ POSITIONS, HEADS, PARTS, JOINED, EMBEDDING, LOSS, BLOCKS, PREFIX, FACTORS, ROWS 
 )
 PASSES = {
     TABLES: "no Region: sines and cosines that many elements read are computed once",
-    CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first",
+    CASTS: "no Region: what a product returns in float32 leaves it so; what is copied and rounded is rounded first; "
+    "what is written in parts is made as a whole",
     ATTENTION: "no Region: attention that is written out, as products and a softmax, is torch's operation of attention",
     MASKS: "no Region: attention reads no mask that hides the later tokens, or nothing, as transformers builds it",
     WINDOWS: "no Region: attention by a mask that shows a window of tokens is torch's flash attention without a mask",

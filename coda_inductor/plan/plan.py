@@ -159,7 +159,8 @@ class Plan(Inputs):
         """The tile that a pointwise chain of one tile starts from, views between: cheaper for a kept operation to read
         than its end. Scores that alone are made of that tile, and are as small, are read in its place: an epilogue
         makes them as well, and the backward would keep them beside the tile. (Cohere2-7B: a pass of 8.4 GB.)
-        Of several tiles the chain goes on with the one that is made of the products of `summed` (a bit set)."""
+        Of several tiles the chain goes on with the one that is made of the products of `summed` (a bit set). What it
+        passes then must exist, too."""
         start, steps, viewed = node, [node], False
         while g.is_view(node) or (node.target in POINTWISE and not self._ends(node)):
             tiles = [a for a in node.all_input_nodes if self._tile(a)]

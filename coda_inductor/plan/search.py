@@ -30,7 +30,10 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
             trim(made)
             more = Limits(crowded=_crowded(made), unrooted=_unrooted(made))
             if limits.holds(more):
-                read, used = reads(made), find_used(made).seen  # as it was before any product is added to another
+                read, used = (
+                    reads(made),
+                    find_used(made).seen,
+                )  # both as they were before any product is added to another
                 for draft in made.unique():
                     other = addend(made, draft, read) if draft.space.accs[0] not in made.taken_in else None
                     if other is not None:
@@ -38,9 +41,9 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
                         made.taken_in.add(other)
                 made.builts = [build(made, draft) for draft in made.unique()]
                 if not (more := circular(made)):
-                    if not (again := twice(made, used)):
-                        return made
-                    raise Conflict(again)
+                    if left := twice(made, used):
+                        raise Conflict(left)
+                    return made
         except Conflict as conflict:
             more = _unsummed(made, conflict.limits) or conflict.limits
             if limits.holds(more):

@@ -20,12 +20,12 @@ WHY = "what is no part of its epilogue reads it as well"
 
 def twice(plan: Plan, used: AbstractSet[object]) -> Limits:
     """What keeps products from being computed twice, if some are: sums start from what the Regions store. If there are
-    no sums, these products become no Region. `used`: the nodes that somebody reads."""
+    no sums, these products become no Region. `used`: what somebody reads, before products are added to others."""
     made = {node for built in plan.builts for node in built.draft.nodes}
     products = {plan.program.product(acc).node: acc.bit for built in plan.builts for acc in built.products}
     left = {node for node in products.keys() - made if _is_read(node, used - made)}
     onward = g.reached(left, lambda node: () if _is_sum(node) else node.users.keys() & used)
-    sums = frozenset(filter(_is_sum, onward)) - plan.program.limits.summed_from
+    sums = frozenset(filter(_is_sum, onward)) - plan.program.limits.summed_from  # new ones, or planning would not end
     return Limits(summed_from=sums) if sums else Limits({products[node]: WHY for node in left})
 
 

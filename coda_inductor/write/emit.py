@@ -215,8 +215,8 @@ def emit(plan: Plan, target: str, before: Before) -> None:
     sort(graph, before.effects)
     strides.restore(emission.call)
     sort(graph, before.effects)
-    left = {n.name for n in graph.nodes}
-    if twice := [n.name for b in builts for acc in b.products if (n := plan.program.product(acc).node).name in left]:
+    left = set(graph.nodes)
+    if twice := [n.name for b in builts for acc in b.products if (n := plan.program.product(acc).node) in left]:
         raise BrokenInvariant(f"{', '.join(twice)} would be computed twice")
     graph.lint()
 

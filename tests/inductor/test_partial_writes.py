@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from coda_inductor.explain.capture import capture
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.partial_writes import WRITES, join_written
+from coda_inductor.inductor.partial_writes import WRITES, _meet, join_written
 from coda_inductor.patterns.graph import aten
 
 TOKENS, WIDTH, HEADS = 6, 16, 2
@@ -76,6 +76,23 @@ def other_dtype(x: Tensor, w: Tensor) -> Tensor:
     return out.double() @ w
 
 
+def rounded_before(x: Tensor, w: Tensor) -> Tensor:
+    """A copy into integers, and one into a tensor of 16 bits, are no copies to be left out."""
+    y = x @ w
+    whole, half = torch.empty_like(y[:, :8], dtype=torch.int64), torch.empty_like(y[:, :4], dtype=torch.float16)
+    whole.copy_(y[:, :8] * 3)
+    half.copy_(y[:, 8:12])
+    out = torch.empty_like(y)
+    out[:, :8], out[:, 8:12], out[:, 12:] = whole, half, y[:, 12:]
+    return out @ w
+
+
+def written_twice(x: Tensor, w: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:, ::2], out[:, 1::2], out[:, 3:3], out[:, ::2] = 1.0, (x @ w)[:, 1::2], x[:, 3:3], x[:, ::2]
+    return out @ w
+
+
 def returned(x: Tensor, w: Tensor) -> Tensor:
     out = torch.empty_like(x)
     out[:, ::2], out[:, 1::2] = x[:, 1::2] + 1, (x @ w)[:, ::2]
@@ -84,7 +101,8 @@ def returned(x: Tensor, w: Tensor) -> Tensor:
 
 WHOLE: dict[str, Program] = {
     "neighbours": neighbours, "halves": halves, "unequal": unequal, "indexed": indexed, "a number": a_number,
-    "a row": a_row, "other dtype": other_dtype, "returned": returned,
+    "a row": a_row, "other dtype": other_dtype, "rounded before": rounded_before,
+    "written twice": written_twice, "returned": returned,
 }  # fmt: skip
 
 
@@ -254,3 +272,39 @@ def test_what_is_overwritten_since_is_read_where_it_was_copied() -> None:
     before = str(graph)
     join_written(graph)
     assert str(graph) == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_comes_from_another_device_is_copied(device: str) -> None:
+    mode, graph = FakeTensorMode(), fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    with mode:
+        x.meta["val"], y.meta["val"] = torch.empty(6, 2, device=device), torch.empty(6, 2, device="cuda")
+
+    def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        with mode:
+            node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+        return node
+
+    whole = graph.call_function(aten.empty.memory_format, ([6, 4],), {"device": torch.device("cuda")})
+    with mode:
+        whole.meta["val"] = torch.empty(6, 4, device="cuda")
+    for start, value in ((0, x), (2, y)):
+        place = call(aten.slice.Tensor, whole, 1, start, start + 2)
+        whole = call(aten.slice_scatter.default, whole, call(aten.copy.default, place, value), 1, start, start + 2)
+    graph.output((whole,))
+    join_written(graph)
+    assert len(graph.find_nodes(op="call_function", target=aten.cat.default)) == (device == "cuda")
+    assert (device == "cuda") != bool(graph.find_nodes(op="call_function", target=aten.copy.default))
+
+
+def test_a_part_is_not_searched_for_index_by_index() -> None:
+    even, odd = range(0, 1 << 60, 2), range(1, 1 << 60, 2)
+    assert (
+        not _meet(even, odd)
+        and _meet(even, even[5:])
+        and not _meet(range(7), range(7, 1 << 60))
+        and _meet(even, range(1, 9))
+    )
+    assert not _meet(even, range(0))
