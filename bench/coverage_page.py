@@ -27,8 +27,8 @@ head is traced with its loss, any other with the sum of its first output.
 
 - **coverage**: the share of the bytes of `torch.compile`'s memory-bound kernels that no kernel outside a Region moves
   any more. Copies and masks that attention [does not read any more](numerics.md#attention) are among them, and copies
-  of tensors that are written in parts. Matrix products and attention are not memory-bound kernels. It is no speed: times the share of such kernels in a step it
-  [tells how much can be gained](explain.md#explain).
+  of tensors that are written in parts. Matrix products and attention are not memory-bound kernels. It is no speed:
+  times the share of such kernels in a step it [tells how much can be gained](explain.md#explain).
 - **kernels**: the memory-bound kernels, first `torch.compile`'s and then those that are left.
 - **passes left**: those that still go over a whole tensor of tokens by features, for each layer. Those of embeddings,
   heads and losses are among them.
