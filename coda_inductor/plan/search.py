@@ -30,10 +30,8 @@ def plan(lifted: Lifted, laws: frozenset[str] = ALL, limits: Limits = NONE) -> P
             trim(made)
             more = Limits(crowded=_crowded(made), unrooted=_unrooted(made))
             if limits.holds(more):
-                read, used = (
-                    reads(made),
-                    find_used(made).seen,
-                )  # both as they were before any product is added to another
+                # both as they were before any product is added to another
+                read, used = reads(made), find_used(made).seen
                 for draft in made.unique():
                     other = addend(made, draft, read) if draft.space.accs[0] not in made.taken_in else None
                     if other is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -216,8 +217,8 @@ def compare(f: Program) -> None:
         found = torch.compile(f, backend="coda")(x, w)
         assert REPORTS
         pairs = zip(*(torch.autograd.grad(y, (x, w), seed) for y in (found, wanted)), strict=True)
-        assert torch.allclose(found, wanted, 1e-12, 1e-12)
-        assert all(torch.allclose(mine, theirs, 1e-12, 1e-12) for mine, theirs in pairs)
+        assert torch.allclose(found, wanted, 1e-10, 1e-10)
+        assert all(torch.allclose(mine, theirs, 1e-10, 1e-10) for mine, theirs in pairs)
 
 
 def test_an_input_is_written() -> None:
@@ -308,3 +309,48 @@ def test_a_part_is_not_searched_for_index_by_index() -> None:
         and _meet(even, range(1, 9))
     )
     assert not _meet(even, range(0))
+
+
+def random_writes(seed: int) -> Program:
+    """Parts of either dimension are written, multiplied and added to; what was made of them so far is read between."""
+    numbers = [Random(seed + i).random() for i in range(200)]  # Dynamo would draw others
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        left, values = list(numbers), [x @ w, x.sin(), x * 0.5]
+
+        def draw(most: int) -> int:
+            return int(left.pop() * most)
+
+        def part(of: Tensor) -> tuple[slice | int, ...]:
+            dim = draw(2)
+            size, step = of.shape[dim], 1 + draw(3)
+            windows = (
+                draw(2 * size) - size,
+                slice(draw(step), None, step),
+                slice(0, size // 2),
+                slice(size // 2, None),
+            )
+            return (slice(None),) * dim + (windows[draw(4)],)
+
+        for _ in range(1 + draw(3)):
+            out = (torch.zeros_like, torch.clone, torch.cos)[draw(3)](values[draw(len(values))])
+            for _ in range(1 + draw(5)):
+                put, value, how = part(out), values[draw(len(values))], draw(4)
+                if how < 2:
+                    out[put] = value[put]
+                elif how == 2:
+                    out[put] *= 2
+                else:
+                    out[put] += 1.5
+                if draw(3) == 0:
+                    values.append(out[part(out)].sum() + out)
+            values.append(out if draw(3) == 0 else out @ w)
+        return torch.stack([value.cos() for value in values[-4:]]).sum(0) @ w
+
+    return f
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs(seed: int) -> None:
+    compare(random_writes(seed))
