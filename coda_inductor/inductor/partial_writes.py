@@ -19,10 +19,10 @@ from torch import fx
 
 from coda_inductor.passes.casts import WHOLE, Cast
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.effects import Memory, effects, ordered, viewed
+from coda_inductor.patterns.effects import Memory, effects, is_returned, ordered
 from coda_inductor.patterns.graph import aten, prims
 from coda_inductor.patterns.layout import alike
-from coda_inductor.patterns.sizes import size_of
+from coda_inductor.write.kept import copied, is_plain_copy
 from coda_inductor.write.writing import Writing
 
 MOST = 8  # parts of one tensor: what a loop writes token by token stays
@@ -37,7 +37,7 @@ def join_written(graph: fx.Graph) -> tuple[Cast, ...]:
     place."""
     wholes, others, overwritten = list[fx.Node](), list[fx.Node](), _of_overwritten(graph)
     for node in reversed([n for n in graph.nodes if n.target in WRITES | READS]):
-        if node in overwritten or (node.target in READS and _is_returned(node)):
+        if node in overwritten or (node.target in READS and is_returned(node)):
             continue
         writing = Writing(graph, node)
         new = _whole(writing, node) if node.target in WRITES else _part(writing, node)
@@ -61,10 +61,9 @@ def _of_overwritten(graph: fx.Graph) -> set[fx.Node]:
     """The writes and reads of parts that are made of memory which the graph overwrites: they read it when they run."""
     names, memory, found = effects(graph).memory, Memory(graph), set[fx.Node]()
     for node in graph.nodes if names else ():
-        if memory.of(node) in names:
+        passes_on = node.target in {*WRITES, *READS, aten.copy.default}
+        if memory.of(node) in names or (passes_on and not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
-        elif node.target in WRITES | READS or node.target is aten.copy.default:
-            found |= {node} if not found.isdisjoint(node.all_input_nodes) else set()
     return found
 
 
@@ -103,12 +102,12 @@ def _value(writing: Writing, write: fx.Node) -> fx.Node | None:
     converted and repeated. None for what comes from another device, or for complex numbers put among real ones."""
     value, whole = _node(write.args[1]), _node(write.args[0]).meta["val"]
     if value.target is aten.copy.default:
-        shape, value = list(value.meta["val"].shape), _copied(_node(value.args[1]))
+        place, value = value, _copied(copied(value))
         given = value.meta["val"]
         if given.device != whole.device or given.is_complex() != whole.is_complex():
             return None
-        if [*map(size_of, given.shape)] != [*map(size_of, shape)]:
-            value = writing.call(write, aten.expand.default, value, shape)
+        if g.sizes(value) != g.sizes(place):
+            value = writing.call(write, aten.expand.default, value, list(place.meta["val"].shape))
         if given.dtype != whole.dtype:
             value = writing.call(write, prims.convert_element_type.default, value, whole.dtype)
     if write.target is aten.select_scatter.default:
@@ -123,7 +122,7 @@ def _part(writing: Writing, part: fx.Node) -> fx.Node | None:
     while window is not None and node.target in WRITES and (put := _window(node)) is not None:
         if put == window:
             value = _copied(_node(node.args[1]))
-            return value if _same(value, part) else None
+            return value if g.sizes(value) == g.sizes(part) else None  # an index that is read as a slice has one less
         if put[0] != window[0] or _meet(put[1], window[1]):
             break
         node = _copied(_node(node.args[0]))
@@ -132,8 +131,8 @@ def _part(writing: Writing, part: fx.Node) -> fx.Node | None:
 
 def _copied(node: fx.Node) -> fx.Node:
     """What a copy gives to a tensor of its dtype, size and device, else the node."""
-    while node.target is aten.copy.default and _same(node, _node(node.args[1])):
-        node = _node(node.args[1])
+    while node.target is aten.copy.default and is_plain_copy(node):
+        node = copied(node)
     return node
 
 
@@ -142,13 +141,6 @@ def _meet(a: range, b: range) -> bool:
     if not a or not b or (a.step == b.step and (a.start - b.start) % a.step):
         return False
     return max(a.start, b.start) <= min(a[-1], b[-1])
-
-
-def _same(a: fx.Node, b: fx.Node) -> bool:
-    """Are two tensors of one dtype, size and device?"""
-    mine, theirs = a.meta["val"], b.meta["val"]
-    alike = mine.dtype == theirs.dtype and mine.device == theirs.device
-    return bool(alike and [*map(size_of, mine.shape)] == [*map(size_of, theirs.shape)])
 
 
 def _window(node: fx.Node) -> Window | None:
@@ -167,11 +159,6 @@ def _window(node: fx.Node) -> Window | None:
 def _node(arg: object) -> fx.Node:
     assert isinstance(arg, fx.Node)
     return arg
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """Does the graph return it or a view of it, in whose memory the caller may look for others?"""
-    return any(user.op == "output" or (viewed(user) is not None and _is_returned(user)) for user in node.users)
 
 
 def _lies_anew(user: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from torch import fx
 from coda_inductor.loss.written import amplifies, is_wide
 from coda_inductor.passes.dropped import is_zero
 from coda_inductor.patterns import graph as g
-from coda_inductor.patterns.effects import ordered
+from coda_inductor.patterns.effects import is_returned, ordered
 from coda_inductor.patterns.graph import aten
 from coda_inductor.write.writing import Writing
 
@@ -103,17 +103,12 @@ def _forward(graph: fx.Graph, node: fx.Node, target: str) -> None:
     if whole.meta["val"].shape[-1] != product.meta["val"].shape[-1] or len(whole.users) != 1:
         return
     cut, read = cut_of(node, whole, 1), g.operands(product)
-    if cut is None or any(n.meta["val"].dim() != 1 for n in read.addends) or _returned(node):
+    if cut is None or any(n.meta["val"].dim() != 1 for n in read.addends) or is_returned(node):
         return
     writing = Writing(graph, node)
     rows = cut.of(writing, product, read.left)
     made = writing.call(product, product.target, *read.addends, rows, read.right, **product.kwargs)
     node.replace_all_uses_with(writing.call(node, aten.reshape.default, made, [*node.meta["val"].shape]))
-
-
-def _returned(node: fx.Node) -> bool:
-    """Is it, or a view of it, a result?"""
-    return any(n.op == "output" for n in g.reached([node], lambda n: n.users if n is node or g.is_view(n) else ()))
 
 
 def _backward(graph: fx.Graph, node: fx.Node, target: str) -> None:

@@ -191,6 +191,12 @@ def _pure(op: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded not in op.tags and not is_impure(op)
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Does the graph return the node, or a view of it?"""
+    onward = g.reached([node], lambda n: n.users if n is node or viewed(n) is not None else ())
+    return any(n.op == "output" for n in onward)
+
+
 class Memory:
     """Where the values of a graph lie, as it is now."""
 

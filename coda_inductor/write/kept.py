@@ -206,11 +206,11 @@ def original(node: fx.Node) -> fx.Node:
 
 
 def is_plain_copy(node: fx.Node) -> bool:
-    """Is it a copy of one dtype and one shape? Inductor drops no other."""
+    """Is it a copy of one dtype, shape and device? Inductor drops no other."""
     if node.target not in COPIES:
         return False
-    source = copied(node)
-    return bool(source.meta["val"].dtype == node.meta["val"].dtype) and sizes(source) == sizes(node)
+    mine, theirs = node.meta["val"], copied(node).meta["val"]
+    return bool(mine.dtype == theirs.dtype and mine.device == theirs.device) and sizes(copied(node)) == sizes(node)
 
 
 def copied(copy: fx.Node) -> fx.Node:
