@@ -21,7 +21,6 @@ from coda_inductor.codegen.target import TARGETS
 from coda_inductor.core.errors import BrokenInvariant
 from coda_inductor.core.settings import DIGEST, Settings
 from coda_inductor.inductor.kept import dearest, kept, kept_alone, most_kept
-from coda_inductor.inductor.partial_writes import join_written
 from coda_inductor.inductor.records import Refusal, Report, RewriteAgain, Site
 from coda_inductor.inductor.settle import settled
 from coda_inductor.inductor.sites import absorbed, fired, reason, site
@@ -29,6 +28,9 @@ from coda_inductor.inductor.undefined import add_where_read
 from coda_inductor.inductor.work import Work
 from coda_inductor.loss.rows_read import read_rows
 from coda_inductor.loss.written import write_losses
+from coda_inductor.parts.heads import compute_all_parts
+from coda_inductor.parts.prefix import write_prefixes
+from coda_inductor.parts.written import join_written
 from coda_inductor.passes.blocks import write_blocks
 from coda_inductor.passes.casts import may_widen, round_first, widen_last, write_wide
 from coda_inductor.passes.complex import as_real, pack_pairs
@@ -39,7 +41,6 @@ from coda_inductor.passes.factors import move_factors
 from coda_inductor.passes.joined import in_vain, split_joined
 from coda_inductor.passes.parts import split_products
 from coda_inductor.passes.plain import PLAIN, plain_products, write_plain
-from coda_inductor.passes.prefix import write_prefixes
 from coda_inductor.passes.reductions import write_gradients, write_maxima, write_softmax_sums
 from coda_inductor.passes.scaled import add_up_fast, in_rows, largest_of_rows, share, store_scales
 from coda_inductor.passes.switches import (
@@ -70,7 +71,6 @@ from coda_inductor.patterns.sizes import guards_of
 from coda_inductor.rewrite.laws import RELU, SOFTMAX
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.tuning.verdicts import ACCEPT_ALL, Decisions, without_regions
-from coda_inductor.write.all_parts import compute_all_parts
 from coda_inductor.write.emit import emit
 from coda_inductor.write.features_last import put_features_last
 from coda_inductor.write.kept import keep, lent, lying_in, memory_of, store

@@ -45,7 +45,7 @@ class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
     user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py),
     pairs of numbers that are PACKED (complex.py), what was written in parts and is made
-    WHOLE (partial_writes.py), or scores whose gradient is stored for them (loss/written.py)."""
+    WHOLE (parts/written.py), or scores whose gradient is stored for them (loss/written.py)."""
 
     node: str
     shape: str

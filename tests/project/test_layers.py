@@ -18,7 +18,7 @@ TESTS = PACKAGE.parent / "tests"
 
 TOWER = (
     "core", "patterns", "rewrite", "codegen", "plan", "kernels", "measure", "ops", "schedule", "write", "attention",
-    "passes", "loss", "tuning", "inductor", "explain", "backend", "commands", "demo", "cli",
+    "passes", "parts", "loss", "tuning", "inductor", "explain", "backend", "commands", "demo", "cli",
 )  # fmt: skip
 """The rooms and the files beside them, from the ground up: each imports only from itself and from below."""
 ROOM_FILES = 16

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor import joint
-from coda_inductor.passes.prefix import write_prefixes
+from coda_inductor.parts.prefix import write_prefixes
 from coda_inductor.patterns.graph import aten
 
 BATCH, TOKENS, HEADS, SIZE, FIRST = 2, 7, 3, 8, 2

@@ -16,7 +16,7 @@ from coda_inductor.core.settings import Settings
 from coda_inductor.explain import explain
 from coda_inductor.inductor import joint
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.write.all_parts import compute_all_parts
+from coda_inductor.parts.heads import compute_all_parts
 
 BATCH, TOKENS, HEADS, WIDTH, PART, INPUT = 2, 6, 3, 16, 8, 12
 

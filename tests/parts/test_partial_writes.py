@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from coda_inductor.explain.capture import capture
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.inductor.partial_writes import WRITES, _meet, join_written
+from coda_inductor.parts.written import WRITES, _meet, join_written
 from coda_inductor.patterns.graph import aten
 
 TOKENS, WIDTH, HEADS = 6, 16, 2
