@@ -29,6 +29,7 @@ from coda_inductor.inductor.work import Work
 from coda_inductor.loss.rows_read import read_rows
 from coda_inductor.loss.written import write_losses
 from coda_inductor.parts.heads import compute_all_parts
+from coda_inductor.parts.lanes import loop_by_parts
 from coda_inductor.parts.prefix import write_prefixes
 from coda_inductor.parts.written import join_written
 from coda_inductor.passes.blocks import write_blocks
@@ -253,6 +254,12 @@ def reductions(work: Work) -> None:
         work.elementwise += write(work.graph, work.target, work.before.effects)
 
 
+def parts_of_loops(work: Work) -> None:
+    """Loops over heads that are read in parts take their sums, and write gradients, in these parts."""
+    if work.may(HEADS):
+        work.casts += loop_by_parts(work.graph, exact=work.settings.numerics == "strict")
+
+
 def packed_pairs(work: Work) -> None:
     """Pairs of neighbours that no Region takes are read and written as one number of 32 bits."""
     if work.may(COMPLEX):
@@ -328,6 +335,7 @@ STAGES: tuple[Stage, ...] = (
     regions,
     row_blocks,
     reductions,
+    parts_of_loops,
     packed_pairs,
     tables,
     wide_products,

@@ -37,6 +37,7 @@ from coda_inductor.write.writing import ORIGIN, Writing
 ALIGNED = 8  # what Inductor pads to: an odd product is better off padded
 WIDE, EARLY, FAST = "written in float32", "rounded before being copied", "added up fast"
 WHOLE = "written in parts, made as a whole"
+BY_PARTS, BESIDE = "summed in the parts that are read", "gradients of parts put beside each other"
 PACKED = "read and written as integers, one for two numbers"
 
 
@@ -45,7 +46,8 @@ class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
     user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py),
     pairs of numbers that are PACKED (complex.py), what was written in parts and is made
-    WHOLE (parts/written.py), or scores whose gradient is stored for them (loss/written.py)."""
+    WHOLE (parts/written.py), sums BY_PARTS and gradients
+    that are put BESIDE each other (parts/lanes.py), or scores whose gradient is stored for them (loss/written.py)."""
 
     node: str
     shape: str
@@ -62,7 +64,7 @@ class Cast:
     @property
     def absorbed(self) -> tuple[str, ...]:
         """The operations that nobody runs any more."""
-        return self.gone or (() if self.what in (EARLY, FAST, PACKED, WHOLE) else (self.node,))
+        return self.gone or (() if self.what in (EARLY, FAST, PACKED, WHOLE, BY_PARTS, BESIDE) else (self.node,))
 
     @classmethod
     def of(cls, node: fx.Node, what: str, source: str, gone: tuple[str, ...] = ()) -> Cast:

@@ -23,7 +23,7 @@ from coda_inductor.patterns.graph import name_of
 from coda_inductor.patterns.layout import alike, is_strided
 from coda_inductor.patterns.sizes import assumed
 from coda_inductor.schedule import paths
-from coda_inductor.schedule.paths import Reads
+from coda_inductor.schedule.paths import Path, Reads
 
 Kind = Literal["view", "part", "loop", "gather", "source", "random", "reduction", "scan", "scatter", "output", "extern"]
 
@@ -74,11 +74,25 @@ class Loop:
 
 @dataclass(slots=True)
 class Formula:
-    """A value that is not in memory: what it reads, and which nodes a consumer has to repeat."""
+    """A value that is not in memory: what it reads, and which nodes a consumer has to repeat, of which parts. What is
+    computed of two parts of a value is computed twice."""
 
     reads: Reads
-    nodes: tuple[fx.Node, ...]
-    cost: int
+    ops: tuple[tuple[fx.Node, Path], ...]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(dict.fromkeys(node for node, _ in self.ops))
+
+    @property
+    def loads(self) -> int:
+        """The parts of buffers that it reads."""
+        return sum(map(len, self.reads.values()))
+
+    @property
+    def cost(self) -> int:
+        """Of its operations and loads."""
+        return sum(HEAVY.get(name_of(node), 1) for node, _ in self.ops) + self.loads
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +141,12 @@ def copies_nothing(node: fx.Node) -> bool:
 def _multiplied_into(cat: fx.Node) -> bool:
     """Does it put products beside or above each other that nobody else reads? They are written where they shall lie."""
     return all(n.target is aten.mm.default and len(n.users) == 1 for n in cat.all_input_nodes)
+
+
+def _only_loops_read(node: fx.Node) -> bool:
+    """Do only loops read the node, or views of it?"""
+    kinds = {user: kind_of(user) if user.op == "call_function" else "output" for user in node.users}
+    return all(_only_loops_read(u) if kind in ("view", "part") else kind == "loop" for u, kind in kinds.items())
 
 
 def _selects(node: fx.Node) -> bool:
@@ -205,6 +225,8 @@ class _Lowering:
     def call(self, node: fx.Node, kind: Kind) -> None:
         if node.target in (STORED, AFTER):
             self.realize(node.all_input_nodes[0])
+        if node.target is aten.cat.default and self.made_in_place(node):
+            kind = "extern"  # it copies nothing: its parts are written where they shall lie
         if kind in ("loop", "gather", "source", "random"):
             self.formulas[node] = self.pointwise(node, kind)
             if kind == "random" or node.target is aten.copy_.default:
@@ -218,6 +240,16 @@ class _Lowering:
         if any(user.op == "output" for user in node.users):  # whose strides are asked for
             self.result.needed |= set(self.realize(node))
 
+    def made_in_place(self, cat: fx.Node) -> bool:
+        """Is each part of a cat a loop of its own? Of parts in memory, and of what is made of reductions, unless only
+        loops read it."""
+        parts = cat.all_input_nodes
+        if not all(n.op == "call_function" and kind_of(n) in ("loop", "reduction") for n in parts):
+            return False
+        formulas = [self.formulas[n] for n in parts if n in self.formulas]
+        reduced = any(n.op == "call_function" and kind_of(n) == "reduction" for f in formulas for n in f.reads)
+        return not formulas or (reduced and not _only_loops_read(cat))
+
     def extern(self, node: fx.Node) -> None:
         copied = node.target in IN_ROWS
         taken = [self.copy if copied and is_strided(value) else self.realize for value in node.all_input_nodes]
@@ -228,7 +260,7 @@ class _Lowering:
     def maybe_realize(self, node: fx.Node) -> None:
         """Inductor's reasons to keep in memory what several nodes use."""
         formula = self.value(node)
-        reads, large = len(formula.reads), formula.cost > 30
+        reads, large = formula.loads, formula.cost > 30
         users = list(node.users)
         if len(users) > 1 and formula.nodes:
             taken = any(u.op == "call_function" and kind_of(u) == "extern" for u in users)
@@ -264,13 +296,17 @@ class _Lowering:
         if node.op == "call_function" and (kind := kind_of(node)) in ("view", "part"):
             source = self.value(node.all_input_nodes[0])
             if kind == "view":
-                return Formula(paths.moved(source.reads, paths.reordered(node)), source.nodes, source.cost)
+                return Formula(paths.moved(source.reads, paths.reordered(node)), source.ops)
             count, name = elements(node), paths.part_of(node)
-            part = {b: {(*p, name): min(n, count) for p, n in r.items()} for b, r in source.reads.items()}
-            return Formula(part, source.nodes, source.cost + 1)
+            part = {
+                b: {p if paths.repeated(b, p, node) else (*p, name): min(n, count) for p, n in r.items()}
+                for b, r in source.reads.items()
+            }
+            whole = elements(node.all_input_nodes[0])  # of a small table both parts are as good as one
+            return Formula(part, tuple((n, (*p, name) if elements(n) >= whole else p) for n, p in source.ops))
         if (formula := self.formulas.get(node)) is not None:
             return formula
-        return Formula({node: {paths.whole(node): elements(node)}} if is_tensor(node) else {}, (), 1)
+        return Formula({node: {paths.whole(node): elements(node)}} if is_tensor(node) else {}, ())
 
     def inputs(self, nodes: list[fx.Node]) -> Formula:
         """Several values, read together."""
@@ -279,18 +315,17 @@ class _Lowering:
         for v in values:
             for buffer, parts in v.reads.items():
                 reads[buffer] = {**reads.get(buffer, {}), **parts}
-        return Formula(reads, tuple(dict.fromkeys(n for v in values for n in v.nodes)), sum(v.cost for v in values))
+        return Formula(reads, tuple(dict.fromkeys(op for v in values for op in v.ops)))
 
     def pointwise(self, node: fx.Node, kind: Kind) -> Formula:
         if kind in ("source", "random"):
-            return Formula({}, (node,), 1)
+            return Formula({}, ((node, ()),))
         got = self.inputs(node.all_input_nodes)
         if kind == "gather":
             table = self.value(node.all_input_nodes[0]).reads
             for buffer in table:
                 got.reads[buffer] = {(node.name,): elements(node)}
-        nodes = (*got.nodes, node)
-        return Formula(got.reads, nodes, sum(HEAVY.get(name_of(n), 1) for n in nodes) + len(got.reads))
+        return Formula(got.reads, (*got.ops, (node, ())))
 
     def big_loop(self, node: fx.Node, kind: Kind) -> Loop:
         """A reduction, a scan or a scatter: always in memory."""

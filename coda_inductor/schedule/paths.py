@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from coda_inductor.patterns import graph as g
+from coda_inductor.patterns import slices
 from coda_inductor.patterns.layout import major_to_minor
 from coda_inductor.patterns.sizes import assumed
 
@@ -87,6 +88,13 @@ def _permuted(path: Path, order: Order, buffer: fx.Node) -> Path:
 def part_of(node: fx.Node) -> str:
     """Names a slice, so that the same slice taken twice is read once."""
     return f"{node.target}{[a for a in node.args[1:] if not isinstance(a, fx.Node)]}{sorted(node.kwargs)}"
+
+
+def repeated(buffer: fx.Node, path: Path, part: fx.Node) -> bool:
+    """Does the part of features, of which the buffer has one that is repeated for all, read it as a whole?"""
+    cut = slices.cut(part) if isinstance(buffer.meta["val"], Tensor) and not path else None
+    shape = buffer.meta["val"].shape if cut else ()
+    return cut is not None and cut[1] % len(g.sizes(cut[0])) == len(g.sizes(cut[0])) - 1 and shape[-1:] == (1,)
 
 
 def reduced_dims(node: fx.Node) -> set[int]:
