@@ -82,9 +82,6 @@ class Plan(Inputs):
             elif g.compares(node):  # which what loops or another epilogue make again may not equal, to the bit
                 for a in node.all_input_nodes:
                     self.need(a)
-            if node in self.program.limits.summed_from:
-                for a in node.all_input_nodes:
-                    self.need(self._base(a, self._made_of(node)), node)
         while self._todo or self.again.unsettled or self._more():
             while self._todo:
                 node, by = self._todo.pop()
@@ -155,22 +152,19 @@ class Plan(Inputs):
         """Does Inductor compute the node in a loop of its own, from whatever inputs are cheapest?"""
         return node.target in POINTWISE or node.target in g.LOOPS or g.reduction(node) is not None
 
-    def _base(self, node: fx.Node, summed: int = 0) -> fx.Node:
+    def _base(self, node: fx.Node) -> fx.Node:
         """The tile that a pointwise chain of one tile starts from, views between: cheaper for a kept operation to read
         than its end. Scores that alone are made of that tile, and are as small, are read in its place: an epilogue
-        makes them as well, and the backward would keep them beside the tile. (Cohere2-7B: a pass of 8.4 GB.)
-        Of several tiles the chain goes on with the one that is made of the products of `summed` (a bit set). What it
-        passes then must exist, too."""
+        makes them as well, and the backward would keep them beside the tile. (Cohere2-7B: a pass of 8.4 GB.)"""
         start, steps, viewed = node, [node], False
         while g.is_view(node) or (node.target in POINTWISE and not self._ends(node)):
             tiles = [a for a in node.all_input_nodes if self._tile(a)]
-            mine = [a for a in tiles if self._made_of(a) & summed] if len(tiles) > 1 else tiles
-            if len(mine) != 1:
+            if len(tiles) != 1:
                 break
-            for other in (a for a in node.all_input_nodes if (viewed or summed) and a is not mine[0]):
-                self.need(other, node)
+            for vector in (a for a in node.all_input_nodes if viewed and a is not tiles[0]):
+                self.need(vector, node)
             viewed |= g.is_view(node)
-            start, node = start if g.is_view(node) else mine[0], mine[0]
+            start, node = start if g.is_view(node) else tiles[0], tiles[0]
             steps.append(node)
         while steps.pop() is not start:
             pass
@@ -178,11 +172,6 @@ class Plan(Inputs):
         while scores and steps and len(start.users) == 1 and itemsize(steps[-1]) <= itemsize(start):
             start = steps.pop()
         return start
-
-    def _made_of(self, node: fx.Node) -> int:
-        """The products of which the node is made, as a bit set."""
-        term = self.program.lifted.term.get(node)
-        return 0 if term is None else self.program.new[term].hosts
 
     def _ends(self, node: fx.Node) -> bool:
         term = self.program.lifted.term.get(node)

@@ -20,8 +20,7 @@ class Limits:
     of `crowded` products (a bit set) would read too many vectors if they combined them themselves. Epilogues of
     `unrooted` products (a bit set) read anyway what a square is made of, and take no root of it. No sum beside an
     operation that is left whole reads the nodes of these names, `unread`: they would be kept for it alone, or may be
-    overwritten before. Loops that compute the sums of `summed_from` start from what epilogues store of the products
-    that they sum, whatever else they read.
+    overwritten before.
     """
 
     banned: Mapping[int, str] = field(default_factory=dict)
@@ -33,7 +32,6 @@ class Limits:
     crowded: int = 0
     unrooted: int = 0
     unread: frozenset[str] = frozenset()
-    summed_from: frozenset[fx.Node] = frozenset()
     unsummed_heads: Mapping[int, str] = field(default_factory=dict)
 
     def __or__(self, other: Limits) -> Limits:
@@ -49,7 +47,6 @@ class Limits:
             self.crowded | other.crowded,
             self.unrooted | other.unrooted,
             self.unread | other.unread,
-            self.summed_from | other.summed_from,
             {**self.unsummed_heads, **other.unsummed_heads},
         )
 
@@ -70,7 +67,6 @@ class Limits:
             and not other.crowded & ~self.crowded
             and not other.unrooted & ~self.unrooted
             and other.unread <= self.unread
-            and other.summed_from <= self.summed_from
         )
 
 

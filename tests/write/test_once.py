@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from zoo import WIDTH, Attention, Decoder, Mlp, Norm, Shape, token_ids
 
 from coda_inductor.inductor.joint_pass import REPORTS
-from coda_inductor.plan import search, twice
+from coda_inductor.plan import search
 from coda_inductor.rewrite.limits import Limits
 from coda_inductor.write.emit import Emission
 
@@ -83,15 +83,10 @@ def test_gradients_are_eagers(name: str, train: bool) -> None:
     compare(name, train)
 
 
-def test_what_sums_nothing_keeps_them_from_being_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twice, "_is_sum", lambda node: False)
-    compare("embedding")
-
-
 GUARDS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], Any]]] = {
     "a Region's stores are read": (
         "layers", lambda patch: patch.setattr(Emission, "supply", lambda self, built: None)),
-    "a sum starts from what Regions store": (
+    "what loops read becomes no Region": (
         "embedding", lambda patch: patch.setattr(search, "twice", lambda plan, used: Limits())),
 }  # fmt: skip
 
