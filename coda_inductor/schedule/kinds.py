@@ -45,7 +45,7 @@ _NAMES: dict[Kind, str] = {
 KINDS: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
-HEAVY = {"slice_scatter": 5, "select_scatter": 5, "cat": 4, "constant_pad_nd": 4}
+HEAVY = {"slice_scatter": 5, "select_scatter": 5, "cat": 3, "constant_pad_nd": 4}
 """Operations of Inductor's loop language that one node becomes, where it is more than one or two."""
 
 aten = torch.ops.aten
