@@ -225,6 +225,15 @@ TIMED: dict[str, Dated] = {
             for mode, said in (("infer", "inference"), ("train", "training"))
         ),
     ),
+    "sums over heads": Dated(
+        ("a step, nanochat-like, H200", "`torch.compile`, ms", "coda, ms", "gain"),
+        tuple(
+            (said, *(cell for key, how in (("baseline_ms", "ms"), ("ms", "ms"), ("speedup", "gain"))
+                     for cell in cells("sweeps.jsonl", commit, key, how, case=f"nanochat-like, a step, {case}")))
+            for said, case, commit in (("before", "before", "7b4e5ef"),
+                                       ("sums over heads by parts", "sums over heads by parts", "e6e24b8"))
+        ),
+    ),
     "losses": Dated(
         ("head and loss, forward and backward, H200", "`torch.compile`, ms", "again, ms", "scores stored, ms",
          "gradient stored, ms", "blocks of 2048, ms", "whole, ms"),
