@@ -14,7 +14,8 @@ loop that makes them:
 
     zeros.slice_scatter(a, -1, 0, 64) + zeros.slice_scatter(b, -1, 64, 128) = cat([a, b], -1)
 
-The parts of a `cat` are written where they belong. (The left side makes 0 of -0.)
+The parts of a `cat` are written where they belong. Where a loop reads the sum, the zeros are no pass of their own, and
+stay. (The left side makes 0 of -0, so that `numerics="strict"` keeps it.)
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from coda_inductor.patterns import graph as g
 from coda_inductor.patterns import slices
 from coda_inductor.patterns.effects import ordered
 from coda_inductor.patterns.graph import aten
+from coda_inductor.patterns.layout import alike
 from coda_inductor.write.writing import Writing
 
 WIDEST = 256
 """Features of a head. Longer rows are summed as they are: Inductor holds them in registers, or goes over them twice."""
+MOST = 4
+"""Parts of a head. Each is a load of its own."""
 
 
 def loop_by_parts(graph: fx.Graph, *, exact: bool) -> tuple[Cast, ...]:
@@ -56,7 +60,9 @@ def sum_by_parts(graph: fx.Graph) -> tuple[Cast, ...]:
 def _width(node: fx.Node) -> int:
     """Of the heads, if the node is a sum over the last dimension alone, of numbers of 32 bits or more; else 0."""
     whole, dims = node.all_input_nodes[0], node.args[1]
-    rank, width = len(g.sizes(whole)), g.sizes(whole)[-1].static or 0
+    if not (rank := len(g.sizes(whole))):
+        return 0
+    width = g.sizes(whole)[-1].static or 0
     over = isinstance(dims, list | tuple) and [d % rank for d in dims if isinstance(d, int)] == [rank - 1]
     wide = g.floating(whole) and whole.meta["val"].dtype.itemsize >= 4
     kept = len(g.sizes(node)) == rank and not node.kwargs
@@ -75,7 +81,7 @@ def _read_in(node: fx.Node, width: int) -> list[tuple[Any, ...]]:
                 of_split = dim, index * (width // count), (index + 1) * (width // count)
                 cut = (dim, *user.args[2:]) if user.target is aten.slice.Tensor else of_split
                 found.setdefault((count, slices.step(user) > 1), {})[index] = cut
-            elif user.target in slices.SPLITS or (_is_plain(user) and g.sizes(user)[-1].static in (1, width)):
+            elif user.target in slices.SPLITS or (_is_plain(user) and _last(user) in (1, width)):
                 todo.append(user)
             else:
                 return []
@@ -83,7 +89,11 @@ def _read_in(node: fx.Node, width: int) -> list[tuple[Any, ...]]:
         return []
     (((count, _), cuts),) = found.items()
     dim = len(g.sizes(node)) - 1
-    return [(dim, *cuts[i][1:]) for i in range(count)] if len(cuts) == count else []
+    return [(dim, *cuts[i][1:]) for i in range(count)] if len(cuts) == count <= MOST else []
+
+
+def _last(node: fx.Node) -> int | None:
+    return g.sizes(node)[-1].static if g.sizes(node) else None
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -92,33 +102,39 @@ def _is_plain(node: fx.Node) -> bool:
 
 def join_gradients(graph: fx.Graph) -> tuple[Cast, ...]:
     """Writes gradients of parts that are added up and then read as a whole as a cat, in place."""
-    found = []
+    found = list[tuple[fx.Node, tuple[str, ...]]]()
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         if any(g.is_pointwise(user) or g.is_cast(user) for user in node.users) or not node.users:
             continue  # it is no pass of its own
         if (parts := _parts(node)) is None:
             continue
-        dim, values, gone = parts
+        dim, values, spared = parts
         new = Writing(graph, node).instead(node, aten.cat.default, values, dim)
-        node.replace_all_uses_with(new)
-        found.append(Cast.of(new, BESIDE, g.source_line(node), gone))
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
-    return tuple(found)
+        if alike(new, node):
+            node.replace_all_uses_with(new)
+            found.append((new, spared))
+    if found:
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or ordered(n))
+    left = {n.name for n in graph.nodes}
+    gone = [tuple(name for name in spared if name not in left) for _, spared in found]
+    return tuple(Cast.of(n, BESIDE, g.source_line(n), names) for (n, _), names in zip(found, gone, strict=True))
 
 
 def _parts(node: fx.Node) -> tuple[int, list[fx.Node], tuple[str, ...]] | None:
     """The dimension and the parts of a sum of tensors each of which is 0 but for one part, and the operations that pad
-    and add them. None if they are not all parts of a whole, each once, in its dtype."""
+    and add them. None if they are not all parts of a whole, each once, in its dtype and shape."""
     sums, padded, todo = list[fx.Node](), list[fx.Node](), [node]
     while todo:
         n = todo.pop()
         if n.target is aten.add.Tensor and not n.kwargs and all(isinstance(a, fx.Node) for a in n.args):
             sums.append(n)
-            todo += n.all_input_nodes
+            todo += n.args  # type: ignore[arg-type]  # twice, if it is added to itself
         else:
             padded.append(n)
     found = [slices.scattered(n) for n in padded]
-    if (first := found[0]) is None or any(n.meta["val"].dtype != node.meta["val"].dtype for n in padded):
+    of_one_shape = all(g.sizes(n) == g.sizes(node) for n in padded)
+    dtypes = {n.meta["val"].dtype for n in (node, *padded, *(x[0] for x in found if x is not None))}
+    if (first := found[0]) is None or not of_one_shape or len(dtypes) > 1:
         return None
     _, dim, count, _ = first
     values = {x[3]: x[0] for x in found if x is not None and x[1:3] == (dim, count)}

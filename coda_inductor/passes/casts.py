@@ -44,10 +44,10 @@ PACKED = "read and written as integers, one for two numbers"
 @dataclass(frozen=True, slots=True)
 class Cast:
     """What became of one cast: WIDE (a product leaves so, and the cast is gone) or EARLY; its node, its shape, and the
-    user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py),
-    pairs of numbers that are PACKED (complex.py), what was written in parts and is made
-    WHOLE (parts/written.py), sums BY_PARTS and gradients
-    that are put BESIDE each other (parts/lanes.py), or scores whose gradient is stored for them (loss/written.py)."""
+    user's line. Or of a number that multiplied scores (factors.py), a product that is added up FAST (scaled.py), pairs
+    of numbers that are PACKED (complex.py), what was written in parts and is made WHOLE (parts/written.py), sums
+    BY_PARTS and gradients that are put BESIDE each other (parts/lanes.py), or scores whose gradient is stored for them
+    (loss/written.py)."""
 
     node: str
     shape: str

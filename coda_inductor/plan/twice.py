@@ -3,8 +3,8 @@
 A loop reads what a chain of pointwise operations starts from. What else it takes of that it makes itself, also a sum
 over the row of other products: a norm's gradient sums what several products add up to. These would stay in the graph,
 beside their Regions. They become no Regions, and the loop reads them in 16 bits. What epilogues would store for it, the
-products as they add them up and as the loop sums them, are tensors of 32 bits. (Counted, a layer of a GPT as nanochat
-trains it moves .8 of 4 GB less so.)
+products as they add them up and as the loop sums them, are tensors of 32 bits. (Counted, three layers of a GPT as
+nanochat trains it, with its head, move 14.4 GB so, and 17.0 GB with what epilogues would store.)
 """
 
 from __future__ import annotations

@@ -69,6 +69,10 @@ OTHER_SUMS: dict[str, Program] = {
     "tokens, too": of(slices_of, lambda x: x * (x * x).sum((0, -1), keepdim=True)),
     "cut by tokens": lambda x: torch.cat([*normalised(x).split(TOKENS // 2, 0)], -1),
     "all heads cut": lambda x: torch.cat([*normalised(x).flatten(1).split(WIDTH // 2, -1)], 0),
+    "unbound": of(lambda x: x.unbind(-1), lambda x: normalised(x)[..., None]),
+    "of one number": lambda x: x * x.mean().sum(0),
+    "squeezed": lambda x: torch.cat([*((x[:1, 0] ** 2).sum(-1, keepdim=True).squeeze() * x).split(HEAD // 2, -1)], -1),
+    "eighths": of(lambda x: x.split(1, -1)),
     "a matrix": lambda x: (x * x).sum(-1, keepdim=True) @ slices_of(x)[0][0][:1],
     "in another dtype": of(slices_of, lambda x: x * (x * x).sum(-1, keepdim=True, dtype=torch.float32)),
 }  # fmt: skip
@@ -78,6 +82,21 @@ def padded(x: Tensor, start: int, end: int, dim: int = -1) -> Tensor:
     return torch.slice_scatter(
         torch.full(x.shape, 0, dtype=x.dtype), x.narrow(dim, start, end - start).exp(), dim, start, end
     )
+
+
+def converted(x: Tensor, start: int, end: int) -> Tensor:
+    return torch.slice_scatter(torch.full(x.shape, 0.0), x[..., start:end], -1, start, end)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    y = torch.stack([x, x.cos()]).clone(memory_format=torch.channels_last)
+    whole = torch.full(y.shape, 0, dtype=y.dtype)
+    first, second = (torch.slice_scatter(whole, y[..., i : i + 4], -1, i, i + 4) for i in (0, 4))
+    return first + second
+
+
+def twice(x: Tensor) -> Tensor:
+    return x + x
 
 
 def halves(x: Tensor) -> Tensor:
@@ -93,12 +112,19 @@ OTHER_GRADIENTS: dict[str, Program] = {
     "read by a loop": lambda x: halves(x).sin(),
     "a part is missing": lambda x: (padded(x, 0, 2) + padded(x, 4, 6)).flatten(1),
     "a part twice": lambda x: (halves(x) + padded(x, 0, 4)).flatten(1),
+    "added to itself": lambda x: (halves(x) + padded(x, 0, 4)[:] * 1 + padded(x, 0, 4)).flatten(1),
+    "a sum twice": lambda x: twice(halves(x)).flatten(1),
+    "a part of a sum twice": lambda x: (twice(padded(x, 0, 4)) + padded(x, 4, 8)).flatten(1),
+    "of two shapes": lambda x: (padded(x[:1], 0, 4) + padded(x, 4, 8)).flatten(1),
+    "of two ranks": lambda x: (padded(x[0], 0, 4) + padded(x, 4, 8)).flatten(1),
+    "converted": lambda x: (converted(x, 0, 4) + converted(x, 4, 8)).flatten(1).double(),
     "overlapping": lambda x: (padded(x, 0, 4) + padded(x, 2, 6)).flatten(1),
     "unequal": lambda x: (padded(x, 0, 2) + padded(x, 2, 8)).flatten(1),
     "of two dimensions": lambda x: (padded(x, 0, 4) + padded(x, 3, 6, 0)).flatten(1),
     "over others": lambda x: (torch.slice_scatter(x, x[..., :4], -1, 4, 8) + padded(x, 0, 4)).flatten(1),
     "of two dtypes": lambda x: (padded(x, 0, 4) + padded(x.float(), 4, 8)).flatten(1),
     "times": lambda x: torch.add(padded(x, 0, 4), padded(x, 4, 8), alpha=2).flatten(1),
+    "lies otherwise": lambda x: channels_last(x).flatten(2),
     "and a number": lambda x: (halves(x) + 1).flatten(1),
 }
 
@@ -145,6 +171,15 @@ def test_gradients_of_parts_stand_beside_each_other(name: str) -> None:
 @pytest.mark.parametrize("name", OTHER_GRADIENTS)
 def test_other_gradients_stay(name: str) -> None:
     assert rewritten(OTHER_GRADIENTS[name], join_gradients) == ()
+
+
+def test_what_others_read_is_not_gone() -> None:
+    def f(x: Tensor) -> Tensor:
+        first, second = padded(x, 0, 4), padded(x, 4, 8)
+        return (first + second).flatten(1) @ first.flatten(1).mT
+
+    (cast,) = rewritten(f, join_gradients)
+    assert len(cast.absorbed) == 2
 
 
 def test_the_sign_of_zero_is_kept_where_it_is_asked_for() -> None:
@@ -210,6 +245,20 @@ def test_the_backward_of_attention(
         assert torch.allclose(found, wanted, 1e-10, 1e-10)
         assert all(torch.allclose(mine, theirs, 1e-10, 1e-10) for mine, theirs in pairs)
     assert {what: said.count(what) for what in said} == expected
+
+
+def test_gradients_of_what_is_added_to_itself() -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        a, b = slices_of(y + y)
+        return a.sin(), b.cos()
+
+    torch.manual_seed(0)
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((TOKENS, HEAD), (HEAD, HEAD)))
+    with strict_reference(run=False):
+        made = [torch.cat(call(x, w)).square().sum() for call in (torch.compile(f, backend="coda"), f)]
+    found, wanted = (torch.autograd.grad(y, (x, w)) for y in made)
+    assert all(torch.allclose(mine, theirs, 1e-10, 1e-10) for mine, theirs in zip(found, wanted, strict=True))
 
 
 def test_it_can_be_switched_off() -> None:
