@@ -226,12 +226,14 @@ TIMED: dict[str, Dated] = {
         ),
     ),
     "sums over heads": Dated(
-        ("a step, nanochat-like, H200", "`torch.compile`, ms", "coda, ms", "gain"),
+        ("a step, nanochat-like, H200", "beside it, ms", "coda, ms", "gain"),
         tuple(
             (said, *(cell for key, how in (("baseline_ms", "ms"), ("ms", "ms"), ("speedup", "gain"))
                      for cell in cells("sweeps.jsonl", commit, key, how, case=f"nanochat-like, a step, {case}")))
-            for said, case, commit in (("before", "before", "7b4e5ef"),
-                                       ("sums over heads by parts", "sums over heads by parts", "e6e24b8"))
+            for said, case, commit in (
+                ("`torch.compile`, and coda before", "before", "7b4e5ef"),
+                ("`torch.compile`, and coda with both changes", "sums over heads by parts", "e6e24b8"),
+                ("coda before, and with sums by parts alone", "sums over heads by parts alone", "7b4e5ef"))
         ),
     ),
     "losses": Dated(

@@ -70,7 +70,7 @@ GAINS = (
     pick(TRAINING, "llama-1b-x16", "Llama, width 2048, 16 layers", mode="train"),
     pick(STEPS, names.LLAMA, "Llama-1B of transformers, AdamW", machine=H100),
     pick(NANO, names.NANO, "nanochat-like, autocast, AdamW", machine=H100),
-    pick(BENCH, "gemma3_12b, 2 layers", "Gemma-3-12B, 2 layers", mode="train"),
+    pick(BENCH, "gemma3_12b, 2 layers", "Gemma-3-12B, 2 layers", mode="train", machine=H100),
     pick(FLOAT8_STEP, names.FP8_STEP, "Llama-1B, FP8 rowwise, AdamW"),
     pick(FLOAT8_TRAINING, "2 layers of Llama, tensorwise", "Llama, width 4096, FP8 tensorwise, 2 layers", d=4096),
     pick(FLOAT8_INFERENCE, "2 layers of Llama, per_row", "Llama, width 4096, FP8 PerRow, 2 layers", d=4096),

@@ -307,7 +307,6 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]]
     (regions_may_wait_for_each_other, odd("cross_norm")),
     (regions_may_wait_for_each_other, odd("cross_opaque")),
     (a_sum_is_read_as_it_leaves, rows("norm_behind_windows")),
-    (a_sum_is_read_as_it_leaves, rows("rows_by_columns")),
     (any_rows_can_be_turned_to_any, rows("held_in_the_readers_order", (0, 1, 2))),
     (a_sum_may_be_used_by_its_own_product, odd("norm_and_transposed")),
     (any_products_share_an_epilogue, table("norm: hf")),
