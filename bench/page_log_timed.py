@@ -225,6 +225,15 @@ TIMED: dict[str, Dated] = {
             for mode, said in (("infer", "inference"), ("train", "training"))
         ),
     ),
+    "halves by slices": Dated(
+        ("four blocks, forward and backward, H200", "`torch.compile`, ms", "coda, ms", "gain"),
+        tuple(
+            (said, *(cell for key, how in (("baseline_ms", "ms"), ("ms", "ms"), ("speedup", "gain"))
+                     for cell in cells("sweeps.jsonl", "2a8e54c", key, how,
+                                       case=f"norms of heads behind a rotary embedding, {case}")))
+            for said, case in (("as they were", "whole"), ("by parts", "by parts"))
+        ),
+    ),
     "sums over heads": Dated(
         ("a step, nanochat-like, H200", "beside it, ms", "coda, ms", "gain"),
         tuple(

@@ -241,14 +241,15 @@ class _Lowering:
             self.result.needed |= set(self.realize(node))
 
     def made_in_place(self, cat: fx.Node) -> bool:
-        """Is each part of a cat a loop of its own? Of parts in memory, and of what is made of reductions, unless only
-        loops read it."""
+        """Is each part of a cat a loop of its own? Of parts in memory, and of what is made of reductions over fewer
+        numbers than the cat has, unless only loops read it."""
         parts = cat.all_input_nodes
         if not all(n.op == "call_function" and kind_of(n) in ("loop", "reduction") for n in parts):
             return False
         formulas = [self.formulas[n] for n in parts if n in self.formulas]
-        reduced = any(n.op == "call_function" and kind_of(n) == "reduction" for f in formulas for n in f.reads)
-        return not formulas or (reduced and not _only_loops_read(cat))
+        reduced = {n for f in formulas for n in f.reads if n.op == "call_function" and kind_of(n) == "reduction"}
+        fewer = any(elements(n.all_input_nodes[0]) != elements(cat) for n in reduced)
+        return not formulas or (fewer and not _only_loops_read(cat))
 
     def extern(self, node: fx.Node) -> None:
         copied = node.target in IN_ROWS

@@ -184,6 +184,59 @@ def test_loops_run_as_memory_lies(bench: ModuleType, name: str) -> None:
     assert len(own) == 1 + ("each head" in name)
 
 
+def cut(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., :32], x[..., 32:]
+
+
+@pytest.mark.parametrize("by_parts", [False, True], ids=["whole", "by parts"])
+def test_the_parts_of_a_cat_share_a_kernel_with_a_sum(bench: ModuleType, by_parts: bool) -> None:
+    """The gradient of a norm of heads and of the rotary embedding before it. Parts that are made of a sum over as many
+    numbers as a part has are written where they belong, each by a loop; of a sum over all, by one loop."""
+
+    def f(g: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        z = g * y
+        first, second = cut(z)
+        a, b = cut(g - y * ((first + second) if by_parts else z).sum(-1, keepdim=True))
+        return torch.cat([a * 2 - b, b * 2 + a], -1).flatten(2) @ w
+
+    args = HEADS, HEADS.clone(), torch.empty(512, 64)
+    ours, own = bench.modelled(f, args, "infer"), bench.own_schedule(f, args, "infer")
+    assert [k.bytes for k in ours] == [row["bytes"] for row in own] and len(own) == 1
+
+
+class Turned(nn.Module):
+    """Attention with norms of heads, behind rotary embeddings of halves or before them."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(4))
+        self.last = last
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def turned(x: Tensor) -> Tensor:
+            a, b = x[..., :64], x[..., 64:]
+            return torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
+
+        def normed(x: Tensor) -> Tensor:
+            return F.rms_norm(x, (128,))
+
+        q, k, v = (p(x).unflatten(-1, (16, 128)) for p in (self.q, self.k, self.v))
+        q, k = (normed(turned(t)) if self.last else turned(normed(t)) for t in (q, k))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["behind", "before"])
+def test_agrees_on_norms_of_heads(bench: ModuleType, last: bool) -> None:
+    """In training: what is computed of two halves is computed twice, and so much that it is stored."""
+    with OnCpu(), Untouched():  # type: ignore[no-untyped-call]
+        model, x = Turned(last), torch.zeros(4, 2048, 2048, dtype=torch.bfloat16)
+        args = x, *(torch.zeros(2048, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    own = sum(row["bytes"] for row in bench.own_schedule(model, args, "train"))
+    ours = sum(k.bytes for k in bench.modelled(model, args, "train"))
+    assert abs(ours / own - 1) < 0.02
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2", "rms-4096", "rms-16384"])
 @pytest.mark.parametrize("mode", ["infer", "train"])
