@@ -74,7 +74,7 @@ def _read_in(node: fx.Node, width: int) -> list[tuple[Any, ...]]:
     if some of it is read as a whole, in parts of two kinds, or in some of the parts."""
     found, todo, seen = dict[tuple[int, bool], dict[int, tuple[Any, ...]]](), [node], {node}
     while todo:
-        for user in todo.pop().users.keys() - seen:
+        for user in [u for u in todo.pop().users if u not in seen]:
             seen.add(user)
             if (part := slices.lane(user)) is not None and part[1] == len(g.sizes(part[0])) - 1:
                 _, dim, count, index = part

@@ -263,14 +263,14 @@ class _Lowering:
         formula = self.value(node)
         reads, large = formula.loads, formula.cost > 30
         users = list(node.users)
-        if len(users) > 1 and formula.nodes:
+        if len(users) > 1 and formula.ops:
             taken = any(u.op == "call_function" and kind_of(u) == "extern" for u in users)
             left = any(u.op == "output" for u in users)
             many = reads > inductor_config.realize_reads_threshold
             if (taken and reads > 1) or (left and reads > 0) or large or many:
                 self.realize(node)
                 return
-        if formula.nodes and reads > 1 and (large or reads > 8) and kind_of(node) not in ("view", "part"):
+        if formula.ops and reads > 1 and (large or reads > 8) and kind_of(node) not in ("view", "part"):
             self.realize(node)
 
     def realize(self, node: fx.Node) -> list[fx.Node]:
