@@ -123,21 +123,20 @@ def join_gradients(graph: fx.Graph) -> tuple[Cast, ...]:
 def _parts(node: fx.Node) -> tuple[int, list[fx.Node], tuple[str, ...]] | None:
     """The dimension and the parts of a sum of tensors each of which is 0 but for one part, and the operations that pad
     and add them. None if they are not all parts of a whole, each once, in its dtype and shape."""
-    sums, padded, todo = list[fx.Node](), list[fx.Node](), [node]
-    while todo:
+    names, values, todo = list[str](), dict[int, fx.Node](), [node]
+    places, dtypes = set[tuple[int, int]](), {node.meta["val"].dtype}
+    while todo:  # until the first that fits nothing: what is added to itself again and again has very many addends
         n = todo.pop()
+        names.append(n.name)
         if n.target is aten.add.Tensor and not n.kwargs and all(isinstance(a, fx.Node) for a in n.args):
-            sums.append(n)
             todo += n.args  # type: ignore[arg-type]  # twice, if it is added to itself
-        else:
-            padded.append(n)
-    found = [slices.scattered(n) for n in padded]
-    of_one_shape = all(g.sizes(n) == g.sizes(node) for n in padded)
-    dtypes = {n.meta["val"].dtype for n in (node, *padded, *(x[0] for x in found if x is not None))}
-    if (first := found[0]) is None or not of_one_shape or len(dtypes) > 1:
-        return None
-    _, dim, count, _ = first
-    values = {x[3]: x[0] for x in found if x is not None and x[1:3] == (dim, count)}
-    if not len(values) == len(found) == count:
-        return None
-    return dim, [values[i] for i in range(count)], tuple(n.name for n in (*sums, *padded))
+            continue
+        if (padded := slices.scattered(n)) is None or g.sizes(n) != g.sizes(node):
+            return None
+        value, dim, count, index = padded
+        places.add((dim, count))
+        dtypes |= {value.meta["val"].dtype, n.meta["val"].dtype}
+        if index in values or len(places) > 1 or len(dtypes) > 1:
+            return None
+        values[index] = value
+    return (dim, [values[i] for i in range(count)], tuple(names)) if len(values) == count else None

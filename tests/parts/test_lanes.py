@@ -173,6 +173,17 @@ def test_other_gradients_stay(name: str) -> None:
     assert rewritten(OTHER_GRADIENTS[name], join_gradients) == ()
 
 
+@pytest.mark.parametrize("start", [0, None], ids=["a part", "no part"])
+def test_what_is_doubled_again_and_again_is_soon_given_up(start: int | None) -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x if start is None else padded(x, start, start + 4)
+        for _ in range(60):
+            y = y + y
+        return y.flatten(1)
+
+    assert rewritten(f, join_gradients) == ()
+
+
 def test_what_others_read_is_not_gone() -> None:
     def f(x: Tensor) -> Tensor:
         first, second = padded(x, 0, 4), padded(x, 4, 8)
