@@ -245,7 +245,8 @@ def _write(graph: fx.Graph, head: Head, scale: float | None, summed: float) -> N
         hot, rest = (at_one(call, parts, part.meta["val"]) for parts in (gradient.pairs, gradient.rest))
         every, *parted = shares(call, hot, rest, exponentials.meta["val"].dtype)
         parted = [call(aten.expand.default, share, [rows, 1]) for share in parted]
-        exponentials = call(LOSS_TARGETS, exponentials, loss, part, index, *parted, slope)
+        op = call(LOSS_TARGETS, exponentials, part, loss, index, *parted, slope)
+        exponentials, part = (call(operator.getitem, op, i) for i in range(2))
         part = call(aten.mul.Tensor, part, every)
     for node, terms in head.gradients.items():
         _multiply(graph, head, node, terms, exponentials, part)

@@ -68,12 +68,9 @@ def _in_place(
         e[far] = exp.to(e.dtype)
         mine[far], first[far], part[far] = torch.log(whole) + top - there, torch.exp(there - top) - whole, 1 / whole
     stored = first.to(e.dtype)
-    rounded = stored.to(total.dtype)
-    size = first.abs()
-    ratio = torch.where((size > SMALLEST) & (size < LARGEST), first / rounded, 1.0)
     e.scatter_(1, target, stored)
     loss.copy_(mine)
-    factor.copy_(part * ratio)
+    factor.copy_(part * _rounded_away(first, stored))
 
 
 def _functional(
@@ -95,40 +92,52 @@ torch.library.register_fake("coda::loss_rows", _fake, lib=_library)
 torch.library.register_fake("coda::loss_rows_", lambda *_: None, lib=_library)
 
 
-_OF_ROWS = "Tensor loss, Tensor factor, Tensor target, Tensor hot, Tensor rest, Tensor? slope"
-_library.define(f"loss_targets(Tensor e, {_OF_ROWS}) -> Tensor", tags=_tags)
-_library.define(f"loss_targets_(Tensor(a!) e, {_OF_ROWS}) -> ()", tags=_tags)
+_OF_ROWS = "Tensor loss, Tensor target, Tensor hot, Tensor rest, Tensor? slope"
+_library.define(f"loss_targets(Tensor e, Tensor factor, {_OF_ROWS}) -> (Tensor, Tensor)", tags=_tags)
+_library.define(f"loss_targets_(Tensor(a!) e, Tensor(b!) factor, {_OF_ROWS}) -> ()", tags=_tags)
 
 LOSS_TARGETS, LOSS_TARGETS_ = torch.ops.coda.loss_targets.default, torch.ops.coda.loss_targets_.default
-"""loss_targets(E [M, V], loss [M, 1], a [M, 1], target [M, 1], k [M, 1], 1 - k [M, 1], slope [M, 1] or None) -> E,
-with (softmax - k) slope / a at the target. k and 1 - k are given, so that neither is a difference. loss_targets_ writes
-over E."""
+"""loss_targets(E [M, V], a [M, 1], loss [M, 1], target [M, 1], k [M, 1], 1 - k [M, 1], slope [M, 1] or None) -> E with
+(softmax - k) slope / a at the target, a. k and 1 - k are given, so that neither is a difference. What is rounded at the
+target goes into a where it is the most of its row: at least a quarter of what all others are together, 1 - softmax.
+loss_targets_ writes over its first two."""
 
 
 def _targets_in_place(
-    e: Tensor, loss: Tensor, factor: Tensor, target: Tensor, hot: Tensor, rest: Tensor, slope: Tensor | None
+    e: Tensor, factor: Tensor, loss: Tensor, target: Tensor, hot: Tensor, rest: Tensor, slope: Tensor | None
 ) -> None:
-    there = torch.where(hot < rest, torch.exp(-loss) - hot, rest + torch.expm1(-loss)) / factor
-    e.scatter_(1, target, (there if slope is None else there * slope).to(e.dtype))
+    there = torch.where(hot < rest, torch.exp(-loss) - hot, rest + torch.expm1(-loss))
+    most = there.abs() >= -0.25 * torch.expm1(-loss)
+    value = (there if slope is None else there * slope) / factor
+    stored = value.to(e.dtype)
+    e.scatter_(1, target, stored)
+    factor.copy_(torch.where(most, factor * _rounded_away(value, stored), factor))
 
 
-def _targets(
-    e: Tensor, loss: Tensor, factor: Tensor, target: Tensor, hot: Tensor, rest: Tensor, slope: Tensor | None
-) -> Tensor:
-    _targets_in_place(made := e.clone(), loss, factor, target, hot, rest, slope)
+def _targets(e: Tensor, factor: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+    made = e.clone(), factor.clone()
+    _targets_in_place(*made, *given)
     return made
+
+
+def _rounded_away(value: Tensor, stored: Tensor) -> Tensor:
+    """What a row's factor is multiplied by, so that `stored` counts as much as `value`."""
+    size = value.abs()
+    return torch.where((size > SMALLEST) & (size < LARGEST), value / stored.to(value.dtype), 1.0)
 
 
 _library.impl("loss_targets", _targets, "CompositeExplicitAutograd")
 _library.impl("loss_targets_", _targets_in_place, "CompositeExplicitAutograd")
-torch.library.register_fake("coda::loss_targets", lambda e, *_: torch.empty_like(e), lib=_library)
+torch.library.register_fake(
+    "coda::loss_targets", lambda e, a, *_: (torch.empty_like(e), torch.empty_like(a)), lib=_library
+)
 torch.library.register_fake("coda::loss_targets_", lambda *_: None, lib=_library)
 
 
-def _lower_targets(e: ir.TensorBox, *given: object) -> ir.TensorBox:
-    e = alone_in_memory(e)
-    fallback_handler(LOSS_TARGETS_, add_to_fallback_set=False)(e, *given)
-    return e
+def _lower_targets(e: ir.TensorBox, factor: ir.TensorBox, *given: object) -> tuple[ir.TensorBox, ...]:
+    e, factor = alone_in_memory(e), alone_in_memory(factor, 1)
+    fallback_handler(LOSS_TARGETS_, add_to_fallback_set=False)(e, factor, *given)
+    return e, factor
 
 
 def _lower(e: ir.TensorBox, total: ir.TensorBox, *given: object) -> tuple[ir.TensorBox, ...]:

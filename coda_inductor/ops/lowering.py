@@ -307,9 +307,9 @@ def _kept(x: ir.TensorBox) -> Any:
     return _copy(x)
 
 
-def alone_in_memory(x: ir.TensorBox) -> ir.TensorBox:
-    """The first argument of the operation that is lowered, in memory that nobody else reads or writes."""
-    if _has_other_names(V.graph.current_node.all_input_nodes[0]):
+def alone_in_memory(x: ir.TensorBox, position: int = 0) -> ir.TensorBox:
+    """An argument of the operation that is lowered, in memory that nobody else reads or writes."""
+    if _has_other_names(V.graph.current_node.args[position]):
         return _copy(x)
     x.realize()
     return x

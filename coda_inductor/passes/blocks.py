@@ -101,9 +101,7 @@ def gradients(graph: fx.Graph, chunk: int) -> dict[fx.Node, int]:
 
 def of_loss(node: fx.Node) -> bool:
     """Is it what the forward has stored in place of scores, but for a factor their gradient (loss/written.py)?"""
-    if node.target is operator.getitem:
-        return node.args[0].target is LOSS_ROWS  # type: ignore[union-attr]
-    return node.target is LOSS_TARGETS
+    return node.target is operator.getitem and node.args[0].target in (LOSS_ROWS, LOSS_TARGETS)  # type: ignore[union-attr]
 
 
 def multiplied(node: fx.Node) -> tuple[fx.Node | None, int]:

@@ -359,7 +359,7 @@ def seen(node: fx.Node, *, through_attention: bool = False) -> bool:
             if seen(user, through_attention=through_attention):
                 return True
         elif user.target in (LOSS_ROWS, LOSS_TARGETS):
-            if any(map(seen, user.users if user.target is LOSS_ROWS else (user,))):
+            if any(map(seen, user.users)):
                 return True
         elif through_attention and is_attention(user):
             if any(seen(result, through_attention=True) for result in user.users):

@@ -64,7 +64,7 @@ ALONG = frozenset({aten.gather.default, aten.scatter.value, aten.scatter.src, at
 """Operations along one dimension, their second argument, by an index of as many rows."""
 
 
-LISTS = frozenset({REGION, LOSS_ROWS})
+LISTS = frozenset({REGION, LOSS_ROWS, LOSS_TARGETS})
 """Operations with several results."""
 
 
@@ -91,7 +91,7 @@ def lead(sizes: Sequence[int], rows: int) -> int:
 def demands(node: fx.Node, form: Form, rows: int) -> Demands:
     """What the node reads, and as what, if it is to have this form. Raises NotByRow if it cannot."""
     if form is LIST:
-        return _region(node) if node.target is REGION else _loss_rows(node)
+        return _region(node) if node.target is REGION else _loss(node)
     if form is TURNED:
         return {_first(node): Rows(lead(shape(_first(node)), rows))} if _turns(node) else _refuse(node)
     if form is SUMMED:
@@ -199,10 +199,6 @@ def _along(node: fx.Node, k: int, rows: int) -> Demands:
     return dict.fromkeys(node.all_input_nodes, Rows(k))
 
 
-def _targets(node: fx.Node, k: int, rows: int) -> Demands:
-    return dict.fromkeys(node.all_input_nodes, Rows(k))
-
-
 def _product(node: fx.Node, k: int, rows: int) -> Demands:
     read = g.operands(node)
     if not read.understood or any(len(shape(bias)) != 1 for bias in read.addends):
@@ -224,7 +220,9 @@ def _of_region(node: fx.Node, k: int, rows: int) -> Demands:
     return {_first(node): LIST} if _item(node) == Rows(1) else _refuse(node)
 
 
-def _loss_rows(node: fx.Node) -> Demands:
+def _loss(node: fx.Node) -> Demands:
+    if node.target is LOSS_TARGETS:
+        return dict.fromkeys(node.all_input_nodes, Rows(1))
     *rows, weight, bias, _ = node.args
     found: Demands = {x: Rows(1) for x in rows if isinstance(x, fx.Node)}
     return found | {x: WHOLE for x in (weight, bias) if isinstance(x, fx.Node)}
@@ -275,7 +273,6 @@ RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[fx.Node, int, int], Dema
     (_in(SAME), _same),
     (_in(FILLED), _filled),
     (_in(ALONG), _along),
-    (_in(frozenset({LOSS_TARGETS})), _targets),
     (_in(frozenset({aten.mm.default, aten.addmm.default})), _product),
     (lambda n: n.target is operator.getitem and _first(n).target in LISTS, _of_region),
     (lambda n: n.target is aten.expand.default or g.is_pointwise(n) or g.is_cast(n), _pointwise),

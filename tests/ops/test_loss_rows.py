@@ -19,6 +19,11 @@ def given(rows: int, columns: int, spread: float) -> tuple[Tensor, Tensor, Tenso
     return scores, x, weight, target, stored, stored.sum(1, keepdim=True)
 
 
+def product(given: tuple[Tensor, Tensor]) -> Tensor:
+    gradient, part = given
+    return gradient * part
+
+
 def wanted(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the softmax less one at the target."""
     loss = -torch.log_softmax(scores, 1).gather(1, target)
@@ -55,7 +60,7 @@ def test_different_factors(spread: float) -> None:
     _, difference = wanted(scores, target)
     rest, slope = torch.rand_like(total), torch.rand_like(total)
     rest[:8], rest[8:16], rest[16:24] = 0, 1, 2
-    found = part * LOSS_TARGETS(gradient, loss, part, target, 1 - rest, rest, slope)
+    found = product(LOSS_TARGETS(gradient, part, loss, target, 1 - rest, rest, slope))
     there = slope * (difference.gather(1, target) + rest)
     torch.testing.assert_close(found, difference.scatter(1, target, there), rtol=1e-12, atol=1e-12)
 
@@ -66,7 +71,7 @@ def test_a_target_that_is_not_counted() -> None:
     rows = LOSS_ROWS(stored.bfloat16(), total.float(), target, None, x.float(), weight.float(), None, 1.0)
     gradient, loss, part = rows
     nothing = torch.zeros_like(loss)
-    found = part * LOSS_TARGETS(gradient, loss, part, target, nothing, nothing + 1, None)
+    found = product(LOSS_TARGETS(gradient, part, loss, target, nothing, nothing + 1, None))
     exact = torch.softmax(scores, 1).gather(1, target).float()
     torch.testing.assert_close(found.gather(1, target), exact, rtol=5e-3, atol=0)
 
@@ -77,7 +82,7 @@ def test_a_target_that_is_nearly_sure() -> None:
     stored = torch.cat([torch.zeros_like(total), total], 1)
     gradient, loss, part = LOSS_ROWS(stored, total, target, None, None, None, None, 1.0)
     one = torch.ones_like(total)
-    found = part * LOSS_TARGETS(gradient, loss, part, target, one, 0 * one, None)
+    found = product(LOSS_TARGETS(gradient, part, loss, target, one, 0 * one, None))
     torch.testing.assert_close(found[:, :1], -total / (1 + total), rtol=1e-5, atol=0)
 
 
@@ -112,3 +117,25 @@ def test_in_place() -> None:
 def test_opcheck() -> None:
     _, x, weight, target, stored, total = given(4, 6, 1.0)
     torch.library.opcheck(LOSS_ROWS, (stored, total, target, None, x, weight, None, 1.0))
+
+
+@pytest.mark.parametrize("kept", (1.0, 0.9, 0.3))
+def test_what_is_rounded_again_at_the_target_goes_into_the_factor(kept: float) -> None:
+    """Of smoothed labels the target still is the greatest of its row."""
+    scores, *_, target, stored, total = given(40, 5000, 0.1)
+    rows = LOSS_ROWS(stored.bfloat16(), total.float(), target, None, None, None, None, 1.0)
+    gradient, loss, part = rows
+    hot = torch.full_like(loss, kept)
+    found = product(LOSS_TARGETS(gradient, part, loss, target, hot, 1 - hot, None))
+    exact = torch.softmax(scores, 1).gather(1, target) - kept
+    torch.testing.assert_close(found.gather(1, target).double(), exact, rtol=1e-6, atol=0)
+
+
+def test_a_small_number_at_the_target_leaves_the_factor() -> None:
+    """Where the softmax at the target is as great as k, the others are the row; they are as exact as they were."""
+    total, target = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1, dtype=torch.int64)
+    stored = torch.cat([torch.zeros_like(total), total], 1).bfloat16()
+    gradient, loss, part = LOSS_ROWS(stored, total, target, None, None, None, None, 1.0)
+    hot = torch.tensor([[0.493], [0.2571]])
+    _, factor = LOSS_TARGETS(gradient, part, loss, target, hot, 1 - hot, None)
+    torch.testing.assert_close(factor, part, rtol=0, atol=0)
