@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
-from coda_inductor.kernels.loss.rows import finish
+from coda_inductor.kernels.loss.rows import finish, finish_targets
 from coda_inductor.ops.lowering import alone_in_memory
 
 CAP = 64.0
@@ -106,6 +106,9 @@ loss_targets_ writes over its first two."""
 def _targets_in_place(
     e: Tensor, factor: Tensor, loss: Tensor, target: Tensor, hot: Tensor, rest: Tensor, slope: Tensor | None
 ) -> None:
+    if e.is_cuda and e.dtype != torch.float64:
+        finish_targets(e, factor, loss, target, hot, rest, slope)
+        return
     there = torch.where(hot < rest, torch.exp(-loss) - hot, rest + torch.expm1(-loss))
     most = there.abs() >= -0.25 * torch.expm1(-loss)
     value = (there if slope is None else there * slope) / factor

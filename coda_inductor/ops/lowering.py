@@ -308,8 +308,8 @@ def _kept(x: ir.TensorBox) -> Any:
 
 
 def alone_in_memory(x: ir.TensorBox, position: int = 0) -> ir.TensorBox:
-    """An argument of the operation that is lowered, in memory that nobody else reads or writes."""
-    if _has_other_names(V.graph.current_node.args[position]):
+    """A tensor that the operation that is lowered reads, in memory that nobody else reads or writes."""
+    if _has_other_names(V.graph.current_node.all_input_nodes[position]):
         return _copy(x)
     x.realize()
     return x

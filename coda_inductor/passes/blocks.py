@@ -101,7 +101,10 @@ def gradients(graph: fx.Graph, chunk: int) -> dict[fx.Node, int]:
 
 def of_loss(node: fx.Node) -> bool:
     """Is it what the forward has stored in place of scores, but for a factor their gradient (loss/written.py)?"""
-    return node.target is operator.getitem and node.args[0].target in (LOSS_ROWS, LOSS_TARGETS)  # type: ignore[union-attr]
+    if node.target is not operator.getitem:
+        return False
+    source = node.all_input_nodes[0]
+    return source.target is LOSS_ROWS or source.target is LOSS_TARGETS
 
 
 def multiplied(node: fx.Node) -> tuple[fx.Node | None, int]:

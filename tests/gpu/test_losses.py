@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from coda_inductor.inductor.joint_pass import REPORTS
 from coda_inductor.loss.written import WHAT
-from coda_inductor.ops.loss import CAP, LIMIT, LOSS_ROWS, LOSS_ROWS_
+from coda_inductor.ops.loss import CAP, LIMIT, LOSS_ROWS, LOSS_ROWS_, LOSS_TARGETS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +77,28 @@ def test_slopes_and_no_rows_again() -> None:
     difference = slopes * torch.softmax(scores, 1).scatter_add(1, target, -torch.ones_like(exact))
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
     assert float((part.double() * gradient.double() - difference).norm() / difference.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("sloped", (False, True))
+@pytest.mark.parametrize("m", (1, 37, 4097))
+def test_the_kernel_of_targets_is_the_definition(m: int, sloped: bool) -> None:
+    """With a share for all rows or for each, of rows that are counted and that are not."""
+    torch.manual_seed(0)
+    scores, target = torch.randn(m, 777, device="cuda").double(), torch.randint(0, 777, (m, 1), device="cuda")
+    gradient, loss, part = LOSS_ROWS(*stored(scores, target, 784), target, None, None, None, None, 1.0)
+    slope = torch.rand(m, 1, device="cuda") if sloped else None
+    for hot in (torch.tensor([[0.9]], device="cuda").expand(m, 1), torch.rand(m, 1, device="cuda").round(decimals=1)):
+        given = target, hot, 1 - hot, slope
+        e, factor = LOSS_TARGETS(gradient, part, loss, *given)
+        on_cpu = [t if t is None else t.cpu() for t in (gradient, part, loss, *given)]
+        for found, wanted in zip((e, factor), LOSS_TARGETS(*on_cpu), strict=True):  # to a unit in bfloat16's last place
+            torch.testing.assert_close(found.cpu(), wanted, rtol=8e-3, atol=0)
+        product = (e.double() * factor.double()).gather(1, target)
+        there = torch.softmax(scores, 1).gather(1, target) - hot.double()
+        great = there.abs() > 0.3
+        exact = there if slope is None else there * slope
+        torch.testing.assert_close(product, exact, rtol=5e-3, atol=1e-9)
+        torch.testing.assert_close(product[great], exact[great], rtol=1e-5, atol=1e-9)
 
 
 class Head(nn.Module):

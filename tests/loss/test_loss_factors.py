@@ -80,7 +80,7 @@ def test_gradients_are_as_exact_at_each_number_of_rows(loss: Any, rows: int) -> 
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
     exact = torch.autograd.grad(loss(*wide, y), wide)
     with strict_reference(run=False):
-        call = torch.compile(loss, backend="coda", options=REFERENCE, dynamic=False)
+        call: Any = torch.compile(loss, backend="coda", options=REFERENCE, dynamic=False)
         found = torch.autograd.grad(call(x, w, y), (x, w))
     for ours, wanted in zip(found, exact, strict=True):
         assert (ours - wanted).norm() < 2.5e-3 * wanted.norm()

@@ -23,6 +23,8 @@ except ImportError:  # on a machine whose torch has no Triton nothing launches t
 ROWS, COLUMNS, FEATURES, WARPS = 32, 128, 64, 4
 """Of scores that are computed again, what a program holds at a time, and with how many warps. Where all of 4096 rows
 are, of 32000 columns and a width of 2048, that takes 9.3 ms; where none is, 0.05 (H200)."""
+OF_TARGETS = 256
+"""Rows of a program that writes their targets."""
 
 
 @jit  # type: ignore[untyped-decorator]
@@ -126,4 +128,44 @@ def finish(
             rows, columns, left.shape[1] if again else 0, gradient.stride(0), *left.stride(), *right.stride(),
             scale, limit, SLOPE=slope is not None, AGAIN=again, BIAS=bias is not None,
             M=ROWS, N=COLUMNS, K=FEATURES, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@jit  # type: ignore[untyped-decorator]
+def targets_of(  # type: ignore[no-untyped-def]
+    gradient, factor, loss, target, hot, rest, slope, rows, pitch, loss_m, target_m, hot_m, rest_m, slope_m,
+    SLOPE: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    inside = m < rows
+    of_row = tl.load(factor + m, inside, 1.0)
+    mine = tl.load(loss + m * loss_m, inside, 0.0)
+    t = tl.load(target + m * target_m, inside, 0)
+    of_hot, of_rest = tl.load(hot + m * hot_m, inside, 1.0), tl.load(rest + m * rest_m, inside, 0.0)
+    less_one = libdevice.expm1(-mine)
+    there = tl.where(of_hot < of_rest, tl.exp(-mine) - of_hot, of_rest + less_one)
+    most = tl.abs(there) >= -0.25 * less_one
+    if SLOPE:
+        there = there * tl.load(slope + m * slope_m, inside, 0.0)
+    value = there / of_row
+    stored = value.to(gradient.dtype.element_ty)
+    size = tl.abs(value)
+    ratio = tl.where(most & (size > 1e-30) & (size < 1e30), value / stored.to(tl.float32), 1.0)  # as ops/loss.py has it
+    tl.store(gradient + m * pitch + t, stored, inside)
+    tl.store(factor + m, of_row * ratio, inside)
+
+
+def finish_targets(
+    gradient: Tensor, factor: Tensor, loss: Tensor, target: Tensor, hot: Tensor, rest: Tensor, slope: Tensor | None
+) -> None:
+    """As ops/loss.py has it, on the tensors' device, in one launch for some twenty. Rows of `gradient` are contiguous,
+    and so is `factor`."""
+    rows = gradient.shape[0]
+    if not rows:
+        return
+    columns = [t.stride(0) for t in (loss, target, hot, rest, loss if slope is None else slope)]
+    with torch.cuda.device(gradient.device):
+        targets_of[-(-rows // OF_TARGETS),](
+            gradient, factor, loss, target, hot, rest, loss if slope is None else slope, rows, gradient.stride(0),
+            *columns, SLOPE=slope is not None, M=OF_TARGETS,
         )  # fmt: skip
